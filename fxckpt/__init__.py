@@ -1,0 +1,34 @@
+"""Activation checkpointing for PyTorch as an FX graph-rewriting pass, within a budget of peak bytes."""
+
+from fxckpt.backend import Backend
+from fxckpt.capture import plan
+from fxckpt.errors import (
+    BudgetInfeasible,
+    CaptureError,
+    FxckptError,
+    InvalidBudget,
+    InvalidCost,
+    InvalidOption,
+    VerifyError,
+)
+from fxckpt.measure import measure_peak
+from fxckpt.plan import Decision, Plan, Reason, Recompute, Row
+
+__all__ = [
+    "Backend",
+    "BudgetInfeasible",
+    "CaptureError",
+    "Decision",
+    "FxckptError",
+    "InvalidBudget",
+    "InvalidCost",
+    "InvalidOption",
+    "Plan",
+    "Reason",
+    "Recompute",
+    "Row",
+    "VerifyError",
+    "measure_peak",
+    "plan",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,184 @@
+"""The compile door: ``torch.compile(model, backend="fxckpt")``.
+
+A :class:`Backend` hands the captured graph to AOTAutograd (or Inductor) with the planner as its partition function; the planner sees the
+joint graph, the inner compiler gets the forward and the backward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from fxckpt import budget as budgets
+from fxckpt.cost import CostModel
+from fxckpt.cost import resolve as resolve_cost
+from fxckpt.errors import FxckptError, InvalidOption
+from fxckpt.pipeline import Planner
+from fxckpt.plan import Plan
+from fxckpt.policies import as_node_policy
+from fxckpt.report import Report
+from fxckpt.torch_private import (
+    CustomPartitionerFn,
+    aot_autograd,
+    boxed,
+    inductor_backend,
+    make_boxed,
+    through_dynamo,
+)
+
+InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+INNER_NAMES = ("inductor", "aot_eager")
+OPTIONS = ("budget", "policy", "inner", "cost")
+
+
+class Backend:
+    """A ``torch.compile`` backend that checkpoints activations within a budget.
+
+    Parameters
+    ----------
+    budget:
+        Peak bytes of one forward and backward beyond what was allocated when the step began, per compiled graph: an int or a string
+        (``"2GiB"``), a fraction of the uncheckpointed peak in (0, 1], ``"auto"`` (free device memory less a margin), or None
+        (recompute only what is free).
+    policy:
+        Called once per forward op as ``policy(ctx, op, *args, **kwargs)``, returns a ``torch.utils.checkpoint.CheckpointPolicy``.
+    inner:
+        Who compiles the two halves: ``"inductor"``, ``"aot_eager"`` or a callable ``(gm, example_inputs) -> callable``, given the forward
+        graph, then the backward graph.
+    cost:
+        ``"roofline"``, ``"flops"`` or a cost model object (see :class:`fxckpt.cost.CostModel`).
+
+    Raises
+    ------
+    InvalidBudget, InvalidOption
+        At construction, for arguments that cannot be meant.
+    BudgetInfeasible
+        At the first call of the compiled model, if no plan fits.
+
+    Examples
+    --------
+    >>> import torch, fxckpt
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    >>> backend = fxckpt.Backend(budget=0.9, inner="aot_eager")
+    >>> torch.compile(model, backend=backend)(torch.randn(256, 8)).sum().backward()
+    >>> backend.plans[0].peak_bytes <= backend.plans[0].budget_bytes
+    True
+    """
+
+    def __init__(
+        self,
+        budget: budgets.Budget = None,
+        policy: Callable[..., Any] | None = None,
+        inner: str | InnerCompiler = "inductor",
+        cost: str | CostModel = "roofline",
+    ) -> None:
+        budgets.validate(budget)
+        if not callable(inner) and inner not in INNER_NAMES:
+            raise InvalidOption(
+                f"inner={inner!r} is not an inner compiler. Use one of {', '.join(map(repr, INNER_NAMES))}, "
+                'or a callable (gm, example_inputs) -> callable. Example: fxckpt.Backend(inner="aot_eager").'
+            )
+        resolve_cost(cost, None)
+        self._planner = Planner(budget=budget, policy=as_node_policy(policy), cost=cost)
+        self._inner = inner
+        self._plans: list[Plan] = []
+        self._options = (budget, policy, inner, cost)
+        # Dynamo prints this name in its own errors.
+        self.__name__ = "fxckpt"
+
+    def __repr__(self) -> str:
+        budget, policy, inner, cost = self._options
+        return f"Backend(budget={budget!r}, policy={policy!r}, inner={inner!r}, cost={cost!r})"
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of every graph with a backward, in compile order."""
+        return tuple(self._plans)
+
+    def report(self) -> Report:
+        """Return one table per compiled graph; print it."""
+        return Report(self.plans)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one captured graph; called by Dynamo."""
+        try:
+            if self._inner == "inductor":
+                return inductor_backend(gm, example_inputs, _InductorPartitioner(self))
+            compiler = boxed if self._inner == "aot_eager" else make_boxed(self._inner)
+            compile_graph = aot_autograd(
+                fw_compiler=compiler,
+                bw_compiler=compiler,
+                inference_compiler=compiler,
+                partition_fn=self._partition,
+                keep_inference_input_mutations=True,
+            )
+            compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
+            return compiled
+        except FxckptError as error:
+            raise through_dynamo(error) from error
+
+    def _partition(
+        self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward, plan = self._planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
+        self._plans.append(plan)
+        return forward, backward
+
+    def _identity(self) -> str:
+        return f"{source_digest()} {self!r}"
+
+
+class _InductorPartitioner(CustomPartitionerFn):
+    """The planner as Inductor calls it. Two with equal options and equal code have equal uuids."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return self._backend._partition(gm, joint_inputs, num_fwd_outputs=kwargs["num_fwd_outputs"])
+
+    def uuid(self) -> str:
+        return self._backend._identity()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _InductorPartitioner:
+        # Inductor copies its configuration; the plans must still reach the one backend the user holds.
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (str, (self.uuid(),))
+
+
+def source_digest() -> str:
+    """Return a hash of this package's own code, so that caches know when it changes."""
+    import fxckpt.passes
+
+    folders = [Path(__file__).parent, Path(str(fxckpt.passes.__file__)).parent]
+    digest = hashlib.sha256()
+    for path in sorted(p for folder in folders for p in folder.glob("*.py")):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def fxckpt_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **unknown: Any
+) -> Callable[..., Any]:
+    """The function behind ``backend="fxckpt"``; ``options`` are the arguments of :class:`Backend`."""
+    try:
+        given = dict(options or {})
+        extra = [*(k for k in given if k not in OPTIONS), *unknown]
+        if extra:
+            raise InvalidOption(
+                f"unknown option {extra[0]!r} for backend='fxckpt'. Allowed: {', '.join(OPTIONS)}. "
+                "Example: torch.compile(model, backend='fxckpt', options={'budget': '2GiB'})."
+            )
+        backend = Backend(**given)
+    except FxckptError as error:
+        raise through_dynamo(error) from error
+    return backend(gm, example_inputs)

@@ -1,0 +1,45 @@
+"""The errors a user can meet. Each says what was asked, what was found and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class FxckptError(Exception):
+    """Base of every error that fxckpt raises on purpose."""
+
+
+class InvalidBudget(FxckptError, ValueError):
+    """A budget that cannot be meant."""
+
+
+class InvalidOption(FxckptError, ValueError):
+    """An unknown option, inner compiler or cost model."""
+
+
+class InvalidCost(FxckptError, ValueError):
+    """A cost model returned NaN, a negative or an infinite time."""
+
+
+class CaptureError(FxckptError):
+    """The model could not be captured as a graph that can be planned."""
+
+
+class VerifyError(FxckptError):
+    """An emitted graph breaks an invariant: a defect of fxckpt, stopped before it could give a wrong number."""
+
+
+class BudgetInfeasible(FxckptError):
+    """No plan fits the budget. ``floor_bytes`` is the least peak the planner reached, ``budget_bytes`` what was asked."""
+
+    def __init__(self, message: str, *, floor_bytes: int, budget_bytes: int) -> None:
+        super().__init__(message)
+        self.floor_bytes = floor_bytes
+        self.budget_bytes = budget_bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_infeasible, (str(self), self.floor_bytes, self.budget_bytes))
+
+
+def _infeasible(message: str, floor_bytes: int, budget_bytes: int) -> BudgetInfeasible:
+    return BudgetInfeasible(message, floor_bytes=floor_bytes, budget_bytes=budget_bytes)

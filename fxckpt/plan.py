@@ -1,0 +1,111 @@
+"""The plan as data: what is saved, what is recomputed, where, and why.
+
+A plan holds node *names* of one joint graph, never ``fx.Node``: it prints, compares, pickles, and can be applied again to
+the same graph. Solvers produce plans, :mod:`fxckpt.passes.rematerialize` applies them; neither knows the other.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fxckpt.report import Explanation
+
+
+class Decision(enum.StrEnum):
+    """What happens to a forward value that the backward needs."""
+
+    SAVED = "saved"
+    RECOMPUTED = "recomputed"
+
+
+class Reason(enum.StrEnum):
+    """Why a value is saved or recomputed; made where the decision is made, read by reports, errors and tests."""
+
+    CHEAPER_TO_SAVE = "cheaper to save than to recompute at this budget"
+    CHEAPER_TO_RECOMPUTE = "its bytes cost more than its time at this budget"
+    FREE = "recomputing it takes no extra time"
+    OUTPUT = "a forward output, alive anyway"
+    RANDOM_WITHOUT_STATE = "random, and its generator state cannot be captured"
+    SMALLER_THAN_STATE = "random, and no larger than the generator state"
+    RNG_STATE = "generator state for the replay of a random op"
+    MUTATED_INPUT = "reads an input that is written later"
+    EFFECT = "its op has effects or is unknown"
+    COLLECTIVE = "a collective"
+    SYMBOLIC = "a size or scalar, no bytes"
+    POLICY = "the policy says so"
+    REGION = "a checkpoint region in the model says so"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One forward value that the backward needs. ``bytes`` are those of its storage, counted once."""
+
+    name: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    module: str
+    source: str
+    decision: Decision
+    reason: Reason
+    runs: int
+    """How many times it runs in the backward; 0 if saved."""
+    recompute_seconds: float
+    """Time of one run."""
+    recompute_flops: int
+    """FLOPs of one run."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Run forward op ``name`` again in front of backward node ``before`` (``"output"``: at the end)."""
+
+    name: str
+    before: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which forward values are saved and which are recomputed, and what that costs.
+
+    Bytes are peaks of one forward and backward beyond what was allocated when the step began; seconds and FLOPs are by the
+    cost model named in ``cost``.
+    """
+
+    saved: tuple[str, ...]
+    recomputed: tuple[str, ...]
+    schedule: tuple[Recompute, ...]
+    """Every run of a recomputed op, in the order of the backward."""
+    saved_bytes: int
+    peak_bytes: int
+    baseline_peak_bytes: int
+    """Peak of the uncheckpointed graph: everything the backward reads is saved."""
+    floor_bytes: int
+    """Least peak the planner reached on this graph."""
+    recompute_seconds: float
+    recompute_flops: int
+    step_seconds: float
+    """Forward and backward of the uncheckpointed graph."""
+    step_flops: int
+    budget_bytes: int | None
+    rows: tuple[Row, ...]
+    profile: tuple[int, ...]
+    """Live bytes during each op, the forward's ops first."""
+    forward_ops: int
+    """How many leading entries of ``profile`` belong to the forward."""
+    cost: str
+
+    @property
+    def reasons(self) -> dict[str, Reason]:
+        """The reason for each saved or recomputed value, by name."""
+        return {row.name: row.reason for row in self.rows}
+
+    def explain(self) -> Explanation:
+        """Return the plan as rows and, printed, as tables and a memory profile."""
+        from fxckpt.report import explain
+
+        return explain(self)

@@ -1,0 +1,206 @@
+"""Every private torch name that fxckpt uses, in one place. Checked on torch 2.13.0; written for 2.11 and later."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch import partitioners as _partitioners
+from torch._functorch.partitioners import _extract_fwd_bwd_modules
+from torch._higher_order_ops.effects import _get_effect
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fxckpt.errors import CaptureError, FxckptError
+
+__all__ = [
+    "BackendCompilerFailed",
+    "CustomPartitionerFn",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "aot_autograd",
+    "boxed",
+    "has_effect",
+    "inductor_backend",
+    "is_symbolic",
+    "partitioner_tag",
+    "run_and_save_rng_state",
+    "run_with_rng_state",
+    "size_hint",
+    "split",
+    "storage_id",
+    "tag_side",
+]
+
+
+def size_hint(value: Any) -> int:
+    """Return an int for an int or SymInt, by the hint of the compile; no guard is added. Unbacked sizes count as 1."""
+    if isinstance(value, int):
+        return value
+    node = value.node
+    hint = node.hint if node.has_hint() else None
+    return int(hint) if isinstance(hint, int) else 1
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage; fake tensors of one trace share storages as real ones would."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_symbolic(node: fx.Node) -> bool:
+    """Return whether ``node`` is a size or a scalar, which AOTAutograd saves apart from tensors."""
+    return _partitioners.is_sym_node(node) or isinstance(node.meta.get("val"), (bool, int, float))
+
+
+def partitioner_tag(node: fx.Node) -> str | None:
+    """Return AOTAutograd's own word for the half in which it traced ``node``."""
+    tag = node.meta.get("partitioner_tag")
+    return str(tag) if tag is not None else None
+
+
+def tag_side(node: fx.Node, *, backward: bool) -> None:
+    """Bind ``node`` to one half of the split."""
+    node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
+
+
+def has_effect(target: Any) -> bool:
+    """Return whether an op was registered as having side effects (effect tokens)."""
+    return isinstance(target, (OpOverload, HigherOrderOperator)) and _get_effect(target) is not None
+
+
+def split(
+    joint: fx.GraphModule, saved: Sequence[fx.Node], symbolic: Sequence[fx.Node], *, num_fwd_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph by AOTAutograd's own contract (symints last, version checks, opaque objects, tangents)."""
+    return _extract_fwd_bwd_modules(joint, list(saved), list(symbolic), num_fwd_outputs=num_fwd_outputs)
+
+
+def boxed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a graph to Python that takes its arguments in a list it empties, so that each dies after its last use."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    forward = gm.forward
+
+    def run(args: list[Any]) -> Any:
+        return forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+@contextlib.contextmanager
+def inductor_partitioner(partitioner: CustomPartitionerFn) -> Iterator[None]:
+    """Make Inductor use ``partitioner`` for the compiles in this block."""
+    from torch._inductor import config
+
+    with config.patch(custom_partitioner_fn=partitioner):
+        yield
+
+
+def inductor_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], partitioner: CustomPartitionerFn) -> Any:
+    """Compile with Inductor, its joint passes and caches in force, the partition made by ``partitioner``."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(example_inputs), config_patches={"custom_partitioner_fn": partitioner})
+
+
+def fake_rng_state(device: torch.device) -> torch.Tensor:
+    """Return a generator state's shape as a fake tensor of the trace in progress. Raises RuntimeError outside a trace."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode()
+    if mode is None:
+        raise RuntimeError("no fake tensor mode is active; partition inside an AOTAutograd trace")
+    with mode:
+        return torch.empty(5056 if device.type == "cpu" else 16, dtype=torch.uint8)
+
+
+def make_boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an inner compiler so that what it returns takes its arguments in a list (AOTAutograd's fast convention)."""
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    def compile_half(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled = compiler(gm, example_inputs)
+        if not callable(compiled):
+            raise TypeError(f"the inner compiler returned {type(compiled).__name__}, which is not callable")
+        already = getattr(compiled, "_boxed_call", False)
+        return compiled if already else make_boxed_func(compiled)  # type: ignore[no-any-return]
+
+    return compile_half
+
+
+def through_dynamo(error: Exception) -> Exception:
+    """Return an error of the same class that Dynamo lets through as it is, instead of wrapping or swallowing it."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind = type(error)
+    if isinstance(error, ShortenTraceback):
+        return error
+    carrier = type(kind.__name__, (kind, ShortenTraceback), {"__init__": Exception.__init__, "__module__": kind.__module__})
+    wrapped: Exception = carrier(str(error))
+    wrapped.__dict__.update(error.__dict__)
+    wrapped.first_useful_frame = None  # type: ignore[attr-defined]
+    return wrapped
+
+
+def capture_whole(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    receive: Callable[[fx.GraphModule, list[Any]], None],
+) -> None:
+    """Capture ``function(*args, **kwargs)`` as one Dynamo graph on fake tensors and give it to ``receive``; nothing is executed.
+
+    Parameters of a module are copied as fake tensors first: no memory, and the caller's module is left alone. The compile is abandoned
+    after ``receive`` returns, so Dynamo keeps no cache entry of it. Raises :class:`CaptureError` if Dynamo cannot capture one graph.
+    """
+    import copy
+
+    from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, Unsupported
+    from torch._subclasses.fake_tensor import FakeCopyMode
+    from torch.utils import _pytree as pytree
+
+    class Done(ShortenTraceback):
+        """Leaves the compile once the graph was received."""
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        receive(gm, inputs)
+        raise Done(first_useful_frame=None)
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if isinstance(function, torch.nn.Module):
+        with FakeCopyMode(mode):
+            function = copy.deepcopy(function)
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        return mode.from_tensor(leaf)
+
+    args, kwargs = pytree.tree_map(fake, (args, kwargs))
+    try:
+        with mode:
+            torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
+    except Done:
+        return
+    except Unsupported as error:
+        raise CaptureError(
+            f"the model does not capture as one graph: {error}\n"
+            "Remove the graph break, or compile with fxckpt.Backend and read backend.plans: one plan a graph."
+        ) from error
+    except TorchDynamoException as error:
+        if isinstance(error, FxckptError):
+            raise
+        raise CaptureError(f"Dynamo could not capture the model: {error}") from error
+    raise CaptureError("nothing to plan: the function was captured without any tensor operation.")

@@ -1,0 +1,435 @@
+"""Facts: what a joint graph means for planning, as plain data.
+
+Memory belongs to storages. An *op* is a node that fills new storages or has an effect; a node whose outputs all live in
+storages of its inputs is a *view*, costs nothing, and is made again wherever it is needed. What remains is a :class:`Program`:
+forward ops and backward ops in joint order, each reading and writing storages by index. It knows no ``fx.Node``, so planning on
+it is deterministic and easy to test.
+
+Forward-computable is everything that does not depend on a tangent, not only what the forward outputs need: the op of such a value
+may run in either half. Expects a normalized joint graph with ``meta["val"]``. Leaves the graph alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxckpt.errors import CaptureError
+from fxckpt.plan import Reason
+from fxckpt.torch_private import (
+    FakeTensor,
+    HigherOrderOperator,
+    OpOverload,
+    has_effect,
+    is_symbolic,
+    partitioner_tag,
+    size_hint,
+    storage_id,
+)
+
+RNG_STATE_BYTES = {"cpu": 5056}
+"""Bytes of ``torch.get_rng_state()`` (MT19937 and its cache); every other device type stores seed and offset."""
+RNG_STATE_BYTES_OTHER = 16
+CUDA_BLOCK_BYTES = 512
+"""The CUDA caching allocator rounds every block up to this."""
+
+FORWARD_ONLY = -1
+IN_BACKWARD = -2
+
+NodePolicy = Callable[[fx.Node], "CheckpointPolicy | None"]
+
+
+class Cost(Protocol):
+    """What facts ask of a cost model."""
+
+    @property
+    def name(self) -> str:
+        """Name for reports."""
+        ...
+
+    def seconds(self, node: fx.Node) -> float:
+        """Seconds one run of ``node`` takes."""
+        ...
+
+    def flops(self, node: fx.Node) -> int:
+        """FLOPs of one run of ``node``."""
+        ...
+
+
+class Side(enum.Enum):
+    """Where an op runs in the uncheckpointed step, and where else it may."""
+
+    FORWARD = enum.auto()
+    """The forward outputs (or an effect) need it."""
+    EITHER = enum.auto()
+    """Only the backward needs it, but it reads no tangent."""
+    BACKWARD = enum.auto()
+    """It reads a tangent, or was traced in the backward and may not move."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Memory filled by one op. ``name`` is the node that owns it: what gets saved."""
+
+    name: str
+    bytes: int
+    producer: int
+    """Index of the op that fills it; ``FORWARD_ONLY`` for a generator state, ``IN_BACKWARD`` for the backward's own."""
+    is_output: bool = False
+    """A forward output holds it: it stays until the end whatever is planned."""
+    is_savable: bool = True
+
+
+@dataclass(frozen=True)
+class Op:
+    """One unit of work. ``reads`` and ``writes`` are storage indices; inputs of the graph are free and not listed."""
+
+    name: str
+    side: Side
+    seconds: float
+    flops: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    pinned: Reason | None = None
+    """Why it must not run in the backward again; None if it may."""
+    rng_state: int | None = None
+    """Storage of the generator state a second run needs."""
+    prefers_recompute: bool = False
+    """A checkpoint region of the model covers it."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A joint graph as planning sees it. The last backward op is the graph's output and reads what is returned."""
+
+    ops: tuple[Op, ...]
+    backward: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    tangent_bytes: int
+    """Storages of the incoming gradients, held by the autograd engine throughout the backward."""
+
+    def forward_reads(self, position: int) -> tuple[int, ...]:
+        """Return the forward values that backward op ``position`` reads."""
+        return tuple(s for s in self.backward[position].reads if self.storages[s].producer != IN_BACKWARD)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of the uncheckpointed step."""
+        return sum(op.seconds for op in self.ops) + sum(op.seconds for op in self.backward)
+
+    @property
+    def step_flops(self) -> int:
+        """FLOPs of the uncheckpointed step."""
+        return sum(op.flops for op in self.ops) + sum(op.flops for op in self.backward)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A program and the way back to the graph it was read from."""
+
+    program: Program
+    owner: dict[str, fx.Node]
+    """Storage name to the node to save."""
+    op_node: dict[str, fx.Node]
+    """Op name to its node."""
+    views: frozenset[fx.Node]
+    tangent_closure: frozenset[fx.Node]
+    """Nodes that belong to the backward."""
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a node's ``meta["val"]``."""
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return whether an op draws from a generator, by its tag and never by its name."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Return whether an op's schema writes one of its arguments."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Return whether an op communicates with other ranks."""
+    return isinstance(node.target, OpOverload) and node.target.namespace in ("_c10d_functional", "c10d", "c10d_functional")
+
+
+def is_known_pure(node: fx.Node) -> bool:
+    """Return whether an op is one of torch's own, whose second run gives what its first gave."""
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload):
+        return False
+    return node.target.namespace in ("aten", "prims", "quantized", "inductor")
+
+
+def has_hidden_effect(node: fx.Node) -> bool:
+    """Return whether dropping or repeating the op would be visible (asserts, prints, registered effects)."""
+    return has_effect(node.target) or (
+        node.op == "call_function" and not is_collective(node) and node.is_impure(impure_random=False)
+    )
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes the allocator hands out for a tensor's storage."""
+    nbytes = size_hint(tensor.untyped_storage().nbytes())
+    if tensor.device.type == "cuda":
+        return -(-nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
+    return nbytes
+
+
+def _device_type(node: fx.Node) -> str:
+    for tensor in tensors(node.meta.get("val")):
+        return str(tensor.device.type)
+    return "cpu"
+
+
+def tangents_of(graph: fx.Graph) -> list[fx.Node]:
+    """Return the incoming gradients of a joint graph (strictly cotangents; AOTAutograd calls them tangents)."""
+    return [n for n in graph.find_nodes(op="placeholder") if str(n.target).startswith("tangents")]
+
+
+def backward_closure(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that must run in the backward.
+
+    They read a tangent, or were traced in the backward and are random or mutate: moving those would change a stream or an order.
+    """
+    closure = set(tangents_of(graph))
+    for node in graph.nodes:
+        if node.op == "placeholder" and "bwd_seed" in str(node.target):
+            closure.add(node)
+        if node.op != "call_function":
+            continue
+        tag = partitioner_tag(node)
+        stays = tag == "must_be_in_backward" or (
+            tag == "is_backward" and (is_random(node) or is_mutating(node) or has_hidden_effect(node))
+        )
+        if stays or any(arg in closure for arg in node.all_input_nodes):
+            closure.add(node)
+    return closure
+
+
+def _ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def graph_outputs(graph: fx.Graph) -> list[Any]:
+    """Return the flat outputs of a graph."""
+    (output,) = graph.find_nodes(op="output")
+    return pytree.arg_tree_leaves(*output.args)
+
+
+class _Reader:
+    """Reads one joint graph into ops and storages; used once by :func:`collect`."""
+
+    def __init__(self, graph: fx.Graph, num_fwd_outputs: int, cost: Cost, policy: NodePolicy | None) -> None:
+        self.graph = graph
+        self.cost = cost
+        self.policy = policy
+        self.closure = backward_closure(graph)
+        outputs = graph_outputs(graph)
+        self.fwd_outputs = [o for o in outputs[:num_fwd_outputs] if isinstance(o, fx.Node)]
+        self.bwd_outputs = [o for o in outputs[num_fwd_outputs:] if isinstance(o, fx.Node)]
+        effects = [
+            n
+            for n in graph.nodes
+            if n.op == "call_function"
+            and n not in self.closure
+            and (is_random(n) or is_mutating(n) or is_collective(n) or has_hidden_effect(n) or not is_known_pure(n))
+        ]
+        self.required_forward = _ancestors([*self.fwd_outputs, *effects])
+        self.mutated = {
+            storage_id(t)
+            for n in effects
+            if is_mutating(n)
+            for arg in n.all_input_nodes[:1]
+            for t in tensors(arg.meta.get("val"))
+        }
+        self.storages: list[Storage] = []
+        self.holds: dict[fx.Node, tuple[int, ...]] = {}
+        self.index: dict[int, int] = {}
+        self.free: set[int] = set()
+        self.views: set[fx.Node] = set()
+        self.owner: dict[str, fx.Node] = {}
+        self.op_node: dict[str, fx.Node] = {}
+        self.ops: list[Op] = []
+        self.backward: list[Op] = []
+
+    def run(self) -> Facts:
+        tangent_storages: dict[int, int] = {}
+        for node in self.graph.find_nodes(op="placeholder"):
+            self.holds[node] = ()
+            for tensor in tensors(node.meta.get("val")):
+                self.free.add(storage_id(tensor))
+                if node in self.closure:
+                    tangent_storages[storage_id(tensor)] = storage_bytes(tensor)
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                self.holds[node] = ()
+                self.free.update(storage_id(t) for t in tensors(node.meta.get("val")))
+            elif node.op == "call_function":
+                self._read(node)
+            elif node.op == "output":
+                self._finish()
+            elif node.op != "placeholder":
+                raise CaptureError(
+                    f"node {node.name!r} is a {node.op}; a joint graph has only call_function nodes. "
+                    "Trace the model with make_fx or AOTAutograd first."
+                )
+        for position in {i for o in self.fwd_outputs for i in self.holds[o]}:
+            old = self.storages[position]
+            self.storages[position] = Storage(old.name, old.bytes, old.producer, True, old.is_savable)
+        program = Program(tuple(self.ops), tuple(self.backward), tuple(self.storages), sum(tangent_storages.values()))
+        return Facts(program, self.owner, self.op_node, frozenset(self.views), frozenset(self.closure))
+
+    def _finish(self) -> None:
+        reads = sorted({i for o in self.bwd_outputs for i in self.holds[o]})
+        self.backward.append(Op("output", Side.BACKWARD, 0.0, 0, tuple(reads), ()))
+
+    def _reads(self, node: fx.Node) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(i for arg in node.all_input_nodes for i in self.holds[arg]))
+
+    def _read(self, node: fx.Node) -> None:
+        if node.target is operator.getitem and node.args[0] in self.op_node.values():
+            self._read_getitem(node)
+            return
+        value = node.meta.get("val")
+        if value is None and not isinstance(node.target, (OpOverload, HigherOrderOperator)):
+            value = ()
+        reads = self._reads(node)
+        known = {storage_id(t) for t in tensors(value)} - self.free - self.index.keys()
+        has_tensor = any(True for _ in tensors(value))
+        if is_symbolic(node):
+            self.holds[node] = ()
+            if node not in self.closure:
+                self.views.add(node)
+            return
+        if has_tensor and not known and not is_mutating(node) and is_known_pure(node) and not is_random(node):
+            self.views.add(node)
+            self.holds[node] = self._held(value)
+            return
+        self._add_op(node, value, reads)
+
+    def _held(self, value: Any) -> tuple[int, ...]:
+        ids = (storage_id(t) for t in tensors(value))
+        return tuple(dict.fromkeys(self.index[i] for i in ids if i in self.index))
+
+    def _read_getitem(self, node: fx.Node) -> None:
+        self.holds[node] = self._held(node.meta.get("val"))
+        for i in self.holds[node]:
+            storage = self.storages[i]
+            parent = node.args[0]
+            assert isinstance(parent, fx.Node)
+            if storage.name.startswith(f"{parent.name}#"):
+                self.storages[i] = Storage(node.name, storage.bytes, storage.producer, False, storage.is_savable)
+                self.owner[node.name] = node
+
+    def _add_op(self, node: fx.Node, value: Any, reads: tuple[int, ...]) -> None:
+        in_backward = node in self.closure
+        side = Side.BACKWARD if in_backward else (Side.FORWARD if node in self.required_forward else Side.EITHER)
+        producer = IN_BACKWARD if in_backward else len(self.ops)
+        pinned, savable, prefers = (None, True, False) if in_backward else self._placement(node)
+        is_tuple = not isinstance(value, torch.Tensor)
+        writes = []
+        for position, tensor in enumerate(tensors(value)):
+            sid = storage_id(tensor)
+            if sid in self.free or sid in self.index:
+                continue
+            name = f"{node.name}#{position}" if is_tuple else node.name
+            self.index[sid] = len(self.storages)
+            writes.append(len(self.storages))
+            self.storages.append(Storage(name, storage_bytes(tensor), producer, False, savable))
+            if not is_tuple:
+                self.owner[name] = node
+        self.holds[node] = self._held(value)
+        state = None
+        if not in_backward and is_random(node) and pinned is None:
+            nbytes = RNG_STATE_BYTES.get(_device_type(node), RNG_STATE_BYTES_OTHER)
+            if sum(self.storages[i].bytes for i in writes) <= nbytes:
+                pinned = Reason.SMALLER_THAN_STATE
+            else:
+                state = len(self.storages)
+                self.storages.append(Storage(f"{node.name}.rng_state", nbytes, FORWARD_ONLY))
+        op = Op(
+            node.name, side, self.cost.seconds(node), self.cost.flops(node), reads, tuple(writes), pinned, state, prefers
+        )
+        self.op_node[node.name] = node
+        (self.backward if in_backward else self.ops).append(op)
+
+    def _placement(self, node: fx.Node) -> tuple[Reason | None, bool, bool]:
+        """Return (why it may not run again, whether its value may be saved, whether a region asks for recompute)."""
+        if is_collective(node):
+            return Reason.COLLECTIVE, True, False
+        if is_mutating(node) or has_hidden_effect(node) or not is_known_pure(node):
+            return Reason.EFFECT, True, False
+        if is_random(node) and node.kwargs.get("generator") is not None:
+            return Reason.RANDOM_WITHOUT_STATE, True, False
+        if any(storage_id(t) in self.mutated for a in node.all_input_nodes for t in tensors(a.meta.get("val"))):
+            return Reason.MUTATED_INPUT, True, False
+        decided = self.policy(node) if self.policy is not None else None
+        if decided is CheckpointPolicy.MUST_SAVE:
+            return Reason.POLICY, True, False
+        if decided is CheckpointPolicy.MUST_RECOMPUTE:
+            return None, False, False
+        return self._region(node)
+
+    def _region(self, node: fx.Node) -> tuple[Reason | None, bool, bool]:
+        tag = node.meta.get("recompute")
+        if tag is CheckpointPolicy.MUST_SAVE:
+            return Reason.REGION, True, False
+        if tag not in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
+            return None, True, False
+        region = node.meta.get("ac_graph_id")
+        leaves = any(u not in self.closure and u.meta.get("ac_graph_id") != region for u in _through_views(node))
+        return None, leaves or tag is not CheckpointPolicy.MUST_RECOMPUTE, not leaves
+
+
+def _through_views(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        if user.op == "output":
+            yield user
+        elif user.target is operator.getitem:
+            yield from _through_views(user)
+        else:
+            yield user
+
+
+def collect(
+    joint: fx.GraphModule, *, num_fwd_outputs: int, cost: Cost, policy: NodePolicy | None = None
+) -> Facts:
+    """Read a joint graph into a :class:`Program`.
+
+    ``num_fwd_outputs`` leading outputs of the graph belong to the forward. Raises :class:`CaptureError` for a node without value
+    metadata or of a kind that joint graphs do not have.
+    """
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, OpOverload) and "val" not in node.meta:
+            if any(str(r.type).startswith(("Tensor", "List")) for r in node.target._schema.returns):
+                raise CaptureError(
+                    f"node {node.name!r} ({node.target}) has no meta['val']: its shape is unknown. "
+                    "Trace under FakeTensorMode, or run FakeTensorProp on the graph first."
+                )
+    return _Reader(joint.graph, num_fwd_outputs, cost, policy).run()
+
+
+def is_fake(value: Any) -> bool:
+    """Return whether a value is a fake tensor."""
+    return isinstance(value, FakeTensor)

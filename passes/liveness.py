@@ -1,0 +1,89 @@
+"""Liveness of emitted graphs, read from their nodes alone: the check on the simulator.
+
+The simulator predicts from a :class:`~fxckpt.passes.facts.Program`; this reads the forward and backward that were really emitted, variable
+by variable, as generated code runs them: a variable dies after its last use, a storage with its last variable.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxckpt.passes.facts import storage_bytes, storage_id, tensors
+from fxckpt.torch_private import run_with_rng_state
+
+Instance = tuple[int, fx.Node]
+
+
+def live_bytes(
+    graph: fx.Graph, *, start: int, free: frozenset[str], pinned: frozenset[str]
+) -> tuple[list[int], int]:
+    """Return the live bytes at every op that allocates, and what is live when the graph returns.
+
+    ``start`` is added to all. Placeholders in ``free`` are not counted, those in ``pinned`` stay to the end.
+    """
+    holds: dict[fx.Node, tuple[Instance, ...]] = {}
+    size: dict[Instance, int] = {}
+    variables: dict[Instance, int] = {}
+    last_use: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for arg in node.all_input_nodes:
+            last_use[arg] = node
+    dies: dict[fx.Node, list[fx.Node]] = {}
+    for node, at in last_use.items():
+        dies.setdefault(at, []).append(node)
+    live, profile = start, []
+    for node in graph.nodes:
+        if node.op == "output":
+            break
+        before = live
+        known = {i[0]: i for arg in node.all_input_nodes for i in holds[arg]}
+        instances = []
+        for tensor in tensors(node.meta.get("val")):
+            sid = storage_id(tensor)
+            instance = known.get(sid, (sid, node))
+            if instance not in size:
+                uncounted = node.op == "get_attr" or (node.op == "placeholder" and node.name in free)
+                size[instance] = 0 if uncounted else storage_bytes(tensor)
+                variables[instance] = 0
+                live += size[instance]
+            instances.append(instance)
+        holds[node] = tuple(dict.fromkeys(instances))
+        for instance in holds[node]:
+            variables[instance] += 1
+        if node.op == "call_function":
+            scratch = 0
+            if node.target is run_with_rng_state:
+                scratch = sum(storage_bytes(t) for t in tensors(node.args[0].meta["val"]))  # type: ignore[union-attr]
+            if live != before or scratch:
+                profile.append(live + scratch)
+        gone = list(dies.get(node, ()))
+        if node not in last_use:
+            gone.append(node)
+        for variable in gone:
+            if variable.op == "placeholder" and variable.name in pinned:
+                continue
+            for instance in holds[variable]:
+                variables[instance] -= 1
+                if variables[instance] == 0:
+                    live -= size[instance]
+    return profile, live
+
+
+def emitted_peak(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int) -> int:
+    """Return the peak bytes of running ``forward``, then ``backward``, with the forward's outputs held by the user throughout."""
+    primals = frozenset(n.name for n in forward.graph.find_nodes(op="placeholder"))
+    first, _ = live_bytes(forward.graph, start=0, free=primals, pinned=frozenset())
+    (output,) = forward.graph.find_nodes(op="output")
+    owned: dict[int, int] = {}
+    free_ids = {storage_id(t) for n in forward.graph.find_nodes(op="placeholder") for t in tensors(n.meta.get("val"))}
+    for node in output.args[0][:num_fwd_outputs]:
+        if isinstance(node, fx.Node):
+            owned.update({storage_id(t): storage_bytes(t) for t in tensors(node.meta.get("val"))})
+    held = {sid: n for sid, n in owned.items() if sid not in free_ids}
+    inputs = backward.graph.find_nodes(op="placeholder")
+    same = frozenset(
+        n.name for n in inputs if any(storage_id(t) in owned or storage_id(t) in free_ids for t in tensors(n.meta.get("val")))
+    )
+    tangents = frozenset(n.name for n in inputs if str(n.target).startswith("tangents"))
+    second, _ = live_bytes(backward.graph, start=sum(held.values()), free=primals | same, pinned=tangents)
+    return max([*first, *second, 0])

@@ -1,0 +1,79 @@
+"""Normalize: dead code and common subexpressions, random ops left alone.
+
+Classic local value numbering on the joint graph: two calls of one pure op on the same arguments are one value. Random, mutating and
+effectful ops, reads of storages that are written later, and ops of different checkpoint regions are never merged. ``getitem`` nodes move
+right behind their tuple, so that a tuple dies at once.
+
+Expects a joint graph. Leaves a joint graph that computes the same outputs and draws the same random numbers in the same order.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxckpt.passes.facts import has_hidden_effect, is_known_pure, is_mutating, is_random, storage_id, tensors
+from fxckpt.torch_private import OpOverload
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Remove nodes nobody uses; random ops stay, because they move their generator."""
+    graph.eliminate_dead_code()
+
+
+def merge_common_subexpressions(graph: fx.Graph) -> None:
+    """Merge equal calls of pure ops."""
+    mutated = {
+        storage_id(t)
+        for n in graph.nodes
+        if n.op == "call_function" and is_mutating(n)
+        for a in n.all_input_nodes[:1]
+        for t in tensors(a.meta.get("val"))
+    }
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if not _can_merge(node, mutated):
+            continue
+        key = _key(node)
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _can_merge(node: fx.Node, mutated: set[int]) -> bool:
+    if node.op != "call_function" or not is_known_pure(node) or is_random(node) or is_mutating(node):
+        return False
+    if has_hidden_effect(node):
+        return False
+    related = [node, *node.all_input_nodes]
+    return not any(storage_id(t) in mutated for n in related for t in tensors(n.meta.get("val")))
+
+
+def _key(node: fx.Node) -> Any:
+    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+    # The type is part of the key: 1, 1.0 and True are equal to Python and not to an op.
+    typed = tuple((type(leaf), leaf if not isinstance(leaf, float) else repr(leaf)) for leaf in leaves)
+    place = (node.meta.get("recompute"), node.meta.get("ac_graph_id"))
+    return node.target, typed, spec, place
+
+
+def raise_getitems(graph: fx.Graph) -> None:
+    """Move every ``getitem`` of an op's tuple right behind the op."""
+    for node in list(graph.nodes):
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            parent = node.args[0]
+            if isinstance(parent.target, OpOverload):
+                parent.append(node)
+
+
+def normalize(joint: fx.GraphModule) -> None:
+    """Normalize a joint graph in place."""
+    eliminate_dead_code(joint.graph)
+    merge_common_subexpressions(joint.graph)
+    raise_getitems(joint.graph)
+    joint.graph.lint()
+    joint.recompile()

@@ -1,0 +1,176 @@
+"""The price search: the least extra time whose simulated peak fits a budget in bytes.
+
+The peak constraint of every stage is dualized into a price per byte. The search tries one price for all stages, the price on the tight
+stage alone, and prices moved multiplicatively by how far each stage is over the budget; the simulator judges every schedule and the best
+that fits is kept. It ends after a fixed number of cuts and reads no clock, so the same graph always gets the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from fxckpt.passes.facts import Program
+from fxckpt.passes.schedule import Decisions, Schedule, emit
+from fxckpt.passes.simulate import Simulation, save_all, simulate
+from fxckpt.passes.staged_cut import StagedCut
+from fxckpt.passes.stages import CutIntoStages
+
+Prices = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule and what it costs."""
+
+    schedule: Schedule
+    simulation: Simulation
+
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """Less is better: time first, then peak, then saved bytes."""
+        return self.simulation.extra_seconds, self.simulation.peak_bytes, self.simulation.saved_bytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found. ``best`` is None if nothing fits."""
+
+    best: Candidate | None
+    floor: Candidate
+    """The least peak reached."""
+    baseline: Candidate
+    """The uncheckpointed schedule."""
+
+
+@dataclass(frozen=True)
+class PriceSearch:
+    """Search prices for schedules within a budget."""
+
+    stage_counts: tuple[int, ...] = (8, 16, 32, 64)
+    """Guess: DESIGN tried 8 to 64; bench/planner.py prints what each adds."""
+    bisections: int = 10
+    dual_steps: int = 8
+    dual_rate: float = 2.0
+    """Guess: step of the multiplicative update, per relative overshoot."""
+    cut: StagedCut = field(default_factory=StagedCut)
+
+    def __call__(self, program: Program, budget: Callable[[int], int | None]) -> Found:
+        """Return the best schedule within ``budget(baseline_peak_bytes)`` bytes; None asks for no extra time."""
+        search = _Search(self, program)
+        baseline = search.judge(save_all(program))
+        limit = budget(baseline.simulation.peak_bytes)
+        free = search.free(self.stage_counts)
+        floor = search.floor()
+        if limit is None or limit >= free.simulation.peak_bytes:
+            # Bytes below the budget buy nothing: of the plans without extra time the one of least peak is as good as any.
+            best = free if limit is None else min(search.within(limit), key=lambda c: c.rank)
+            return Found(best, floor, baseline)
+        if limit < floor.simulation.peak_bytes:
+            return Found(None, floor, baseline)
+        for count in self.stage_counts:
+            search.fit(count, limit)
+        return Found(min(search.within(limit), key=lambda c: c.rank), floor, baseline)
+
+
+class _Search:
+    """All candidates seen for one program."""
+
+    def __init__(self, options: PriceSearch, program: Program) -> None:
+        self.options = options
+        self.program = program
+        self.seen: dict[Schedule, Candidate] = {}
+        longest = max((op.seconds for op in program.ops), default=0.0)
+        smallest = min((s.bytes for s in program.storages if s.bytes), default=1)
+        total = sum(s.bytes for s in program.storages) or 1
+        seconds = sum(op.seconds for op in program.ops) or 1.0
+        self.high = 1e3 * max(longest, seconds / total) / smallest
+        self.low = 1e-6 * seconds / total
+
+    def judge(self, schedule: Schedule) -> Candidate:
+        if schedule not in self.seen:
+            self.seen[schedule] = Candidate(schedule, simulate(self.program, schedule))
+        return self.seen[schedule]
+
+    def within(self, limit: int) -> Iterator[Candidate]:
+        return (c for c in self.seen.values() if c.simulation.peak_bytes <= limit)
+
+    def try_prices(self, starts: tuple[int, ...], prices: Sequence[float]) -> tuple[Candidate, Decisions]:
+        decisions = self.options.cut(self.program, starts, prices)
+        return self.judge(emit(self.program, decisions)), decisions
+
+    def stages(self, count: int) -> tuple[int, ...]:
+        return CutIntoStages(count)(self.program)
+
+    def free(self, counts: tuple[int, ...]) -> Candidate:
+        """The least peak without extra time."""
+        for count in counts:
+            starts = self.stages(count)
+            self.try_prices(starts, [self.low * 1e-6] * len(starts))
+        at_no_cost = [c for c in self.seen.values() if c.simulation.extra_seconds == 0.0]
+        return min(at_no_cost, key=lambda c: (c.simulation.peak_bytes, c.rank))
+
+    def floor(self) -> Candidate:
+        """The least peak of any schedule seen; prices from high to very high, at every stage count."""
+        for count in self.options.stage_counts:
+            starts = self.stages(count)
+            for price in _between(self.low, self.high, 6):
+                self.try_prices(starts, [price] * len(starts))
+        return min(self.seen.values(), key=lambda c: (c.simulation.peak_bytes, c.rank))
+
+    def fit(self, count: int, limit: int) -> None:
+        """Look for schedules within ``limit`` at one stage count."""
+        starts = self.stages(count)
+        uniform = [1.0] * len(starts)
+        price, candidate, decisions = self._bisect(starts, uniform, limit)
+        del candidate, decisions
+        at_start = [1.0, *[0.01] * (len(starts) - 1)]
+        self._bisect(starts, at_start, limit)
+        self._dual(starts, [price] * len(starts), limit)
+
+    def _bisect(
+        self, starts: tuple[int, ...], shape: Sequence[float], limit: int
+    ) -> tuple[float, Candidate | None, Decisions | None]:
+        low, high = self.low, self.high
+        best: tuple[float, Candidate | None, Decisions | None] = (high, None, None)
+        for _ in range(self.options.bisections):
+            middle = (low * high) ** 0.5
+            candidate, decisions = self.try_prices(starts, [middle * w for w in shape])
+            if candidate.simulation.peak_bytes <= limit:
+                high = middle
+                best = (middle, candidate, decisions)
+            else:
+                low = middle
+        return best
+
+    def _dual(self, starts: tuple[int, ...], prices: list[float], limit: int) -> None:
+        for _ in range(self.options.dual_steps):
+            candidate, _ = self.try_prices(starts, prices)
+            peaks = stage_peaks(self.program, starts, candidate)
+            factors = [(max(p, 1) / limit) ** self.options.dual_rate for p in peaks]
+            prices = [p * min(4.0, max(0.25, f)) for p, f in zip(prices, factors, strict=True)]
+
+
+def stage_peaks(program: Program, starts: tuple[int, ...], candidate: Candidate) -> list[int]:
+    """Return the peak of each stage of the backward; the forward's peak counts for the first stage, which it runs into."""
+    profile = candidate.simulation.profile
+    at = candidate.simulation.forward_ops
+    peaks = [0] * len(starts)
+    peaks[0] = max(profile[:at], default=0)
+    runs_before: dict[int, int] = {}
+    for run in candidate.schedule.runs:
+        runs_before[run.before] = runs_before.get(run.before, 0) + 1
+    k = 0
+    for j in range(len(program.backward)):
+        while k + 1 < len(starts) and starts[k + 1] <= j:
+            k += 1
+        n = runs_before.get(j, 0) + 1
+        peaks[k] = max(peaks[k], *profile[at : at + n])
+        at += n
+    return peaks
+
+
+def _between(low: float, high: float, count: int) -> list[float]:
+    """Return ``count`` prices from low to high, evenly spaced in their logarithm."""
+    ratio = (high / low) ** (1 / (count - 1))
+    return [low * ratio**i for i in range(count)]

@@ -1,0 +1,68 @@
+"""Verify: what must hold of an emitted forward and backward, whatever was planned.
+
+The forward reads no tangent. Every input of the backward is a tangent, a saved value or a generator state. A random op runs again only under
+the state of its first run. What runs again and what is saved is what the plan says. Raises :class:`~fxckpt.errors.VerifyError`.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxckpt.errors import VerifyError
+from fxckpt.passes.facts import is_random
+from fxckpt.plan import Plan
+from fxckpt.torch_private import is_symbolic, run_and_save_rng_state, run_with_rng_state
+
+
+def verify(forward: fx.GraphModule, backward: fx.GraphModule, plan: Plan) -> None:
+    """Check the two halves against ``plan``."""
+    for node in forward.graph.find_nodes(op="placeholder"):
+        if str(node.target).startswith("tangents"):
+            raise VerifyError(f"the forward reads the incoming gradient {node.name!r}")
+    _verify_random(forward, backward)
+    _verify_runs(backward, plan)
+    _verify_saved(backward, plan)
+
+
+def _verify_random(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    states = {n.args[0] for n in backward.graph.nodes if n.target is run_with_rng_state}
+    given = {
+        user.name
+        for n in forward.graph.nodes
+        if n.target is run_and_save_rng_state
+        for user in n.users
+        if user.args[1:] == (0,)
+    }
+    for state in states:
+        if not isinstance(state, fx.Node) or state.op != "placeholder" or state.name not in given:
+            raise VerifyError(f"the backward replays a random op under {state}, which no first run gave out")
+    first_runs = {n.name for n in forward.graph.nodes}
+    for node in backward.graph.nodes:
+        original = node.meta.get("fxckpt_recompute_of")
+        if is_random(node) and (original is not None or node.name in first_runs):
+            raise VerifyError(
+                f"random op {node.name!r} ({node.target}) would run in the backward with fresh randomness; "
+                "it must be replayed under the generator state of its first run"
+            )
+
+
+def _verify_runs(backward: fx.GraphModule, plan: Plan) -> None:
+    planned = sorted(run.name for run in plan.schedule)
+    names = set(planned)
+    found = sorted(
+        str(original)
+        for node in backward.graph.nodes
+        if (original := node.meta.get("fxckpt_recompute_of")) in names and node.op == "call_function"
+    )
+    if planned != found:
+        missing = [n for n in planned if planned.count(n) != found.count(n)][:4]
+        raise VerifyError(f"the plan runs {len(planned)} ops again, the backward {len(found)}; they differ in {missing}")
+
+
+def _verify_saved(backward: fx.GraphModule, plan: Plan) -> None:
+    allowed = set(plan.saved)
+    for node in backward.graph.find_nodes(op="placeholder"):
+        is_input = str(node.target).startswith(("primals", "tangents", "bwd_", "fwd_"))
+        if is_input or is_symbolic(node) or node.name in allowed:
+            continue
+        raise VerifyError(f"the backward reads {node.name!r}, which the plan does not save")
