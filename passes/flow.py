@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import networkx as nx
 import numpy as np
@@ -131,6 +131,23 @@ def solve_networkx(problem: CutProblem) -> Cut:
     ops = {v[1] for v in sink_side if isinstance(v, tuple) and v[0] == "op"}
     values = {v[1] for v in sink_side if isinstance(v, tuple) and v[0] == "value"}
     return _cut_from_sink_side(problem, ops, values)
+
+
+@dataclass(frozen=True)
+class Memo:
+    """A solver that remembers: identical layers and repeated sweeps pose the same problem again and again."""
+
+    solver: Solver
+    answers: dict[CutProblem, Cut] = field(default_factory=dict, compare=False, repr=False)
+
+    def __call__(self, problem: CutProblem) -> Cut:
+        """Return the cut of ``problem``, solved once."""
+        if not any(math.isfinite(price) for price in problem.run_price) and all(map(math.isfinite, problem.keep_price)):
+            return Cut(frozenset(problem.needed), frozenset())
+        cut = self.answers.get(problem)
+        if cut is None:
+            cut = self.answers[problem] = self.solver(problem)
+        return cut
 
 
 def solve_scipy(problem: CutProblem) -> Cut:

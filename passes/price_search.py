@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fxckpt.passes.facts import Program
-from fxckpt.passes.schedule import Decisions, Schedule, emit
+from fxckpt.passes.flow import Memo
+from fxckpt.passes.schedule import Schedule, emit
 from fxckpt.passes.simulate import Simulation, save_all, simulate
 from fxckpt.passes.staged_cut import StagedCut
 from fxckpt.passes.stages import CutIntoStages
@@ -47,10 +48,12 @@ class Found:
 class PriceSearch:
     """Search prices for schedules within a budget."""
 
-    stage_counts: tuple[int, ...] = (8, 16, 32, 64)
-    """Guess: DESIGN tried 8 to 64; bench/planner.py prints what each adds."""
-    bisections: int = 10
-    dual_steps: int = 8
+    stage_counts: tuple[int, ...] = (12, 24, 48)
+    """Guess: 8 to 64 were tried; bench/planner.py prints the planner's time."""
+    grid: int = 8
+    """Prices tried at every stage count, evenly spaced in their logarithm."""
+    bisections: int = 6
+    dual_steps: int = 6
     dual_rate: float = 2.0
     """Guess: step of the multiplicative update, per relative overshoot."""
     cut: StagedCut = field(default_factory=StagedCut)
@@ -60,7 +63,7 @@ class PriceSearch:
         search = _Search(self, program)
         baseline = search.judge(save_all(program))
         limit = budget(baseline.simulation.peak_bytes)
-        free = search.free(self.stage_counts)
+        free = search.free(self.stage_counts[-1])
         floor = search.floor()
         if limit is None or limit >= free.simulation.peak_bytes:
             # Bytes below the budget buy nothing: of the plans without extra time the one of least peak is as good as any.
@@ -79,13 +82,10 @@ class _Search:
     def __init__(self, options: PriceSearch, program: Program) -> None:
         self.options = options
         self.program = program
+        self.solver = Memo(options.cut.solver)
         self.seen: dict[Schedule, Candidate] = {}
-        longest = max((op.seconds for op in program.ops), default=0.0)
-        smallest = min((s.bytes for s in program.storages if s.bytes), default=1)
-        total = sum(s.bytes for s in program.storages) or 1
-        seconds = sum(op.seconds for op in program.ops) or 1.0
-        self.high = 1e3 * max(longest, seconds / total) / smallest
-        self.low = 1e-6 * seconds / total
+        self.tried: dict[tuple[tuple[int, ...], Prices], Candidate] = {}
+        self.low, self.high = price_range(program)
 
     def judge(self, schedule: Schedule) -> Candidate:
         if schedule not in self.seen:
@@ -95,60 +95,82 @@ class _Search:
     def within(self, limit: int) -> Iterator[Candidate]:
         return (c for c in self.seen.values() if c.simulation.peak_bytes <= limit)
 
-    def try_prices(self, starts: tuple[int, ...], prices: Sequence[float]) -> tuple[Candidate, Decisions]:
-        decisions = self.options.cut(self.program, starts, prices)
-        return self.judge(emit(self.program, decisions)), decisions
+    def try_prices(self, starts: tuple[int, ...], prices: Sequence[float]) -> Candidate:
+        key = (starts, tuple(prices))
+        if key not in self.tried:
+            decisions = self.options.cut(self.program, starts, prices, self.solver)
+            self.tried[key] = self.judge(emit(self.program, decisions))
+        return self.tried[key]
 
     def stages(self, count: int) -> tuple[int, ...]:
         return CutIntoStages(count)(self.program)
 
-    def free(self, counts: tuple[int, ...]) -> Candidate:
+    def free(self, count: int) -> Candidate:
         """The least peak without extra time."""
-        for count in counts:
-            starts = self.stages(count)
-            self.try_prices(starts, [self.low * 1e-6] * len(starts))
+        starts = self.stages(count)
+        self.try_prices(starts, [self.low * 1e-6] * len(starts))
         at_no_cost = [c for c in self.seen.values() if c.simulation.extra_seconds == 0.0]
         return min(at_no_cost, key=lambda c: (c.simulation.peak_bytes, c.rank))
 
     def floor(self) -> Candidate:
-        """The least peak of any schedule seen; prices from high to very high, at every stage count."""
+        """The least peak of any schedule seen, over a grid of prices at every stage count."""
         for count in self.options.stage_counts:
             starts = self.stages(count)
-            for price in _between(self.low, self.high, 6):
+            for price in _between(self.low, self.high, self.options.grid):
                 self.try_prices(starts, [price] * len(starts))
         return min(self.seen.values(), key=lambda c: (c.simulation.peak_bytes, c.rank))
 
     def fit(self, count: int, limit: int) -> None:
         """Look for schedules within ``limit`` at one stage count."""
         starts = self.stages(count)
-        uniform = [1.0] * len(starts)
-        price, candidate, decisions = self._bisect(starts, uniform, limit)
-        del candidate, decisions
-        at_start = [1.0, *[0.01] * (len(starts) - 1)]
-        self._bisect(starts, at_start, limit)
+        price = self._bisect(starts, [1.0] * len(starts), limit)
+        self._bisect(starts, [1.0, *[0.01] * (len(starts) - 1)], limit)
         self._dual(starts, [price] * len(starts), limit)
 
-    def _bisect(
-        self, starts: tuple[int, ...], shape: Sequence[float], limit: int
-    ) -> tuple[float, Candidate | None, Decisions | None]:
-        low, high = self.low, self.high
-        best: tuple[float, Candidate | None, Decisions | None] = (high, None, None)
-        for _ in range(self.options.bisections):
-            middle = (low * high) ** 0.5
-            candidate, decisions = self.try_prices(starts, [middle * w for w in shape])
-            if candidate.simulation.peak_bytes <= limit:
+    def _bisect(self, starts: tuple[int, ...], shape: Sequence[float], limit: int) -> float:
+        """Return about the least price of this shape that fits, having tried those on the way."""
+        grid = _between(self.low, self.high, self.options.grid)
+        low, high = 0, len(grid) - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fits(starts, shape, grid[middle], limit):
                 high = middle
-                best = (middle, candidate, decisions)
             else:
                 low = middle
-        return best
+        below, above = grid[low], grid[high]
+        for _ in range(self.options.bisections):
+            price = (below * above) ** 0.5
+            if self._fits(starts, shape, price, limit):
+                above = price
+            else:
+                below = price
+        return above
+
+    def _fits(self, starts: tuple[int, ...], shape: Sequence[float], price: float, limit: int) -> bool:
+        return self.try_prices(starts, [price * w for w in shape]).simulation.peak_bytes <= limit
 
     def _dual(self, starts: tuple[int, ...], prices: list[float], limit: int) -> None:
         for _ in range(self.options.dual_steps):
-            candidate, _ = self.try_prices(starts, prices)
+            candidate = self.try_prices(starts, prices)
             peaks = stage_peaks(self.program, starts, candidate)
             factors = [(max(p, 1) / limit) ** self.options.dual_rate for p in peaks]
             prices = [p * min(4.0, max(0.25, f)) for p, f in zip(prices, factors, strict=True)]
+
+
+def price_range(program: Program) -> tuple[float, float]:
+    """Return the seconds per byte below which nothing and above which everything that may is recomputed, roughly.
+
+    The ends are the least and the greatest seconds per byte of any one op, the former shared by many stages, the latter times the ops a
+    chain may have.
+    """
+    rates = [
+        op.seconds / nbytes
+        for op in program.ops
+        if op.seconds > 0 and (nbytes := sum(program.storages[s].bytes for s in op.writes)) > 0
+    ]
+    if not rates:
+        return 1e-15, 1e-6
+    return min(rates) / 100, max(rates) * 100
 
 
 def stage_peaks(program: Program, starts: tuple[int, ...], candidate: Candidate) -> list[int]:

@@ -31,9 +31,11 @@ class StagedCut:
     sweeps: int = 2
     solver: Solver = solve_scipy
 
-    def __call__(self, program: Program, starts: tuple[int, ...], prices: Sequence[float]) -> Decisions:
-        """Return the decisions. ``prices`` are seconds per byte, one a stage."""
-        sweep = _Descent(program, starts, tuple(prices), self.solver)
+    def __call__(
+        self, program: Program, starts: tuple[int, ...], prices: Sequence[float], solver: Solver | None = None
+    ) -> Decisions:
+        """Return the decisions. ``prices`` are seconds per byte, one a stage; ``solver`` stands in for the field of that name."""
+        sweep = _Descent(program, starts, tuple(prices), solver or self.solver)
         stages = range(len(starts))
         for n in range(self.sweeps):
             for k in reversed(stages) if n % 2 == 0 else stages:
