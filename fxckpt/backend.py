@@ -107,8 +107,9 @@ class Backend:
         """Compile one captured graph; called by Dynamo."""
         try:
             if self._inner == "inductor":
-                return inductor_backend(gm, example_inputs, _InductorPartitioner(self))
-            compiler = boxed if self._inner == "aot_eager" else make_boxed(self._inner)
+                compiled: Callable[..., Any] = inductor_backend(gm, example_inputs, _InductorPartitioner(self))
+                return compiled
+            compiler = make_boxed(self._inner) if callable(self._inner) else boxed
             compile_graph = aot_autograd(
                 fw_compiler=compiler,
                 bw_compiler=compiler,
@@ -116,7 +117,7 @@ class Backend:
                 partition_fn=self._partition,
                 keep_inference_input_mutations=True,
             )
-            compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
+            compiled = compile_graph(gm, example_inputs)
             return compiled
         except FxckptError as error:
             raise through_dynamo(error) from error
@@ -138,9 +139,7 @@ class _InductorPartitioner(CustomPartitionerFn):
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         return self._backend._partition(gm, joint_inputs, num_fwd_outputs=kwargs["num_fwd_outputs"])
 
     def uuid(self) -> str:

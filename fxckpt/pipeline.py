@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -28,7 +28,7 @@ class Planner:
     budget: budgets.Budget = None
     policy: NodePolicy | None = None
     cost: str | CostModel = "roofline"
-    search: PriceSearch = PriceSearch()
+    search: PriceSearch = field(default_factory=PriceSearch)
 
     def plan(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[Facts, Plan]:
         """Plan a normalized joint graph without changing it. Raises :class:`BudgetInfeasible`."""
@@ -53,9 +53,7 @@ class Planner:
             )
         return facts, describe(facts, found, found.best, budget_bytes=budget_bytes, cost=cost.name)
 
-    def partition(
-        self, joint: fx.GraphModule, *, num_fwd_outputs: int
-    ) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
+    def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
         """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is used up."""
         normalize(joint)
         facts, plan = self.plan(joint, num_fwd_outputs=num_fwd_outputs)

@@ -10,13 +10,13 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
-from torch._functorch import partitioners as _partitioners
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._higher_order_ops.effects import _get_effect
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import is_sym_node
 
 from fxckpt.errors import CaptureError, FxckptError
 
@@ -58,7 +58,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 def is_symbolic(node: fx.Node) -> bool:
     """Return whether ``node`` is a size or a scalar, which AOTAutograd saves apart from tensors."""
-    return _partitioners.is_sym_node(node) or isinstance(node.meta.get("val"), (bool, int, float))
+    return bool(is_sym_node(node)) or isinstance(node.meta.get("val"), (bool, int, float))
 
 
 def partitioner_tag(node: fx.Node) -> str | None:
@@ -128,7 +128,7 @@ def fake_rng_state(device: torch.device) -> torch.Tensor:
 
 def make_boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an inner compiler so that what it returns takes its arguments in a list (AOTAutograd's fast convention)."""
-    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch._aot_autograd.utils import make_boxed_func
 
     def compile_half(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compiled = compiler(gm, example_inputs)

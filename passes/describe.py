@@ -74,11 +74,7 @@ def _rows(facts: Facts, chosen: Candidate) -> list[Row]:
         op = program.ops[o]
         node = facts.op_node[op.name]
         nbytes = sum(program.storages[s].bytes for s in op.writes)
-        rows.append(
-            _row(
-                facts, node, op.name, nbytes, Decision.RECOMPUTED, _why_recomputed(facts, o), runs[o], op.seconds, op.flops
-            )
-        )
+        rows.append(_row(facts, node, op.name, nbytes, Decision.RECOMPUTED, _why_recomputed(facts, o), runs[o], op.seconds, op.flops))
     return rows
 
 
@@ -120,9 +116,7 @@ def _row(
     else:
         shape = tuple(size_hint(n) for n in first.shape) if first is not None else ()
         dtype = str(first.dtype).removeprefix("torch.") if first is not None else ""
-    return Row(
-        name, op_name(node), shape, dtype, nbytes, module_path(node), source_line(node), decision, reason, runs, seconds, flops
-    )
+    return Row(name, op_name(node), shape, dtype, nbytes, module_path(node), source_line(node), decision, reason, runs, seconds, flops)
 
 
 def op_name(node: fx.Node) -> str:

@@ -176,9 +176,7 @@ def is_known_pure(node: fx.Node) -> bool:
 
 def has_hidden_effect(node: fx.Node) -> bool:
     """Return whether dropping or repeating the op would be visible (asserts, prints, registered effects)."""
-    return has_effect(node.target) or (
-        node.op == "call_function" and not is_collective(node) and node.is_impure(impure_random=False)
-    )
+    return has_effect(node.target) or (node.op == "call_function" and not is_collective(node) and node.is_impure(impure_random=False))
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
@@ -212,9 +210,7 @@ def backward_closure(graph: fx.Graph) -> set[fx.Node]:
         if node.op != "call_function":
             continue
         tag = partitioner_tag(node)
-        stays = tag == "must_be_in_backward" or (
-            tag == "is_backward" and (is_random(node) or is_mutating(node) or has_hidden_effect(node))
-        )
+        stays = tag == "must_be_in_backward" or (tag == "is_backward" and (is_random(node) or is_mutating(node) or has_hidden_effect(node)))
         if stays or any(arg in closure for arg in node.all_input_nodes):
             closure.add(node)
     return closure
@@ -257,11 +253,7 @@ class _Reader:
         ]
         self.required_forward = _ancestors([*self.fwd_outputs, *effects])
         self.mutated = {
-            storage_id(t)
-            for n in effects
-            if is_mutating(n)
-            for arg in n.all_input_nodes[:1]
-            for t in tensors(arg.meta.get("val"))
+            storage_id(t) for n in effects if is_mutating(n) for arg in n.all_input_nodes[:1] for t in tensors(arg.meta.get("val"))
         }
         self.storages: list[Storage] = []
         self.holds: dict[fx.Node, tuple[int, ...]] = {}
@@ -368,9 +360,7 @@ class _Reader:
             else:
                 state = len(self.storages)
                 self.storages.append(Storage(f"{node.name}.rng_state", nbytes, FORWARD_ONLY))
-        op = Op(
-            node.name, side, self.cost.seconds(node), self.cost.flops(node), reads, tuple(writes), pinned, state, prefers
-        )
+        op = Op(node.name, side, self.cost.seconds(node), self.cost.flops(node), reads, tuple(writes), pinned, state, prefers)
         self.op_node[node.name] = node
         (self.backward if in_backward else self.ops).append(op)
 
@@ -412,9 +402,7 @@ def _through_views(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def collect(
-    joint: fx.GraphModule, *, num_fwd_outputs: int, cost: Cost, policy: NodePolicy | None = None
-) -> Facts:
+def collect(joint: fx.GraphModule, *, num_fwd_outputs: int, cost: Cost, policy: NodePolicy | None = None) -> Facts:
     """Read a joint graph into a :class:`Program`.
 
     ``num_fwd_outputs`` leading outputs of the graph belong to the forward. Raises :class:`CaptureError` for a node without value

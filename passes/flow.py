@@ -45,9 +45,9 @@ class CutProblem:
     needed: tuple[int, ...]
     """Values the stage needs."""
 
-    def network(self) -> nx.DiGraph:
+    def network(self) -> nx.DiGraph[Vertex]:
         """Return the flow network; vertices are ``("op", i)``, ``("value", i)``, ``"source"`` and ``"sink"``."""
-        graph = nx.DiGraph()
+        graph: nx.DiGraph[Vertex] = nx.DiGraph()
         graph.add_nodes_from((SOURCE, SINK))
         for i, price in enumerate(self.run_price):
             graph.add_edge(SOURCE, ("op", i), capacity=price, reason="runs again")

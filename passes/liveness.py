@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxckpt.passes.facts import storage_bytes, storage_id, tensors
-from fxckpt.torch_private import run_with_rng_state
+from fxckpt.passes.facts import storage_bytes, tensors
+from fxckpt.torch_private import run_with_rng_state, storage_id
 
 Instance = tuple[int, fx.Node]
 
 
-def live_bytes(
-    graph: fx.Graph, *, start: int, free: frozenset[str], pinned: frozenset[str]
-) -> tuple[list[int], int]:
+def live_bytes(graph: fx.Graph, *, start: int, free: frozenset[str], pinned: frozenset[str]) -> tuple[list[int], int]:
     """Return the live bytes at every op that allocates, and what is live when the graph returns.
 
     ``start`` is added to all. Placeholders in ``free`` are not counted, those in ``pinned`` stay to the end.
@@ -81,9 +79,7 @@ def emitted_peak(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_o
             owned.update({storage_id(t): storage_bytes(t) for t in tensors(node.meta.get("val"))})
     held = {sid: n for sid, n in owned.items() if sid not in free_ids}
     inputs = backward.graph.find_nodes(op="placeholder")
-    same = frozenset(
-        n.name for n in inputs if any(storage_id(t) in owned or storage_id(t) in free_ids for t in tensors(n.meta.get("val")))
-    )
+    same = frozenset(n.name for n in inputs if any(storage_id(t) in owned or storage_id(t) in free_ids for t in tensors(n.meta.get("val"))))
     tangents = frozenset(n.name for n in inputs if str(n.target).startswith("tangents"))
     second, _ = live_bytes(backward.graph, start=sum(held.values()), free=primals | same, pinned=tangents)
     return max([*first, *second, 0])

@@ -15,8 +15,8 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxckpt.passes.facts import has_hidden_effect, is_known_pure, is_mutating, is_random, storage_id, tensors
-from fxckpt.torch_private import OpOverload
+from fxckpt.passes.facts import has_hidden_effect, is_known_pure, is_mutating, is_random, tensors
+from fxckpt.torch_private import OpOverload, storage_id
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:

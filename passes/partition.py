@@ -13,9 +13,7 @@ from fxckpt.passes.rematerialize import Rematerialized
 from fxckpt.torch_private import split
 
 
-def partition(
-    joint: fx.GraphModule, result: Rematerialized, *, num_fwd_outputs: int
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+def partition(joint: fx.GraphModule, result: Rematerialized, *, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the forward and the backward graph."""
     forward, backward = split(joint, result.saved, result.symbolic, num_fwd_outputs=num_fwd_outputs)
     for half in (forward, backward):

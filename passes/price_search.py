@@ -164,9 +164,7 @@ def price_range(program: Program) -> tuple[float, float]:
     chain may have.
     """
     rates = [
-        op.seconds / nbytes
-        for op in program.ops
-        if op.seconds > 0 and (nbytes := sum(program.storages[s].bytes for s in op.writes)) > 0
+        op.seconds / nbytes for op in program.ops if op.seconds > 0 and (nbytes := sum(program.storages[s].bytes for s in op.writes)) > 0
     ]
     if not rates:
         return 1e-15, 1e-6

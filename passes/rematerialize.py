@@ -15,6 +15,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,6 +23,17 @@ from torch import fx
 from fxckpt.passes.facts import Facts, is_random, tensors
 from fxckpt.plan import Plan, Recompute
 from fxckpt.torch_private import fake_rng_state, is_symbolic, run_and_save_rng_state, run_with_rng_state, tag_side
+
+
+def _callable(op: fx.Node) -> Any:
+    """Return an op's target; as an argument of a higher-order op it is a value like any other."""
+    return op.target
+
+
+def _replace_uses(node: fx.Node, out: fx.Node) -> None:
+    """Let every user of ``node`` but the wrapper that now runs it read ``out``."""
+    wrapper = out.args[0]
+    node.replace_all_uses_with(out, delete_user_cb=lambda user: user is not wrapper)
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ class _Rewriter:
                 self._rewrite(node)
                 tag_side(node, backward=True)
         for node, out in self.wrapped.items():
-            node.replace_all_uses_with(out, delete_user_cb=lambda user, keep=out.args[0]: user is not keep)
+            _replace_uses(node, out)
             name = node.name
             self.graph.erase_node(node)
             out.name = name
@@ -82,9 +94,7 @@ class _Rewriter:
             self._run_again(op, node)
         (outputs,) = node.args
         assert isinstance(outputs, (tuple, list))
-        gradients = [
-            self._in_backward(o, node) if isinstance(o, fx.Node) else o for o in outputs[self.num_fwd_outputs :]
-        ]
+        gradients = [self._in_backward(o, node) if isinstance(o, fx.Node) else o for o in outputs[self.num_fwd_outputs :]]
         node.args = ((*outputs[: self.num_fwd_outputs], *gradients),)
 
     def _in_backward(self, node: fx.Node, consumer: fx.Node) -> fx.Node:
@@ -102,9 +112,7 @@ class _Rewriter:
         while True:
             view = stack[-1]
             pending = [
-                arg
-                for arg in view.all_input_nodes
-                if arg in self.facts.views and not is_symbolic(arg) and self._view_copy(arg) is None
+                arg for arg in view.all_input_nodes if arg in self.facts.views and not is_symbolic(arg) and self._view_copy(arg) is None
             ]
             if pending:
                 stack.extend(pending)
@@ -164,9 +172,7 @@ class _Rewriter:
         self.latest[op] = made
         for item in [u for u in op.users if u.target is operator.getitem and u not in self.facts.views]:
             with self.graph.inserting_before(consumer):
-                part = self.graph.create_node(
-                    "call_function", operator.getitem, (made, item.args[1]), name=f"{item.name}_recompute"
-                )
+                part = self.graph.create_node("call_function", operator.getitem, (made, item.args[1]), name=f"{item.name}_recompute")
             self.latest[item] = self._mark(part, item)
 
     def _replay(self, op: fx.Node, consumer: fx.Node) -> fx.Node:
@@ -175,7 +181,7 @@ class _Rewriter:
             made = self.graph.create_node(
                 "call_function",
                 run_with_rng_state,
-                (state, op.target, *fx.map_arg(op.args, self._resolve)),
+                (state, _callable(op), *fx.map_arg(op.args, self._resolve)),
                 fx.map_arg(op.kwargs, self._resolve),
                 name=f"{op.name}_recompute",
             )
@@ -189,7 +195,7 @@ class _Rewriter:
         state_val = fake_rng_state(device)
         with self.graph.inserting_after(op):
             both = self.graph.create_node(
-                "call_function", run_and_save_rng_state, (op.target, *op.args), dict(op.kwargs), name=f"{op.name}_and_state"
+                "call_function", run_and_save_rng_state, (_callable(op), *op.args), dict(op.kwargs), name=f"{op.name}_and_state"
             )
         with self.graph.inserting_after(both):
             state = self.graph.create_node("call_function", operator.getitem, (both, 0), name=f"{op.name}_rng_state")

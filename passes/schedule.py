@@ -96,9 +96,7 @@ def _ensure(
         stack.pop()
 
 
-def _at_hand(
-    program: Program, s: int, kept: frozenset[int], rerun: frozenset[int], have: set[int], fresh: set[int]
-) -> bool:
+def _at_hand(program: Program, s: int, kept: frozenset[int], rerun: frozenset[int], have: set[int], fresh: set[int]) -> bool:
     op = program.storages[s].producer
     return op in fresh or (s in have and (op < 0 or s in kept or op not in rerun))
 

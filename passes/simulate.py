@@ -45,9 +45,7 @@ def simulate(program: Program, schedule: Schedule) -> Simulation:
     return Simulation((*forward, *backward), len(forward), saved, seconds, flops)
 
 
-def _forward_profile(
-    program: Program, schedule: Schedule, order: list[int], held: set[int]
-) -> tuple[list[int], int]:
+def _forward_profile(program: Program, schedule: Schedule, order: list[int], held: set[int]) -> tuple[list[int], int]:
     storages = program.storages
     last: dict[int, int] = {}
     for at, i in enumerate(order):

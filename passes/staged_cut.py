@@ -31,9 +31,7 @@ class StagedCut:
     sweeps: int = 2
     solver: Solver = solve_scipy
 
-    def __call__(
-        self, program: Program, starts: tuple[int, ...], prices: Sequence[float], solver: Solver | None = None
-    ) -> Decisions:
+    def __call__(self, program: Program, starts: tuple[int, ...], prices: Sequence[float], solver: Solver | None = None) -> Decisions:
         """Return the decisions. ``prices`` are seconds per byte, one a stage; ``solver`` stands in for the field of that name."""
         sweep = _Descent(program, starts, tuple(prices), solver or self.solver)
         stages = range(len(starts))
@@ -53,8 +51,7 @@ class _Descent:
         self.kept: list[frozenset[int]] = [frozenset() for _ in starts]
         self.runs: list[frozenset[int]] = [frozenset() for _ in starts]
         self.needs = [
-            tuple(dict.fromkeys(s for j in positions for s in program.forward_reads(j)))
-            for positions in stage_ranges(program, starts)
+            tuple(dict.fromkeys(s for j in positions for s in program.forward_reads(j))) for positions in stage_ranges(program, starts)
         ]
         self.price_before = [0.0]
         for p in prices:
@@ -142,9 +139,7 @@ class _Descent:
                 stack.extend(reversed(reads))
         reads_here = tuple(tuple(values[s] for s in reads if s in values) for reads in op_reads)
         producer = tuple(ops.get(storages[s].producer, -1) for s in values)
-        problem = CutProblem(
-            tuple(run_price), reads_here, tuple(keep_price), producer, tuple(values[s] for s in self.needs[k])
-        )
+        problem = CutProblem(tuple(run_price), reads_here, tuple(keep_price), producer, tuple(values[s] for s in self.needs[k]))
         return problem, list(values), list(ops)
 
 

@@ -26,13 +26,7 @@ def verify(forward: fx.GraphModule, backward: fx.GraphModule, plan: Plan) -> Non
 
 def _verify_random(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     states = {n.args[0] for n in backward.graph.nodes if n.target is run_with_rng_state}
-    given = {
-        user.name
-        for n in forward.graph.nodes
-        if n.target is run_and_save_rng_state
-        for user in n.users
-        if user.args[1:] == (0,)
-    }
+    given = {user.name for n in forward.graph.nodes if n.target is run_and_save_rng_state for user in n.users if user.args[1:] == (0,)}
     for state in states:
         if not isinstance(state, fx.Node) or state.op != "placeholder" or state.name not in given:
             raise VerifyError(f"the backward replays a random op under {state}, which no first run gave out")

@@ -104,9 +104,7 @@ def convnext() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def t5() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    config = hf.T5Config(
-        num_layers=2, num_decoder_layers=2, d_model=64, d_kv=16, d_ff=128, num_heads=4, vocab_size=97, use_cache=False
-    )
+    config = hf.T5Config(num_layers=2, num_decoder_layers=2, d_model=64, d_kv=16, d_ff=128, num_heads=4, vocab_size=97, use_cache=False)
     return HiddenLoss(hf.T5Model(config), "input_ids decoder_input_ids"), (ids(97, 4, 32), ids(97, 4, 32))
 
 

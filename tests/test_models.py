@@ -1,0 +1,86 @@
+"""Real models at every budget: the same gradients, a peak inside the budget, the work the plan says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import fxckpt
+from tests.zoo import ENTRIES, Entry
+
+BUDGETS = (None, 0.9, 0.7, 0.5, "floor")
+
+
+class Trial:
+    """One model and its inputs; every step starts from the same weights, buffers and generator state."""
+
+    def __init__(self, entry: Entry) -> None:
+        torch.manual_seed(0)
+        self.model, self.inputs = entry.make()
+        self.model.train()
+        self.start = copy.deepcopy(self.model.state_dict())
+
+    def step(self, forward: Callable[..., Tensor]) -> dict[str, Tensor]:
+        """Run a forward and a backward; return all that must be equal."""
+        self.model.load_state_dict(self.start)
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        loss = forward(*self.inputs)
+        loss.backward()
+        seen = {"loss": loss.detach(), "generator": torch.get_rng_state()}
+        seen |= {f"grad {n}": p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        return seen | {f"buffer {n}": b.clone() for n, b in self.model.named_buffers()}
+
+    def peak(self, forward: Callable[..., Tensor]) -> int:
+        self.model.zero_grad(set_to_none=True)
+        return fxckpt.measure_peak(lambda: forward(*self.inputs).backward())
+
+    def flops(self, forward: Callable[..., Tensor]) -> int:
+        self.model.zero_grad(set_to_none=True)
+        with FlopCounterMode(display=False) as counter:
+            forward(*self.inputs).backward()
+        return counter.get_total_flops()
+
+
+def compiled(model: nn.Module, budget: object) -> tuple[nn.Module, fxckpt.Backend]:
+    torch._dynamo.reset()
+    backend = fxckpt.Backend(budget=budget, inner="aot_eager")
+    return torch.compile(model, backend=backend), backend
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """Return the names that differ in any bit."""
+    return [name for name in a.keys() | b.keys() if name not in a or name not in b or not torch.equal(a[name], b[name])]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.name)
+def test_same_step_at_every_budget(entry: Entry) -> None:
+    trial = Trial(entry)
+    uncheckpointed = torch.compile(trial.model, backend="aot_eager_default_partitioner")
+    expected = trial.step(uncheckpointed)
+    flops = trial.flops(uncheckpointed)
+    floor = None
+    for budget in BUDGETS:
+        asked = floor if budget == "floor" else budget
+        forward, backend = compiled(trial.model, asked)
+        try:
+            got = trial.step(forward)
+        except fxckpt.BudgetInfeasible as error:
+            assert error.floor_bytes > error.budget_bytes
+            floor = error.floor_bytes
+            continue
+        (plan,) = backend.plans
+        floor = floor or plan.floor_bytes
+        assert same(expected, got) == [], f"budget {budget}"
+        assert trial.flops(forward) - flops == plan.recompute_flops
+        measured = trial.peak(forward)
+        assert plan.peak_bytes <= plan.baseline_peak_bytes
+        if plan.budget_bytes is not None:
+            assert measured <= plan.budget_bytes
+        assert abs(measured - plan.peak_bytes) <= 0.01 * plan.peak_bytes
+    assert plan.schedule, "the tightest budget recomputes nothing"
