@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
+from pathlib import Path
 
 import torch
 
@@ -45,7 +47,8 @@ def _parse_text(budget: str) -> int | str:
     match = _TEXT.fullmatch(budget)
     if match is None or match[2].lower() not in _UNITS:
         raise InvalidBudget(f"budget={budget!r} does not parse as a number of bytes. {_ALLOWED}")
-    nbytes = int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].lower()]
+    # Exact: in floats "4.35KB" would lose a byte and a long decimal would overflow.
+    nbytes = int(Fraction(match[1]) * _UNITS[match[2].lower()])
     if nbytes <= 0:
         raise InvalidBudget(f"budget={budget!r} is not a positive number of bytes. {_ALLOWED}")
     return nbytes
@@ -71,10 +74,10 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    meminfo = Path("/proc/meminfo")  # Linux only
+    for line in meminfo.read_text().splitlines() if device.type == "cpu" and meminfo.exists() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
     raise InvalidBudget(f"budget='auto' cannot read the free memory of {device}. Give bytes instead, for example budget='2GiB'.")
 
 

@@ -12,6 +12,9 @@ def measure_peak(fn: Callable[[], object]) -> int:
     """Return the most bytes allocated at once above the start while ``fn()`` runs.
 
     On CUDA from the allocator's statistics (the current device), otherwise from the CPU allocator's events in ``torch.profiler``.
+
+    On the CPU torch reports the release of a block only if it saw the block allocated, in this measurement or an earlier one. Memory held
+    from before that ``fn`` releases may therefore give no room, and the result is then too high: drop old gradients before the call.
     """
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

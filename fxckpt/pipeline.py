@@ -12,13 +12,14 @@ from fxckpt import budget as budgets
 from fxckpt.cost import CostModel, checked, resolve
 from fxckpt.errors import BudgetInfeasible
 from fxckpt.passes.describe import describe
-from fxckpt.passes.facts import Facts, NodePolicy, collect, tensors
+from fxckpt.passes.facts import Facts, NodePolicy, collect, no_scratch, tensors
 from fxckpt.passes.normalize import normalize
 from fxckpt.passes.partition import partition
 from fxckpt.passes.price_search import PriceSearch
 from fxckpt.passes.rematerialize import rematerialize
 from fxckpt.passes.verify import verify
 from fxckpt.plan import Plan
+from fxckpt.scratch import MeasuredScratch
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,22 @@ class Planner:
     budget: budgets.Budget = None
     policy: NodePolicy | None = None
     cost: str | CostModel = "roofline"
+    measure_scratch: bool = True
+    """Run each distinct CPU op once on zeros to learn its kernel's workspace."""
     search: PriceSearch = field(default_factory=PriceSearch)
 
     def plan(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[Facts, Plan]:
         """Plan a normalized joint graph without changing it. Raises :class:`BudgetInfeasible`."""
         device = device_of(joint.graph)
         cost = checked(resolve(self.cost, device))
-        facts = collect(joint, num_fwd_outputs=num_fwd_outputs, cost=cost, policy=self.policy)
+        facts = collect(
+            joint,
+            num_fwd_outputs=num_fwd_outputs,
+            cost=cost,
+            policy=self.policy,
+            scratch=MeasuredScratch() if self.measure_scratch else no_scratch,
+            bind_preferences=self.budget is None,
+        )
         limit: Callable[[int], int | None] = lambda baseline: budgets.resolve(  # noqa: E731
             self.budget, baseline_peak_bytes=baseline, device=device
         )

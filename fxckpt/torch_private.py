@@ -88,6 +88,7 @@ def boxed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., An
     """Compile a graph to Python that takes its arguments in a list it empties, so that each dies after its last use."""
     from torch.fx.graph import _BoxedCodeGen
 
+    lower_rng(gm.graph)
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
     forward = gm.forward
@@ -204,3 +205,56 @@ def capture_whole(
             raise
         raise CaptureError(f"Dynamo could not capture the model: {error}") from error
     raise CaptureError("nothing to plan: the function was captured without any tensor operation.")
+
+
+def allocation_events(fn: Callable[[], Any]) -> tuple[list[int], Any]:
+    """Run ``fn`` and return the CPU allocator's events in order, in bytes (negative: freed), and what ``fn`` returned."""
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
+
+    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
+    try:
+        result = fn()
+    finally:
+        threads = _disable_profiler_legacy()
+    return [int(e.cpu_memory_usage()) for events in threads for e in events if e.kind() == "memory_alloc"], result
+
+
+@contextlib.contextmanager
+def outside_trace() -> Iterator[None]:
+    """Leave the fake tensor and tracing modes of a compile in progress, to run something for real."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
+def _run_and_save(device_type: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    """Run a random op and return the generator state from before it, as ``run_and_save_rng_state`` does."""
+    state = torch.get_rng_state() if device_type == "cpu" else torch.get_device_module(device_type).get_rng_state()
+    return state, op(*args, **kwargs)
+
+
+def _run_with(device_type: str, state: torch.Tensor, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a random op under a generator state and put the generator back, as ``run_with_rng_state`` does."""
+    generator = torch if device_type == "cpu" else torch.get_device_module(device_type)
+    now = generator.get_rng_state()
+    generator.set_rng_state(state)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        generator.set_rng_state(now)
+
+
+def lower_rng(graph: fx.Graph) -> None:
+    """Replace torch's higher-order RNG ops by plain functions, for graphs that run op by op.
+
+    The higher-order ops refuse dispatch modes they do not know, so that a FLOP counter around a step would fail.
+    """
+    plain = {run_and_save_rng_state: _run_and_save, run_with_rng_state: _run_with}
+    for node in graph.nodes:
+        if node.target in plain:
+            value = node.meta["val"][1] if node.target is run_and_save_rng_state else node.meta["val"]
+            first = value if isinstance(value, torch.Tensor) else value[0]
+            node.args = (first.device.type, *node.args)
+            node.target = plain[node.target]

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxckpt.errors import CaptureError
 from fxckpt.plan import Reason
 from fxckpt.torch_private import (
-    FakeTensor,
     HigherOrderOperator,
     OpOverload,
     has_effect,
@@ -44,6 +43,7 @@ CUDA_BLOCK_BYTES = 512
 FORWARD_ONLY = -1
 IN_BACKWARD = -2
 
+Scratch = Callable[[fx.Node], int]
 NodePolicy = Callable[[fx.Node], "CheckpointPolicy | None"]
 
 
@@ -102,8 +102,8 @@ class Op:
     """Why it must not run in the backward again; None if it may."""
     rng_state: int | None = None
     """Storage of the generator state a second run needs."""
-    prefers_recompute: bool = False
-    """A checkpoint region of the model covers it."""
+    scratch_bytes: int = 0
+    """What the kernel allocates and frees before it returns."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,11 @@ class Facts:
     views: frozenset[fx.Node]
     tangent_closure: frozenset[fx.Node]
     """Nodes that belong to the backward."""
+
+
+def no_scratch(node: fx.Node) -> int:
+    """Plan as if no kernel allocated workspace."""
+    return 0
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -236,10 +241,14 @@ def graph_outputs(graph: fx.Graph) -> list[Any]:
 class _Reader:
     """Reads one joint graph into ops and storages; used once by :func:`collect`."""
 
-    def __init__(self, graph: fx.Graph, num_fwd_outputs: int, cost: Cost, policy: NodePolicy | None) -> None:
+    def __init__(
+        self, graph: fx.Graph, num_fwd_outputs: int, cost: Cost, policy: NodePolicy | None, scratch: Scratch, bind_preferences: bool
+    ) -> None:
         self.graph = graph
         self.cost = cost
         self.policy = policy
+        self.scratch = scratch
+        self.bind_preferences = bind_preferences
         self.closure = backward_closure(graph)
         outputs = graph_outputs(graph)
         self.fwd_outputs = [o for o in outputs[:num_fwd_outputs] if isinstance(o, fx.Node)]
@@ -338,7 +347,7 @@ class _Reader:
         in_backward = node in self.closure
         side = Side.BACKWARD if in_backward else (Side.FORWARD if node in self.required_forward else Side.EITHER)
         producer = IN_BACKWARD if in_backward else len(self.ops)
-        pinned, savable, prefers = (None, True, False) if in_backward else self._placement(node)
+        pinned, savable = (None, True) if in_backward else self._placement(node)
         is_tuple = not isinstance(value, torch.Tensor)
         writes = []
         for position, tensor in enumerate(tensors(value)):
@@ -360,36 +369,37 @@ class _Reader:
             else:
                 state = len(self.storages)
                 self.storages.append(Storage(f"{node.name}.rng_state", nbytes, FORWARD_ONLY))
-        op = Op(node.name, side, self.cost.seconds(node), self.cost.flops(node), reads, tuple(writes), pinned, state, prefers)
+        op = Op(node.name, side, self.cost.seconds(node), self.cost.flops(node), reads, tuple(writes), pinned, state, self.scratch(node))
         self.op_node[node.name] = node
         (self.backward if in_backward else self.ops).append(op)
 
-    def _placement(self, node: fx.Node) -> tuple[Reason | None, bool, bool]:
-        """Return (why it may not run again, whether its value may be saved, whether a region asks for recompute)."""
+    def _placement(self, node: fx.Node) -> tuple[Reason | None, bool]:
+        """Return (why it may not run again, whether its value may be saved)."""
         if is_collective(node):
-            return Reason.COLLECTIVE, True, False
+            return Reason.COLLECTIVE, True
         if is_mutating(node) or has_hidden_effect(node) or not is_known_pure(node):
-            return Reason.EFFECT, True, False
+            return Reason.EFFECT, True
         if is_random(node) and node.kwargs.get("generator") is not None:
-            return Reason.RANDOM_WITHOUT_STATE, True, False
+            return Reason.RANDOM_WITHOUT_STATE, True
         if any(storage_id(t) in self.mutated for a in node.all_input_nodes for t in tensors(a.meta.get("val"))):
-            return Reason.MUTATED_INPUT, True, False
+            return Reason.MUTATED_INPUT, True
         decided = self.policy(node) if self.policy is not None else None
         if decided is CheckpointPolicy.MUST_SAVE:
-            return Reason.POLICY, True, False
+            return Reason.POLICY, True
         if decided is CheckpointPolicy.MUST_RECOMPUTE:
-            return None, False, False
+            return None, False
         return self._region(node)
 
-    def _region(self, node: fx.Node) -> tuple[Reason | None, bool, bool]:
+    def _region(self, node: fx.Node) -> tuple[Reason | None, bool]:
         tag = node.meta.get("recompute")
         if tag is CheckpointPolicy.MUST_SAVE:
-            return Reason.REGION, True, False
+            return Reason.REGION, True
         if tag not in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
-            return None, True, False
+            return None, True
         region = node.meta.get("ac_graph_id")
         leaves = any(u not in self.closure and u.meta.get("ac_graph_id") != region for u in _through_views(node))
-        return None, leaves or tag is not CheckpointPolicy.MUST_RECOMPUTE, not leaves
+        binds = tag is CheckpointPolicy.MUST_RECOMPUTE or self.bind_preferences
+        return None, leaves or not binds
 
 
 def _through_views(node: fx.Node) -> Iterator[fx.Node]:
@@ -402,11 +412,20 @@ def _through_views(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def collect(joint: fx.GraphModule, *, num_fwd_outputs: int, cost: Cost, policy: NodePolicy | None = None) -> Facts:
+def collect(
+    joint: fx.GraphModule,
+    *,
+    num_fwd_outputs: int,
+    cost: Cost,
+    policy: NodePolicy | None = None,
+    scratch: Scratch = no_scratch,
+    bind_preferences: bool = False,
+) -> Facts:
     """Read a joint graph into a :class:`Program`.
 
     ``num_fwd_outputs`` leading outputs of the graph belong to the forward. Raises :class:`CaptureError` for a node without value
-    metadata or of a kind that joint graphs do not have.
+    metadata or of a kind that joint graphs do not have. ``scratch`` tells the workspace of a node's kernel. With ``bind_preferences`` what a
+    checkpoint region would rather recompute may not be saved.
     """
     for node in joint.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, OpOverload) and "val" not in node.meta:
@@ -415,9 +434,4 @@ def collect(joint: fx.GraphModule, *, num_fwd_outputs: int, cost: Cost, policy: 
                     f"node {node.name!r} ({node.target}) has no meta['val']: its shape is unknown. "
                     "Trace under FakeTensorMode, or run FakeTensorProp on the graph first."
                 )
-    return _Reader(joint.graph, num_fwd_outputs, cost, policy).run()
-
-
-def is_fake(value: Any) -> bool:
-    """Return whether a value is a fake tensor."""
-    return isinstance(value, FakeTensor)
+    return _Reader(joint.graph, num_fwd_outputs, cost, policy, scratch, bind_preferences).run()

@@ -70,6 +70,7 @@ class PriceSearch:
             best = free if limit is None else min(search.within(limit), key=lambda c: c.rank)
             return Found(best, floor, baseline)
         if limit < floor.simulation.peak_bytes:
+            # The floor is found before and without the budget, so that asking for just the floor always succeeds.
             return Found(None, floor, baseline)
         for count in self.stage_counts:
             search.fit(count, limit)
@@ -93,7 +94,12 @@ class _Search:
         return self.seen[schedule]
 
     def within(self, limit: int) -> Iterator[Candidate]:
-        return (c for c in self.seen.values() if c.simulation.peak_bytes <= limit)
+        return (c for c in self.legal() if c.simulation.peak_bytes <= limit)
+
+    def legal(self) -> Iterator[Candidate]:
+        """Candidates that save nothing they must not; the uncheckpointed schedule may."""
+        storages = self.program.storages
+        return (c for c in self.seen.values() if all(storages[s].is_savable for s in c.schedule.saved))
 
     def try_prices(self, starts: tuple[int, ...], prices: Sequence[float]) -> Candidate:
         key = (starts, tuple(prices))
@@ -106,11 +112,10 @@ class _Search:
         return CutIntoStages(count)(self.program)
 
     def free(self, count: int) -> Candidate:
-        """The least peak without extra time."""
+        """The least extra time there is, and the least peak at it."""
         starts = self.stages(count)
         self.try_prices(starts, [self.low * 1e-6] * len(starts))
-        at_no_cost = [c for c in self.seen.values() if c.simulation.extra_seconds == 0.0]
-        return min(at_no_cost, key=lambda c: (c.simulation.peak_bytes, c.rank))
+        return min(self.legal(), key=lambda c: c.rank)
 
     def floor(self) -> Candidate:
         """The least peak of any schedule seen, over a grid of prices at every stage count."""
@@ -118,7 +123,14 @@ class _Search:
             starts = self.stages(count)
             for price in _between(self.low, self.high, self.options.grid):
                 self.try_prices(starts, [price] * len(starts))
-        return min(self.seen.values(), key=lambda c: (c.simulation.peak_bytes, c.rank))
+        for count in self.options.stage_counts:
+            # Press on from the best uniform price of this stage count: prices where the peak is, no prices elsewhere.
+            starts = self.stages(count)
+            grid = _between(self.low, self.high, self.options.grid)
+            price = min(grid, key=lambda p: self.try_prices(starts, [p] * len(starts)).simulation.peak_bytes)
+            least = self.try_prices(starts, [price] * len(starts)).simulation.peak_bytes
+            self._dual(starts, [price] * len(starts), least * 9 // 10)
+        return min(self.legal(), key=lambda c: (c.simulation.peak_bytes, c.rank))
 
     def fit(self, count: int, limit: int) -> None:
         """Look for schedules within ``limit`` at one stage count."""

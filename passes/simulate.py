@@ -61,7 +61,7 @@ def _forward_profile(program: Program, schedule: Schedule, order: list[int], hel
         live += sum(storages[s].bytes for s in op.writes)
         if op.rng_state in held:
             live += storages[op.rng_state].bytes  # type: ignore[index]
-        profile.append(live)
+        profile.append(live + op.scratch_bytes)
         live -= sum(storages[s].bytes for s in dies.get(at, ()))
     return profile, live
 
@@ -76,10 +76,10 @@ def _backward_profile(program: Program, schedule: Schedule, held: set[int], live
             again = ops[run.op]
             state = () if again.rng_state is None else (again.rng_state,)
             # The replay sets the generator's present state aside, and puts it back after.
-            scratch = 0 if again.rng_state is None else storages[again.rng_state].bytes
-            events.append(((*again.reads, *state), again.writes, scratch))
+            aside = 0 if again.rng_state is None else storages[again.rng_state].bytes
+            events.append(((*again.reads, *state), again.writes, again.scratch_bytes + aside))
             run = next(runs, None)
-        events.append((op.reads, op.writes, 0))
+        events.append((op.reads, op.writes, op.scratch_bytes))
     version: dict[int, int] = {}
     last: dict[tuple[int, int], int] = {(s, 0): -1 for s in held}
     for at, (reads, writes, _) in enumerate(events):
