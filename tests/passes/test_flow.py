@@ -1,0 +1,73 @@
+"""The one-stage cut: one battery for both solvers, brute force as the oracle."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxckpt.passes.flow import Cut, CutProblem, Memo, Solver, Unbounded, solve_networkx, solve_scipy
+
+SOLVERS = [solve_networkx, solve_scipy, Memo(solve_scipy)]
+
+
+def legal(problem: CutProblem, cut: Cut) -> bool:
+    have = set(cut.kept) | {v for v, o in enumerate(problem.producer) if o in cut.runs}
+    needs = [*problem.needed, *(v for o in cut.runs for v in problem.op_reads[o])]
+    return all(v in have for v in needs)
+
+
+def brute_force(problem: CutProblem) -> float:
+    values, ops = range(len(problem.keep_price)), range(len(problem.run_price))
+    choices = (
+        Cut(frozenset(kept), frozenset(runs))
+        for n in range(len(values) + 1)
+        for kept in itertools.combinations(values, n)
+        for m in range(len(ops) + 1)
+        for runs in itertools.combinations(ops, m)
+    )
+    return min((c.price(problem) for c in choices if legal(problem, c)), default=math.inf)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> CutProblem:
+    """Random graphs of up to 6 ops, an op filling one or two of up to 8 values."""
+    n_ops = draw(st.integers(1, 6))
+    producer: list[int] = [-1] if draw(st.booleans()) else []
+    reads = []
+    for op in range(n_ops):
+        before = len(producer)
+        reads.append(tuple(draw(st.sets(st.integers(0, before - 1), max_size=2))) if before else ())
+        producer.extend([op] * (2 if len(producer) < 7 and draw(st.booleans()) else 1))
+    producer = producer[:8]
+    reads = [tuple(v for v in r if v < len(producer)) for r in reads]
+    price = st.integers(0, 20).map(float)
+    run = tuple(draw(price) for _ in range(n_ops))
+    keep = tuple(draw(price) for _ in producer)
+    needed = tuple(sorted(draw(st.sets(st.integers(0, len(producer) - 1), min_size=1, max_size=3))))
+    return CutProblem(run, tuple(reads), keep, tuple(producer), needed)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@given(problem=problems())
+def test_is_the_least_of_all_legal_choices(solver: Solver, problem: CutProblem) -> None:
+    cut = solver(problem)
+    assert legal(problem, cut)
+    assert cut.price(problem) == pytest.approx(brute_force(problem), abs=1e-6)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_an_op_with_two_outputs_is_paid_once(solver: Solver) -> None:
+    problem = CutProblem((5.0,), ((),), (3.0, 3.0), (0, 0), (0, 1))
+    assert solver(problem) == Cut(frozenset(), frozenset({0}))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_says_which_value_has_no_way(solver: Solver) -> None:
+    problem = CutProblem((1.0, 1.0), ((), (0,)), (math.inf, math.inf), (-1, 1), (1,))
+    with pytest.raises(Unbounded) as error:
+        solver(problem)
+    assert error.value.value == 1
