@@ -205,7 +205,7 @@ def picture(results: list[Result], folder: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--length", type=int, default=128)

@@ -62,7 +62,7 @@ class Backend:
     Examples
     --------
     >>> import torch, fxckpt
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(6)))
     >>> backend = fxckpt.Backend(budget=0.9, inner="aot_eager")
     >>> torch.compile(model, backend=backend)(torch.randn(256, 8)).sum().backward()
     >>> backend.plans[0].peak_bytes <= backend.plans[0].budget_bytes

@@ -51,7 +51,7 @@ def test_found_by_name_without_import() -> None:
 
 
 def test_loss_computed_outside() -> None:
-    model, x = Net(), torch.randn(64, 32)
+    model, x = Net(), torch.randn(512, 32)
     expected = gradients(model, model, x)
     backend = fxckpt.Backend(budget=0.6, inner="aot_eager")
     got = gradients(model, torch.compile(model, backend=backend), x)
@@ -66,7 +66,7 @@ def test_inner_callable_gets_forward_then_backward() -> None:
         seen.append(len(gm.graph.nodes))
         return gm.forward
 
-    model, x = Net(), torch.randn(64, 32)
+    model, x = Net(), torch.randn(512, 32)
     expected = gradients(model, model, x)
     got = gradients(model, torch.compile(model, backend=fxckpt.Backend(budget=0.6, inner=inner)), x)
     assert len(seen) == 2 and seen[1] > seen[0]
@@ -108,17 +108,17 @@ def test_in_place_ops_and_plain_arguments() -> None:
         y.mul_(scale)
         if flags["twice"]:
             y[0] += 1.0
-        return (y.exp() * x).sum()
+        return (y.exp().sin().exp().sin().exp().sin() * x).sum()
 
     x = torch.randn(100, requires_grad=True)
     (expected,) = torch.autograd.grad(f(x, 2.0, {"twice": True}), x)
-    compiled = torch.compile(f, backend=fxckpt.Backend(budget=0.7, inner="aot_eager"))
+    compiled = torch.compile(f, backend=fxckpt.Backend(budget=0.8, inner="aot_eager"))
     (got,) = torch.autograd.grad(compiled(x, 2.0, {"twice": True}), x)
     assert torch.equal(expected, got)
 
 
 def test_budget_below_the_floor_says_what_would_do() -> None:
-    model, x = Net(), torch.randn(64, 32)
+    model, x = Net(), torch.randn(512, 32)
     with pytest.raises(fxckpt.BudgetInfeasible, match="least peak") as error:
         torch.compile(model, backend=fxckpt.Backend(budget="1B", inner="aot_eager"))(x)
     torch._dynamo.reset()
@@ -156,7 +156,7 @@ def test_uuid_changes_with_options() -> None:
 
 
 def test_plan_without_execution_is_the_backend_s_plan() -> None:
-    model, x = Net(), torch.randn(64, 32)
+    model, x = Net(), torch.randn(512, 32)
     planned = fxckpt.plan(model, x, budget=0.6)
     backend = fxckpt.Backend(budget=0.6, inner="aot_eager")
     torch.compile(model, backend=backend)(x).sum().backward()
@@ -173,7 +173,7 @@ def test_plan_of_a_model_without_memory() -> None:
 
 
 def test_plan_prints_and_pickles() -> None:
-    plan = fxckpt.plan(Net(), torch.randn(64, 32), budget=0.6)
+    plan = fxckpt.plan(Net(), torch.randn(512, 32), budget=0.6)
     assert pickle.loads(pickle.dumps(plan)) == plan
     text = str(plan.explain())
     assert "recomputed" in text and "extra time" in text and "budget" in text
@@ -216,7 +216,7 @@ def test_policy_binds() -> None:
         matmul = op is torch.ops.aten.addmm.default
         return CheckpointPolicy.MUST_RECOMPUTE if matmul else CheckpointPolicy.PREFER_SAVE
 
-    model, x = Net(), torch.randn(64, 32)
+    model, x = Net(), torch.randn(512, 32)
     backend = fxckpt.Backend(policy=save_no_matmul, inner="aot_eager")
     expected = gradients(model, model, x)
     got = gradients(model, torch.compile(model, backend=backend), x)
@@ -226,7 +226,7 @@ def test_policy_binds() -> None:
 
 
 def test_inductor_inside() -> None:
-    model, x = Net(2), torch.randn(64, 32)
+    model, x = Net(2), torch.randn(512, 32)
     model.eval()  # Inductor draws other random numbers than eager
     expected = gradients(model, model, x)
     backend = fxckpt.Backend(budget=0.7)
