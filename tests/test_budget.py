@@ -34,7 +34,9 @@ def test_auto_is_most_of_the_free_memory() -> None:
     assert asked is not None and 2**20 < asked < budgets.free_bytes(CPU)
 
 
-@pytest.mark.parametrize("wrong", ["", "2", "GiB", "2 GiBs", "-1GB", "0B", 0, -5, 0.0, 1.5, -0.5, float("nan"), float("inf"), True, [], b"1GB"])
+@pytest.mark.parametrize(
+    "wrong", ["", "2", "GiB", "2 GiBs", "-1GB", "0B", 0, -5, 0.0, 1.5, -0.5, float("nan"), float("inf"), True, [], b"1GB"]
+)
 def test_wrong_budget_is_refused_with_an_example(wrong: object) -> None:
     with pytest.raises(fxckpt.InvalidBudget, match="Example: budget='2GiB'") as error:
         fxckpt.Backend(budget=wrong)  # type: ignore[arg-type]
