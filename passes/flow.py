@@ -18,13 +18,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import networkx as nx
 import numpy as np
+import numpy.typing as npt
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 Vertex = tuple[str, int] | str
+IntArray = npt.NDArray[np.integer[Any]]
+FloatArray = npt.NDArray[np.float64]
 SOURCE, SINK = "source", "sink"
 FINITE_SUM = 2**30
 """Finite capacities are scaled so that they add up to this: int32 is what scipy's solvers take."""
@@ -161,35 +165,58 @@ def solve_scipy(problem: CutProblem) -> Cut:
     source, sink = n_ops + n_values, n_ops + n_values + 1
     tails, heads, capacities = [source] * n_ops, list(range(n_ops)), list(problem.run_price)
     for i, reads in enumerate(problem.op_reads):
-        tails.extend(n_ops + v for v in reads)
+        tails.extend([n_ops + v for v in reads])
         heads.extend([i] * len(reads))
         capacities.extend([math.inf] * len(reads))
-    tails.extend(p if p >= 0 else source for p in problem.producer)
+    tails.extend([p if p >= 0 else source for p in problem.producer])
     heads.extend(range(n_ops, n_ops + n_values))
     capacities.extend(problem.keep_price)
-    tails.extend(n_ops + v for v in problem.needed)
+    tails.extend([n_ops + v for v in problem.needed])
     heads.extend([sink] * len(problem.needed))
     capacities.extend([math.inf] * len(problem.needed))
-    real = np.asarray(capacities)
-    finite = np.isfinite(real)
-    total = float(real[finite].sum())
-    scale = (FINITE_SUM - len(real)) / total if total > 0 else 1.0
-    whole = np.full(len(real), 2 * FINITE_SUM - 1, dtype=np.int64)
-    whole[finite] = np.ceil(real[finite] * scale)
-    network = csr_array((whole.astype(np.int32), (np.asarray(tails), np.asarray(heads))), shape=(sink + 1, sink + 1))
-    residual = network - maximum_flow(network, source, sink, method="dinic").flow
-    # The least sink side: what can still reach the sink. Fewest ops run, fewest values kept.
-    backwards = csr_array((residual > 0).T)
-    reached = np.zeros(sink + 1, dtype=bool)
-    reached[sink] = True
-    stack = [sink]
-    indptr, indices = backwards.indptr, backwards.indices
-    while stack:
-        v = stack.pop()
-        for u in indices[indptr[v] : indptr[v + 1]]:
-            if not reached[u]:
-                reached[u] = True
-                stack.append(int(u))
+    reached = _sink_side(np.asarray(tails), np.asarray(heads), _whole(np.asarray(capacities)), source, sink)
     ops = {i for i in range(n_ops) if reached[i]}
     values = {v for v in range(n_values) if reached[n_ops + v]}
     return _cut_from_sink_side(problem, ops, values)
+
+
+def _whole(capacities: FloatArray) -> IntArray:
+    """Scale capacities to int32; infinite ones become greater than the sum of all finite ones."""
+    finite = np.isfinite(capacities)
+    total = float(capacities[finite].sum())
+    scale = (FINITE_SUM - len(capacities)) / total if total > 0 else 1.0
+    whole = np.full(len(capacities), 2 * FINITE_SUM - 1, dtype=np.int64)
+    whole[finite] = np.ceil(capacities[finite] * scale)
+    return whole.astype(np.int32)
+
+
+def _sink_side(tails: IntArray, heads: IntArray, capacities: IntArray, source: int, sink: int) -> list[bool]:
+    """Return which vertices can still reach the sink under a maximum flow: the least sink side, fewest runs and fewest kept values.
+
+    Every arc is given with its reverse of capacity 0, so that the flow comes back on the same places and nothing is sorted twice.
+    """
+    size = sink + 1
+    arcs = len(tails)
+    from_, to = np.concatenate((tails, heads)), np.concatenate((heads, tails))
+    order = np.argsort(from_ * size + to, kind="stable")
+    data = np.concatenate((capacities, np.zeros(arcs, dtype=np.int32)))[order]
+    indptr = np.concatenate(([0], np.cumsum(np.bincount(from_, minlength=size)))).astype(np.int32)
+    network = csr_array((data, to[order].astype(np.int32), indptr), shape=(size, size))
+    flow = maximum_flow(network, source, sink, method="dinic").flow
+    left = data - flow.data
+    # Place of each arc's reverse: arc i and arc i + arcs are one pair.
+    place = np.empty(2 * arcs, dtype=np.int64)
+    place[order] = np.arange(2 * arcs)
+    reverse = np.concatenate((place[arcs:], place[:arcs]))[order]
+    open_into = (left[reverse] > 0).tolist()
+    neighbours, starts = to[order].tolist(), indptr.tolist()
+    reached = [False] * size
+    reached[sink] = True
+    stack = [sink]
+    while stack:
+        v = stack.pop()
+        for position in range(starts[v], starts[v + 1]):
+            if open_into[position] and not reached[neighbours[position]]:
+                reached[neighbours[position]] = True
+                stack.append(neighbours[position])
+    return reached
