@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -297,7 +297,7 @@ class _Reader:
                 )
         for position in {i for o in self.fwd_outputs for i in self.holds[o]}:
             old = self.storages[position]
-            self.storages[position] = Storage(old.name, old.bytes, old.producer, True, old.is_savable)
+            self.storages[position] = replace(old, is_output=True)
         program = Program(tuple(self.ops), tuple(self.backward), tuple(self.storages), sum(tangent_storages.values()))
         return Facts(program, self.owner, self.op_node, frozenset(self.views), frozenset(self.closure))
 
@@ -340,7 +340,7 @@ class _Reader:
             parent = node.args[0]
             assert isinstance(parent, fx.Node)
             if storage.name.startswith(f"{parent.name}#"):
-                self.storages[i] = Storage(node.name, storage.bytes, storage.producer, False, storage.is_savable)
+                self.storages[i] = replace(storage, name=node.name)
                 self.owner[node.name] = node
 
     def _add_op(self, node: fx.Node, value: Any, reads: tuple[int, ...]) -> None:
@@ -366,6 +366,8 @@ class _Reader:
             nbytes = RNG_STATE_BYTES.get(_device_type(node), RNG_STATE_BYTES_OTHER)
             if sum(self.storages[i].bytes for i in writes) <= nbytes:
                 pinned = Reason.SMALLER_THAN_STATE
+                for i in writes:
+                    self.storages[i] = replace(self.storages[i], is_savable=True)
             else:
                 state = len(self.storages)
                 self.storages.append(Storage(f"{node.name}.rng_state", nbytes, FORWARD_ONLY))

@@ -14,7 +14,7 @@ from fxckpt.passes.facts import Program
 from fxckpt.passes.flow import Memo
 from fxckpt.passes.schedule import Schedule, emit
 from fxckpt.passes.simulate import Simulation, save_all, simulate
-from fxckpt.passes.staged_cut import StagedCut
+from fxckpt.passes.staged_cut import StagedCut, Tables
 from fxckpt.passes.stages import CutIntoStages
 
 Prices = tuple[float, ...]
@@ -83,6 +83,9 @@ class _Search:
     def __init__(self, options: PriceSearch, program: Program) -> None:
         self.options = options
         self.program = program
+        self.tables = Tables.of(program)
+        self.needs: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        self.starts: dict[int, tuple[int, ...]] = {}
         self.solver = Memo(options.cut.solver)
         self.seen: dict[Schedule, Candidate] = {}
         self.tried: dict[tuple[tuple[int, ...], Prices], Candidate] = {}
@@ -104,12 +107,16 @@ class _Search:
     def try_prices(self, starts: tuple[int, ...], prices: Sequence[float]) -> Candidate:
         key = (starts, tuple(prices))
         if key not in self.tried:
-            decisions = self.options.cut(self.program, starts, prices, self.solver)
+            if starts not in self.needs:
+                self.needs[starts] = self.tables.stage_needs(starts)
+            decisions = self.options.cut(self.tables, starts, self.needs[starts], prices, self.solver)
             self.tried[key] = self.judge(emit(self.program, decisions))
         return self.tried[key]
 
     def stages(self, count: int) -> tuple[int, ...]:
-        return CutIntoStages(count)(self.program)
+        if count not in self.starts:
+            self.starts[count] = CutIntoStages(count)(self.program)
+        return self.starts[count]
 
     def free(self, count: int) -> Candidate:
         """The least extra time there is, and the least peak at it."""
