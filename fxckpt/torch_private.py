@@ -155,6 +155,17 @@ def through_dynamo(error: Exception) -> Exception:
     return wrapped
 
 
+class _PlacedFakeTensorMode(FakeTensorMode):
+    """Gives tensors of the meta device a device that a step could run on."""
+
+    def from_tensor(self, tensor: torch.Tensor, **kwargs: Any) -> FakeTensor:
+        fake = super().from_tensor(tensor, **kwargs)
+        if fake.fake_device.type == "meta":
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            fake.fake_device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+        return fake
+
+
 def capture_whole(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -163,8 +174,10 @@ def capture_whole(
 ) -> None:
     """Capture ``function(*args, **kwargs)`` as one Dynamo graph on fake tensors and give it to ``receive``; nothing is executed.
 
-    Parameters of a module are copied as fake tensors first: no memory, and the caller's module is left alone. The compile is abandoned
-    after ``receive`` returns, so Dynamo keeps no cache entry of it. Raises :class:`CaptureError` if Dynamo cannot capture one graph.
+    Parameters of a module are copied as fake tensors first: no memory, and the caller's module is left alone. What is on the meta device
+    counts as on the accelerator, or the CPU where there is none: torch 2.13 traces some ops (``nll_loss``) without their gradient on meta. The
+    compile is abandoned after ``receive`` returns, so Dynamo keeps no cache entry of it. Raises :class:`CaptureError` if Dynamo cannot
+    capture one graph.
     """
     import copy
 
@@ -179,7 +192,7 @@ def capture_whole(
         receive(gm, inputs)
         raise Done(first_useful_frame=None)
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _PlacedFakeTensorMode(allow_non_fake_inputs=True)
     if isinstance(function, torch.nn.Module):
         with FakeCopyMode(mode):
             function = copy.deepcopy(function)

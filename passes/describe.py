@@ -9,8 +9,9 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxckpt.passes.facts import Facts, Side, tensors
+from fxckpt.passes.facts import Facts, tensors
 from fxckpt.passes.price_search import Candidate, Found
+from fxckpt.passes.program import Side
 from fxckpt.plan import Decision, Plan, Reason, Recompute, Row
 from fxckpt.torch_private import size_hint
 
@@ -28,7 +29,7 @@ def describe(facts: Facts, found: Found, chosen: Candidate, *, budget_bytes: int
         saved_bytes=simulation.saved_bytes,
         peak_bytes=simulation.peak_bytes,
         baseline_peak_bytes=found.baseline.simulation.peak_bytes,
-        floor_bytes=found.floor.simulation.peak_bytes,
+        floor_bytes=min(found.floor.simulation.peak_bytes, simulation.peak_bytes),
         recompute_seconds=simulation.extra_seconds,
         recompute_flops=simulation.extra_flops,
         step_seconds=program.step_seconds,

@@ -1,9 +1,8 @@
 """Facts: what a joint graph means for planning, as plain data.
 
 Memory belongs to storages. An *op* is a node that fills new storages or has an effect; a node whose outputs all live in
-storages of its inputs is a *view*, costs nothing, and is made again wherever it is needed. What remains is a :class:`Program`:
-forward ops and backward ops in joint order, each reading and writing storages by index. It knows no ``fx.Node``, so planning on
-it is deterministic and easy to test.
+storages of its inputs is a *view*, costs nothing, and is made again wherever it is needed. What remains is a
+:class:`~fxckpt.passes.program.Program`.
 
 Forward-computable is everything that does not depend on a tangent, not only what the forward outputs need: the op of such a value
 may run in either half. Expects a normalized joint graph with ``meta["val"]``. Leaves the graph alone.
@@ -11,7 +10,6 @@ may run in either half. Expects a normalized joint graph with ``meta["val"]``. L
 
 from __future__ import annotations
 
-import enum
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.errors import CaptureError
+from fxckpt.passes.program import FORWARD_ONLY, IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.plan import Reason
 from fxckpt.torch_private import (
     HigherOrderOperator,
@@ -39,9 +38,6 @@ RNG_STATE_BYTES = {"cpu": 5056}
 RNG_STATE_BYTES_OTHER = 16
 CUDA_BLOCK_BYTES = 512
 """The CUDA caching allocator rounds every block up to this."""
-
-FORWARD_ONLY = -1
-IN_BACKWARD = -2
 
 Scratch = Callable[[fx.Node], int]
 NodePolicy = Callable[[fx.Node], "CheckpointPolicy | None"]
@@ -62,73 +58,6 @@ class Cost(Protocol):
     def flops(self, node: fx.Node) -> int:
         """FLOPs of one run of ``node``."""
         ...
-
-
-class Side(enum.Enum):
-    """Where an op runs in the uncheckpointed step, and where else it may."""
-
-    FORWARD = enum.auto()
-    """The forward outputs (or an effect) need it."""
-    EITHER = enum.auto()
-    """Only the backward needs it, but it reads no tangent."""
-    BACKWARD = enum.auto()
-    """It reads a tangent, or was traced in the backward and may not move."""
-
-
-@dataclass(frozen=True)
-class Storage:
-    """Memory filled by one op. ``name`` is the node that owns it: what gets saved."""
-
-    name: str
-    bytes: int
-    producer: int
-    """Index of the op that fills it; ``FORWARD_ONLY`` for a generator state, ``IN_BACKWARD`` for the backward's own."""
-    is_output: bool = False
-    """A forward output holds it: it stays until the end whatever is planned."""
-    is_savable: bool = True
-
-
-@dataclass(frozen=True)
-class Op:
-    """One unit of work. ``reads`` and ``writes`` are storage indices; inputs of the graph are free and not listed."""
-
-    name: str
-    side: Side
-    seconds: float
-    flops: int
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    pinned: Reason | None = None
-    """Why it must not run in the backward again; None if it may."""
-    rng_state: int | None = None
-    """Storage of the generator state a second run needs."""
-    scratch_bytes: int = 0
-    """What the kernel allocates and frees before it returns."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """A joint graph as planning sees it. The last backward op is the graph's output and reads what is returned."""
-
-    ops: tuple[Op, ...]
-    backward: tuple[Op, ...]
-    storages: tuple[Storage, ...]
-    tangent_bytes: int
-    """Storages of the incoming gradients, held by the autograd engine throughout the backward."""
-
-    def forward_reads(self, position: int) -> tuple[int, ...]:
-        """Return the forward values that backward op ``position`` reads."""
-        return tuple(s for s in self.backward[position].reads if self.storages[s].producer != IN_BACKWARD)
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of the uncheckpointed step."""
-        return sum(op.seconds for op in self.ops) + sum(op.seconds for op in self.backward)
-
-    @property
-    def step_flops(self) -> int:
-        """FLOPs of the uncheckpointed step."""
-        return sum(op.flops for op in self.ops) + sum(op.flops for op in self.backward)
 
 
 @dataclass(frozen=True)

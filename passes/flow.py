@@ -10,28 +10,27 @@ vertices, so that an op with several outputs is paid once:
 
 A value no op can fill again hangs on the source by its price. The minimum over all cuts is the minimum over all legal choices of
 ``recompute time + price of what is kept``, shared ancestors counted once. ``networkx`` is the model and the reference solver;
-``scipy`` solves the same network in integers, some hundred times faster.
+``scipy`` solves the same network in integers, some hundred times faster, and many stages in one call.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import networkx as nx
 import numpy as np
-import numpy.typing as npt
 from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from fxckpt.passes.program import BoolArray, FloatArray, IntArray
 
 Vertex = tuple[str, int] | str
-IntArray = npt.NDArray[np.integer[Any]]
-FloatArray = npt.NDArray[np.float64]
 SOURCE, SINK = "source", "sink"
 FINITE_SUM = 2**30
 """Finite capacities are scaled so that they add up to this: int32 is what scipy's solvers take."""
+INFINITE = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -137,86 +136,135 @@ def solve_networkx(problem: CutProblem) -> Cut:
     return _cut_from_sink_side(problem, ops, values)
 
 
-@dataclass(frozen=True)
-class Memo:
-    """A solver that remembers: identical layers and repeated sweeps pose the same problem again and again."""
-
-    solver: Solver
-    answers: dict[CutProblem, Cut] = field(default_factory=dict, compare=False, repr=False)
-
-    def __call__(self, problem: CutProblem) -> Cut:
-        """Return the cut of ``problem``, solved once."""
-        if not any(math.isfinite(price) for price in problem.run_price) and all(map(math.isfinite, problem.keep_price)):
-            return Cut(frozenset(problem.needed), frozenset())
-        cut = self.answers.get(problem)
-        if cut is None:
-            cut = self.answers[problem] = self.solver(problem)
-        return cut
-
-
 def solve_scipy(problem: CutProblem) -> Cut:
-    """Fast solver: Dinic's algorithm on int32 capacities, rounded to about 1e-9 of their sum. Raises :class:`Unbounded`."""
-    blocked = _blocked(problem)
-    if blocked is not None:
-        raise Unbounded(blocked)
-    if not problem.needed:
-        return Cut(frozenset(), frozenset())
-    n_ops, n_values = len(problem.run_price), len(problem.keep_price)
-    source, sink = n_ops + n_values, n_ops + n_values + 1
-    tails, heads, capacities = [source] * n_ops, list(range(n_ops)), list(problem.run_price)
-    for i, reads in enumerate(problem.op_reads):
-        tails.extend([n_ops + v for v in reads])
-        heads.extend([i] * len(reads))
-        capacities.extend([math.inf] * len(reads))
-    tails.extend([p if p >= 0 else source for p in problem.producer])
-    heads.extend(range(n_ops, n_ops + n_values))
-    capacities.extend(problem.keep_price)
-    tails.extend([n_ops + v for v in problem.needed])
-    heads.extend([sink] * len(problem.needed))
-    capacities.extend([math.inf] * len(problem.needed))
-    reached = _sink_side(np.asarray(tails), np.asarray(heads), _whole(np.asarray(capacities)), source, sink)
-    ops = {i for i in range(n_ops) if reached[i]}
-    values = {v for v in range(n_values) if reached[n_ops + v]}
-    return _cut_from_sink_side(problem, ops, values)
+    """Fast solver: :class:`Network` of this one problem. Raises :class:`Unbounded`."""
+    network = Network.side_by_side([problem])
+    kept, runs = network.solve(np.asarray(problem.run_price), np.asarray(problem.keep_price))
+    return Cut(frozenset(np.flatnonzero(kept).tolist()), frozenset(np.flatnonzero(runs).tolist()))
 
 
-def _whole(capacities: FloatArray) -> IntArray:
-    """Scale capacities to int32; infinite ones become greater than the sum of all finite ones."""
-    finite = np.isfinite(capacities)
-    total = float(capacities[finite].sum())
-    scale = (FINITE_SUM - len(capacities)) / total if total > 0 else 1.0
-    whole = np.full(len(capacities), 2 * FINITE_SUM - 1, dtype=np.int64)
-    whole[finite] = np.ceil(capacities[finite] * scale)
-    return whole.astype(np.int32)
+@dataclass(frozen=True, eq=False)
+class Network:
+    """Several cut problems side by side in one flow network, laid out as arrays once; only prices change between solves.
 
-
-def _sink_side(tails: IntArray, heads: IntArray, capacities: IntArray, source: int, sink: int) -> list[bool]:
-    """Return which vertices can still reach the sink under a maximum flow: the least sink side, fewest runs and fewest kept values.
-
-    Every arc is given with its reverse of capacity 0, so that the flow comes back on the same places and nothing is sorted twice.
+    Ops and values are numbered through: those of the first problem first. Each arc is stored with its reverse of capacity 0, because
+    scipy returns the flow on the places it was given.
     """
-    size = sink + 1
-    arcs = len(tails)
-    from_, to = np.concatenate((tails, heads)), np.concatenate((heads, tails))
-    order = np.argsort(from_ * size + to, kind="stable")
-    data = np.concatenate((capacities, np.zeros(arcs, dtype=np.int32)))[order]
-    indptr = np.concatenate(([0], np.cumsum(np.bincount(from_, minlength=size)))).astype(np.int32)
-    network = csr_array((data, to[order].astype(np.int32), indptr), shape=(size, size))
-    flow = maximum_flow(network, source, sink, method="dinic").flow
-    left = data - flow.data
-    # Place of each arc's reverse: arc i and arc i + arcs are one pair.
-    place = np.empty(2 * arcs, dtype=np.int64)
-    place[order] = np.arange(2 * arcs)
-    reverse = np.concatenate((place[arcs:], place[:arcs]))[order]
-    open_into = (left[reverse] > 0).tolist()
-    neighbours, starts = to[order].tolist(), indptr.tolist()
-    reached = [False] * size
-    reached[sink] = True
-    stack = [sink]
-    while stack:
-        v = stack.pop()
-        for position in range(starts[v], starts[v + 1]):
-            if open_into[position] and not reached[neighbours[position]]:
-                reached[neighbours[position]] = True
-                stack.append(neighbours[position])
-    return reached
+
+    problems: tuple[CutProblem, ...]
+    part_of_op: IntArray
+    """Per op: the problem it belongs to."""
+    part_of_value: IntArray
+    producer: IntArray
+    """Per value: the op that fills it, or -1."""
+    needed: IntArray
+    op_arc: IntArray
+    """Per op: place of the arc from the source."""
+    value_arc: IntArray
+    """Per value: place of the arc from its op, or from the source."""
+    tail: IntArray
+    head: IntArray
+    indptr: IntArray
+    reverse: IntArray
+    """Per arc: place of its reverse."""
+    infinite: IntArray
+    """Capacities where neither ops nor values have theirs: infinite arcs, and 0 for reverses."""
+
+    @classmethod
+    def side_by_side(cls, problems: Sequence[CutProblem]) -> Network:
+        """Lay out ``problems``; their prices are not read."""
+        n_ops = sum(len(p.op_reads) for p in problems)
+        n_values = sum(len(p.producer) for p in problems)
+        source, sink = n_ops + n_values, n_ops + n_values + 1
+        op_base = value_base = 0
+        producer: list[int] = []
+        needed: list[int] = []
+        read_value: list[int] = []
+        read_op: list[int] = []
+        for p in problems:
+            for i, reads in enumerate(p.op_reads):
+                read_value.extend([n_ops + value_base + v for v in reads])
+                read_op.extend([op_base + i] * len(reads))
+            producer.extend([op_base + o if o >= 0 else -1 for o in p.producer])
+            needed.extend([value_base + v for v in p.needed])
+            op_base += len(p.op_reads)
+            value_base += len(p.producer)
+        ops, values = np.arange(n_ops), np.arange(n_values)
+        made_by, wanted = np.asarray(producer, dtype=np.int64), np.asarray(needed, dtype=np.int64)
+        tails = np.concatenate((np.full(n_ops, source), np.where(made_by >= 0, made_by, source), read_value, n_ops + wanted)).astype(
+            np.int64
+        )
+        heads = np.concatenate((ops, n_ops + values, read_op, np.full(len(wanted), sink))).astype(np.int64)
+        arcs = len(tails)
+        from_, to = np.concatenate((tails, heads)), np.concatenate((heads, tails))
+        order = np.argsort(from_ * (sink + 1) + to, kind="stable")
+        place = np.empty(2 * arcs, dtype=np.int64)
+        place[order] = np.arange(2 * arcs)
+        infinite = np.zeros(2 * arcs, dtype=np.int32)
+        infinite[place[n_ops + n_values : arcs]] = INFINITE
+        return cls(
+            tuple(problems),
+            np.repeat(np.arange(len(problems)), [len(p.op_reads) for p in problems]),
+            np.repeat(np.arange(len(problems)), [len(p.producer) for p in problems]),
+            made_by,
+            wanted,
+            place[:n_ops],
+            place[n_ops : n_ops + n_values],
+            from_[order],
+            to[order].astype(np.int32),
+            np.concatenate(([0], np.cumsum(np.bincount(from_, minlength=sink + 1)))).astype(np.int32),
+            np.concatenate((place[arcs:], place[:arcs]))[order],
+            infinite,
+        )
+
+    def solve(self, run_price: FloatArray, keep_price: FloatArray) -> tuple[BoolArray, BoolArray]:
+        """Return which values are kept and which ops run again: the least sink side, fewest runs and fewest kept values.
+
+        Prices are rounded to about 1e-9 of their problem's sum (Dinic's algorithm on int32). Raises :class:`Unbounded`.
+        """
+        n_ops, n_values = len(run_price), len(keep_price)
+        if not len(self.needed):
+            return np.zeros(n_values, dtype=bool), np.zeros(n_ops, dtype=bool)
+        capacity = self.infinite.copy()
+        capacity[self.op_arc], capacity[self.value_arc] = self._whole(run_price, keep_price)
+        source, sink = n_ops + n_values, n_ops + n_values + 1
+        flow = maximum_flow(csr_array((capacity, self.head, self.indptr), shape=(sink + 1, sink + 1)), source, sink, method="dinic").flow
+        open_into = (capacity - flow.data)[self.reverse] > 0
+        starts = np.concatenate(([0], np.cumsum(np.bincount(self.tail[open_into], minlength=sink + 1))))
+        residual = csr_array((np.ones(starts[-1], dtype=np.int8), self.head[open_into], starts), shape=(sink + 1, sink + 1))
+        sink_side = np.zeros(sink + 1, dtype=bool)
+        sink_side[breadth_first_order(residual, sink, return_predecessors=False)] = True
+        runs, wanted = sink_side[:n_ops], sink_side[n_ops:source]
+        kept = wanted & ~(np.append(runs, False)[self.producer])
+        self._check(kept, runs, wanted, run_price, keep_price)
+        return kept, runs
+
+    def _whole(self, run_price: FloatArray, keep_price: FloatArray) -> tuple[IntArray, IntArray]:
+        """Scale prices to int32, each problem on its own; infinite ones become greater than the sum of all finite ones."""
+        finite_run, finite_keep = np.isfinite(run_price), np.isfinite(keep_price)
+        parts = len(self.problems)
+        total = np.bincount(self.part_of_op, weights=np.where(finite_run, run_price, 0.0), minlength=parts)
+        total += np.bincount(self.part_of_value, weights=np.where(finite_keep, keep_price, 0.0), minlength=parts)
+        count = np.bincount(self.part_of_op, minlength=parts) + np.bincount(self.part_of_value, minlength=parts)
+        scale = (FINITE_SUM - count) / np.where(total > 0, total, 1.0)
+        run = np.where(finite_run, np.ceil(np.where(finite_run, run_price, 0.0) * scale[self.part_of_op]), INFINITE)
+        keep = np.where(finite_keep, np.ceil(np.where(finite_keep, keep_price, 0.0) * scale[self.part_of_value]), INFINITE)
+        return run.astype(np.int32), keep.astype(np.int32)
+
+    def _check(self, kept: BoolArray, runs: BoolArray, wanted: BoolArray, run_price: FloatArray, keep_price: FloatArray) -> None:
+        """Raise :class:`Unbounded` if the cut goes through an infinite arc."""
+        if wanted[self.needed].all() and np.isfinite(keep_price[kept]).all() and np.isfinite(run_price[runs]).all():
+            return
+        first_op = first_value = 0
+        for problem in self.problems:
+            n_ops, n_values = len(problem.op_reads), len(problem.producer)
+            priced = replace(
+                problem,
+                run_price=tuple(run_price[first_op : first_op + n_ops].tolist()),
+                keep_price=tuple(keep_price[first_value : first_value + n_values].tolist()),
+            )
+            blocked = _blocked(priced)
+            if blocked is not None:
+                raise Unbounded(first_value + blocked)
+            first_op, first_value = first_op + n_ops, first_value + n_values
+        raise AssertionError("an infinite arc was cut although every needed value has a finite choice")

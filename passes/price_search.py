@@ -1,8 +1,9 @@
 """The price search: the least extra time whose simulated peak fits a budget in bytes.
 
-The peak constraint of every stage is dualized into a price per byte. The search tries one price for all stages, the price on the tight
-stage alone, and prices moved multiplicatively by how far each stage is over the budget; the simulator judges every schedule and the best
-that fits is kept. It ends after a fixed number of cuts and reads no clock, so the same graph always gets the same plan.
+The peak constraint of every stage is dualized into a price per byte. The search bisects the price of the forward's end alone (the one-stage
+cut, whose answer also bounds the time of any plan from below), then the prices of several stagings: high at the forward's end, the same everywhere,
+and moved multiplicatively by how far each stage is over the budget. The simulator judges every schedule and the best that fits is kept. It
+ends after a fixed number of cuts and reads no clock, so the same graph always gets the same plan.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fxckpt.passes.facts import Program
-from fxckpt.passes.flow import Memo
-from fxckpt.passes.schedule import Schedule, emit
-from fxckpt.passes.simulate import Simulation, save_all, simulate
-from fxckpt.passes.staged_cut import StagedCut, Tables
+import numpy as np
+
+from fxckpt.passes.fill import Fill
+from fxckpt.passes.program import Program
+from fxckpt.passes.schedule import Schedule, emit, save_all
+from fxckpt.passes.simulate import Simulation, simulate
+from fxckpt.passes.staged_cut import Layout, StagedCut
 from fxckpt.passes.stages import CutIntoStages
 
 Prices = tuple[float, ...]
@@ -40,6 +43,8 @@ class Found:
     best: Candidate | None
     floor: Candidate
     """The least peak reached."""
+    lower_bound_seconds: float
+    """No plan within the budget takes less extra time."""
     baseline: Candidate
     """The uncheckpointed schedule."""
 
@@ -48,14 +53,19 @@ class Found:
 class PriceSearch:
     """Search prices for schedules within a budget."""
 
-    stage_counts: tuple[int, ...] = (12, 24, 48)
+    stage_counts: tuple[int, ...] = (24,)
     """Guess: 8 to 64 were tried; bench/planner.py prints the planner's time."""
-    grid: int = 8
-    """Prices tried at every stage count, evenly spaced in their logarithm."""
+    floor_counts: tuple[int, ...] = (12, 24, 48)
+    grid: int = 3
+    """Prices tried for the floor at each of ``floor_counts``, evenly spaced in their logarithm."""
     bisections: int = 6
-    dual_steps: int = 6
+    dual_steps: int = 4
     dual_rate: float = 2.0
     """Guess: step of the multiplicative update, per relative overshoot."""
+    ramp: float = 0.01
+    """Guess: price of each stage beside the forward's end; makes identical layers differ."""
+    filled: int = 5
+    """How many of the best schedules have their slack spent."""
     cut: StagedCut = field(default_factory=StagedCut)
 
     def __call__(self, program: Program, budget: Callable[[int], int | None]) -> Found:
@@ -63,18 +73,18 @@ class PriceSearch:
         search = _Search(self, program)
         baseline = search.judge(save_all(program))
         limit = budget(baseline.simulation.peak_bytes)
-        free = search.free(self.stage_counts[-1])
+        free = search.free()
         floor = search.floor()
         if limit is None or limit >= free.simulation.peak_bytes:
             # Bytes below the budget buy nothing: of the plans without extra time the one of least peak is as good as any.
             best = free if limit is None else min(search.within(limit), key=lambda c: c.rank)
-            return Found(best, floor, baseline)
+            return Found(best, floor, 0.0, baseline)
         if limit < floor.simulation.peak_bytes:
             # The floor is found before and without the budget, so that asking for just the floor always succeeds.
-            return Found(None, floor, baseline)
-        for count in self.stage_counts:
-            search.fit(count, limit)
-        return Found(min(search.within(limit), key=lambda c: c.rank), floor, baseline)
+            return Found(None, floor, 0.0, baseline)
+        search.fit(limit)
+        search.fill(limit)
+        return Found(min(search.within(limit), key=lambda c: c.rank), floor, search.lower_bound(limit), baseline)
 
 
 class _Search:
@@ -83,12 +93,9 @@ class _Search:
     def __init__(self, options: PriceSearch, program: Program) -> None:
         self.options = options
         self.program = program
-        self.tables = Tables.of(program)
-        self.needs: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        self.starts: dict[int, tuple[int, ...]] = {}
-        self.solver = Memo(options.cut.solver)
+        self.layouts: dict[int, Layout] = {}
         self.seen: dict[Schedule, Candidate] = {}
-        self.tried: dict[tuple[tuple[int, ...], Prices], Candidate] = {}
+        self.tried: dict[tuple[int, Prices], tuple[Candidate, ...]] = {}
         self.low, self.high = price_range(program)
 
     def judge(self, schedule: Schedule) -> Candidate:
@@ -101,77 +108,102 @@ class _Search:
 
     def legal(self) -> Iterator[Candidate]:
         """Candidates that save nothing they must not; the uncheckpointed schedule may."""
-        storages = self.program.storages
-        return (c for c in self.seen.values() if all(storages[s].is_savable for s in c.schedule.saved))
+        is_savable = self.program.tables.is_savable
+        return (c for c in self.seen.values() if is_savable[list(c.schedule.saved)].all())
 
-    def try_prices(self, starts: tuple[int, ...], prices: Sequence[float]) -> Candidate:
-        key = (starts, tuple(prices))
+    def layout(self, count: int) -> Layout:
+        if count not in self.layouts:
+            self.layouts[count] = self.options.cut.lay_out(self.program, CutIntoStages(count)(self.program))
+        return self.layouts[count]
+
+    def try_prices(self, count: int, prices: Sequence[float]) -> Candidate:
+        """Return the schedule of least peak among those of the sweeps at ``prices``."""
+        key = (count, tuple(prices))
         if key not in self.tried:
-            if starts not in self.needs:
-                self.needs[starts] = self.tables.stage_needs(starts)
-            decisions = self.options.cut(self.tables, starts, self.needs[starts], prices, self.solver)
-            self.tried[key] = self.judge(emit(self.program, decisions))
-        return self.tried[key]
+            self.tried[key] = tuple(self.judge(emit(self.program, d)) for d in self.options.cut(self.layout(count), prices))
+        return min(self.tried[key], key=lambda c: c.simulation.peak_bytes)
 
-    def stages(self, count: int) -> tuple[int, ...]:
-        if count not in self.starts:
-            self.starts[count] = CutIntoStages(count)(self.program)
-        return self.starts[count]
+    def shaped(self, count: int, price: float, share: float) -> Candidate:
+        """Try ``price`` at the forward's end and ``share`` of it at every stage."""
+        return self.try_prices(count, [price, *[price * share] * len(self.layout(count).starts)])
 
-    def free(self, count: int) -> Candidate:
+    def free(self) -> Candidate:
         """The least extra time there is, and the least peak at it."""
-        starts = self.stages(count)
-        self.try_prices(starts, [self.low * 1e-6] * len(starts))
+        self.shaped(self.options.stage_counts[-1], self.low * 1e-6, 1.0)
         return min(self.legal(), key=lambda c: c.rank)
 
     def floor(self) -> Candidate:
         """The least peak of any schedule seen, over a grid of prices at every stage count."""
-        for count in self.options.stage_counts:
-            starts = self.stages(count)
-            for price in _between(self.low, self.high, self.options.grid):
-                self.try_prices(starts, [price] * len(starts))
-        for count in self.options.stage_counts:
-            # Press on from the best uniform price of this stage count: prices where the peak is, no prices elsewhere.
-            starts = self.stages(count)
-            grid = _between(self.low, self.high, self.options.grid)
-            price = min(grid, key=lambda p: self.try_prices(starts, [p] * len(starts)).simulation.peak_bytes)
-            least = self.try_prices(starts, [price] * len(starts)).simulation.peak_bytes
-            self._dual(starts, [price] * len(starts), least * 9 // 10)
+        prices = _between((self.low * self.high) ** 0.5, self.high, self.options.grid)
+        for count in self.options.floor_counts:
+            # Press on from the best uniform price: prices where the peak is, no prices elsewhere.
+            price = min(prices, key=lambda p: self.shaped(count, p, 1.0).simulation.peak_bytes)
+            least = self.shaped(count, price, 1.0).simulation.peak_bytes
+            self._dual(count, [price] * (len(self.layout(count).starts) + 1), least * 9 // 10)
         return min(self.legal(), key=lambda c: (c.simulation.peak_bytes, c.rank))
 
-    def fit(self, count: int, limit: int) -> None:
-        """Look for schedules within ``limit`` at one stage count."""
-        starts = self.stages(count)
-        price = self._bisect(starts, [1.0] * len(starts), limit)
-        self._bisect(starts, [1.0, *[0.01] * (len(starts) - 1)], limit)
-        self._dual(starts, [price] * len(starts), limit)
+    def fit(self, limit: int) -> None:
+        """Look for schedules within ``limit``."""
+        start = self._one_stage(limit)
+        for count in self.options.stage_counts:
+            self._bisect(count, self.options.ramp, start, limit)
+            price = self._bisect(count, 1.0, start / count, limit)
+            self._dual(count, [price] * (len(self.layout(count).starts) + 1), limit)
 
-    def _bisect(self, starts: tuple[int, ...], shape: Sequence[float], limit: int) -> float:
-        """Return about the least price of this shape that fits, having tried those on the way."""
-        grid = _between(self.low, self.high, self.options.grid)
-        low, high = 0, len(grid) - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._fits(starts, shape, grid[middle], limit):
+    def fill(self, limit: int) -> None:
+        """Spend what the fastest schedules within ``limit`` leave of it."""
+        for candidate in sorted(self.within(limit), key=lambda c: c.rank)[: self.options.filled]:
+            while True:
+                fuller = self.judge(Fill(limit)(self.program, candidate.schedule, candidate.simulation))
+                if fuller.simulation.peak_bytes > limit or fuller.rank >= candidate.rank:
+                    break
+                candidate = fuller
+
+    def _one_stage(self, limit: int) -> float:
+        """Return about the least price of the forward's end at which the one-stage cut holds no more than ``limit`` there."""
+        low, high = self.low, self.high
+        for _ in range(2 * self.options.bisections):
+            middle = (low * high) ** 0.5
+            if self._held(self.shaped(1, middle, 0.0)) <= limit:
                 high = middle
             else:
                 low = middle
-        below, above = grid[low], grid[high]
+        return high
+
+    def _held(self, candidate: Candidate) -> int:
+        """Return the bytes live when the forward has ended: what is saved, what the user holds, and the incoming gradients."""
+        tables = self.program.tables
+        held = tables.is_output.copy()
+        held[list(candidate.schedule.saved)] = True
+        return int(tables.bytes[held].sum()) + self.program.tangent_bytes
+
+    def lower_bound(self, limit: int) -> float:
+        """Return seconds that no schedule within ``limit`` undercuts.
+
+        Any schedule within the limit holds at most so much when the forward has ended, and with no price on a second life the one-stage cut
+        at price p is the least of time + p * held, copies or not: so time >= least - p * limit, for every p (the Lagrangian dual).
+        """
+        tried = [(prices[0], swept[0]) for (count, prices), swept in self.tried.items() if count == 1 and not any(prices[1:])]
+        return max(0.0, *(c.simulation.extra_seconds + p * (self._held(c) - limit) for p, c in tried))
+
+    def _bisect(self, count: int, share: float, guess: float, limit: int) -> float:
+        """Return about the least price of this shape that fits, having tried those on the way: out from the guess, then in."""
+        low, high, step = 0.0, float("inf"), 2.0
+        price = guess
         for _ in range(self.options.bisections):
-            price = (below * above) ** 0.5
-            if self._fits(starts, shape, price, limit):
-                above = price
+            if self.shaped(count, price, share).simulation.peak_bytes <= limit:
+                high = price
+                price = price / step if low == 0.0 else (low * high) ** 0.5
             else:
-                below = price
-        return above
+                low = price
+                price = price * step if high == float("inf") else (low * high) ** 0.5
+            step *= step if low == 0.0 or high == float("inf") else 1.0
+        return min(high, price)
 
-    def _fits(self, starts: tuple[int, ...], shape: Sequence[float], price: float, limit: int) -> bool:
-        return self.try_prices(starts, [price * w for w in shape]).simulation.peak_bytes <= limit
-
-    def _dual(self, starts: tuple[int, ...], prices: list[float], limit: int) -> None:
+    def _dual(self, count: int, prices: list[float], limit: int) -> None:
         for _ in range(self.options.dual_steps):
-            candidate = self.try_prices(starts, prices)
-            peaks = stage_peaks(self.program, starts, candidate)
+            candidate = self.try_prices(count, prices)
+            peaks = stage_peaks(self.program, self.layout(count).starts, candidate)
             factors = [(max(p, 1) / limit) ** self.options.dual_rate for p in peaks]
             prices = [p * min(4.0, max(0.25, f)) for p, f in zip(prices, factors, strict=True)]
 
@@ -182,31 +214,23 @@ def price_range(program: Program) -> tuple[float, float]:
     The ends are the least and the greatest seconds per byte of any one op, the former shared by many stages, the latter times the ops a
     chain may have.
     """
-    rates = [
-        op.seconds / nbytes for op in program.ops if op.seconds > 0 and (nbytes := sum(program.storages[s].bytes for s in op.writes)) > 0
-    ]
-    if not rates:
+    tables = program.tables
+    count = len(program.ops)
+    costs = (tables.seconds[:count] > 0) & (tables.written_bytes[:count] > 0)
+    if not costs.any():
         return 1e-15, 1e-6
-    return min(rates) / 100, max(rates) * 100
+    rates = tables.seconds[:count][costs] / tables.written_bytes[:count][costs]
+    return float(rates.min()) / 100, float(rates.max()) * 100
 
 
 def stage_peaks(program: Program, starts: tuple[int, ...], candidate: Candidate) -> list[int]:
-    """Return the peak of each stage of the backward; the forward's peak counts for the first stage, which it runs into."""
-    profile = candidate.simulation.profile
+    """Return the peak of the forward, then of each stage of the backward."""
+    profile = np.asarray(candidate.simulation.profile)
     at = candidate.simulation.forward_ops
-    peaks = [0] * len(starts)
-    peaks[0] = max(profile[:at], default=0)
-    runs_before: dict[int, int] = {}
-    for run in candidate.schedule.runs:
-        runs_before[run.before] = runs_before.get(run.before, 0) + 1
-    k = 0
-    for j in range(len(program.backward)):
-        while k + 1 < len(starts) and starts[k + 1] <= j:
-            k += 1
-        n = runs_before.get(j, 0) + 1
-        peaks[k] = max(peaks[k], *profile[at : at + n])
-        at += n
-    return peaks
+    before = np.asarray([run.before for run in candidate.schedule.runs], dtype=np.int64)
+    # A stage begins with the runs in front of its first backward op.
+    begins = at + np.asarray(starts) + np.searchsorted(before, np.asarray(starts), side="left")
+    return [int(profile[:at].max(initial=0)), *np.maximum.reduceat(profile, begins).tolist()]
 
 
 def _between(low: float, high: float, count: int) -> list[float]:

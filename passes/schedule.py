@@ -7,12 +7,14 @@ inputs first. A read sees the latest copy; a copy dies after its last read befor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from fxckpt.passes.facts import Program, Side
+import numpy as np
+
+from fxckpt.passes.program import Program, Side
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """Op ``op`` runs again in front of backward op ``before`` (both by index)."""
 
     op: int
@@ -49,65 +51,55 @@ def emit(program: Program, decisions: Decisions) -> Schedule:
     A value that a decision takes from before but that nobody made there is saved from the forward; so any decisions that a cut can make
     are legal, and what is saved follows from them.
     """
-    saved: dict[int, None] = {}
+    storages, ops, wanted = program.storages, program.ops, program.forward_reads
+    saved: set[int] = set()
     runs: list[Run] = []
     have: set[int] = set()  # storages with a copy, from whatever stage
     for k, positions in enumerate(stage_ranges(program, decisions.starts)):
+        kept, rerun = decisions.kept[k], decisions.runs[k]
         fresh: set[int] = set()  # ops that ran in this stage
         for j in positions:
-            for root in program.forward_reads(j):
-                _ensure(program, root, decisions.kept[k], decisions.runs[k], have, fresh, saved, runs, j)
+            stack = list(reversed(wanted[j]))
+            while stack:
+                s = stack[-1]
+                o = storages[s].producer
+                if o in fresh:
+                    stack.pop()
+                    continue
+                if o not in rerun or s in kept:
+                    if s not in have:
+                        saved.add(s)
+                        have.add(s)
+                    stack.pop()
+                    continue
+                op = ops[o]
+                missing = [
+                    u for u in op.needs if (p := storages[u].producer) not in fresh and not (u in have and (p not in rerun or u in kept))
+                ]
+                if missing:
+                    stack.extend(reversed(missing))
+                    continue
+                runs.append(Run(o, j))
+                fresh.add(o)
+                have.update(op.writes)
+                stack.pop()
     return Schedule(tuple(sorted(saved)), tuple(runs))
 
 
-def _ensure(
-    program: Program,
-    root: int,
-    kept: frozenset[int],
-    rerun: frozenset[int],
-    have: set[int],
-    fresh: set[int],
-    saved: dict[int, None],
-    runs: list[Run],
-    position: int,
-) -> None:
-    stack = [root]
-    while stack:
-        s = stack[-1]
-        op_index = program.storages[s].producer
-        if op_index in fresh:
-            stack.pop()
-            continue
-        if op_index < 0 or s in kept or op_index not in rerun:
-            if s not in have:
-                saved[s] = None
-                have.add(s)
-            stack.pop()
-            continue
-        op = program.ops[op_index]
-        needs = op.reads if op.rng_state is None else (*op.reads, op.rng_state)
-        missing = [u for u in needs if not _at_hand(program, u, kept, rerun, have, fresh)]
-        if missing:
-            stack.extend(reversed(missing))
-            continue
-        runs.append(Run(op_index, position))
-        fresh.add(op_index)
-        have.update(op.writes)
-        stack.pop()
-
-
-def _at_hand(program: Program, s: int, kept: frozenset[int], rerun: frozenset[int], have: set[int], fresh: set[int]) -> bool:
-    op = program.storages[s].producer
-    return op in fresh or (s in have and (op < 0 or s in kept or op not in rerun))
+def save_all(program: Program) -> Schedule:
+    """Return the uncheckpointed schedule: everything the backward reads is saved, what only the backward needs runs in it once."""
+    either = frozenset(i for i, op in enumerate(program.ops) if op.side is Side.EITHER and op.pinned is None)
+    return emit(program, Decisions((0,), (frozenset(),), (either,)))
 
 
 def forward_ops(program: Program, saved: tuple[int, ...]) -> list[int]:
     """Return the ops the forward runs: what its outputs need, and what the saved values need."""
-    needed = {i for i, op in enumerate(program.ops) if op.side is Side.FORWARD}
+    tables = program.tables
+    more: set[int] = set()
     stack = [program.storages[s].producer for s in saved]
     while stack:
         i = stack.pop()
-        if i >= 0 and i not in needed:
-            needed.add(i)
+        if i >= 0 and not tables.is_forward[i] and i not in more:
+            more.add(i)
             stack.extend(program.storages[s].producer for s in program.ops[i].reads)
-    return sorted(needed)
+    return sorted([*np.flatnonzero(tables.is_forward).tolist(), *more])

@@ -2,14 +2,16 @@
 
 During an op what it reads and what it writes are live together; after it, what nobody reads any more is free. Forward outputs live to the
 end (the user holds them), incoming gradients throughout the backward (the autograd engine holds them), parameters and inputs are not
-counted.
+counted. A recomputed value is a new version of its storage: it lives from its run to its last read.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxckpt.passes.facts import Program, Side
+import numpy as np
+
+from fxckpt.passes.program import BoolArray, IntArray, Program, Tables
 from fxckpt.passes.schedule import Schedule, forward_ops
 
 
@@ -36,84 +38,79 @@ class Simulation:
 
 def simulate(program: Program, schedule: Schedule) -> Simulation:
     """Run a schedule without running it."""
-    order = forward_ops(program, schedule.saved)
-    held = {*schedule.saved, *(i for i, s in enumerate(program.storages) if s.is_output)}
-    forward, live = _forward_profile(program, schedule, order, held)
-    backward = _backward_profile(program, schedule, held, live + program.tangent_bytes)
-    seconds, flops = _extra(program, schedule, order)
-    saved = sum(program.storages[s].bytes for s in schedule.saved)
-    return Simulation((*forward, *backward), len(forward), saved, seconds, flops)
+    tables = program.tables
+    order = np.asarray(forward_ops(program, schedule.saved), dtype=np.int64)
+    saved = np.asarray(schedule.saved, dtype=np.int64)
+    held = tables.is_output.copy()
+    held[saved] = True
+    runs = np.asarray([run.op for run in schedule.runs], dtype=np.int64)
+    before = np.asarray([run.before for run in schedule.runs], dtype=np.int64)
+    forward, live = _forward_profile(tables, order, held)
+    backward = _backward_profile(tables, held, runs, before, len(program.backward), live + program.tangent_bytes)
+    times = np.bincount(np.concatenate((order, runs)), minlength=len(program.ops))
+    again = np.maximum(times - 1, 0)
+    extra = np.flatnonzero(again)
+    return Simulation(
+        (*forward.tolist(), *backward.tolist()),
+        len(forward),
+        int(tables.bytes[saved].sum()),
+        float((again[extra] * tables.seconds[extra]).sum()),
+        int((again[extra] * tables.flops[extra]).sum()),
+    )
 
 
-def _forward_profile(program: Program, schedule: Schedule, order: list[int], held: set[int]) -> tuple[list[int], int]:
-    storages = program.storages
-    last: dict[int, int] = {}
-    for at, i in enumerate(order):
-        for s in (*program.ops[i].reads, *program.ops[i].writes):
-            last[s] = at
-    dies: dict[int, list[int]] = {}
-    for s, at in last.items():
-        if s not in held:
-            dies.setdefault(at, []).append(s)
-    live, profile = 0, []
-    for at, i in enumerate(order):
-        op = program.ops[i]
-        live += sum(storages[s].bytes for s in op.writes)
-        if op.rng_state in held:
-            live += storages[op.rng_state].bytes  # type: ignore[index]
-        profile.append(live + op.scratch_bytes)
-        live -= sum(storages[s].bytes for s in dies.get(at, ()))
-    return profile, live
+def _forward_profile(tables: Tables, order: IntArray, held: BoolArray) -> tuple[IntArray, int]:
+    """Return the live bytes during each op of ``order``, and what is live at the end."""
+    reads, read_at = tables.reads.rows(order)
+    writes, written_at = tables.writes.rows(order)
+    last = np.full(len(tables.bytes), -1)
+    np.maximum.at(last, np.concatenate((reads, writes)), np.concatenate((read_at, written_at)))
+    state = tables.rng_state[order]
+    gives_state = (state >= 0) & np.append(held, False)[state]
+    born = tables.written_bytes[order] + np.where(gives_state, tables.replay_bytes[order], 0)
+    dying = np.flatnonzero((last >= 0) & ~held)
+    died = _sum_at(last[dying], tables.bytes[dying], len(order))
+    after = np.cumsum(born - died)
+    return after + died + tables.scratch_bytes[order], int(after[-1]) if len(after) else 0
 
 
-def _backward_profile(program: Program, schedule: Schedule, held: set[int], live: int) -> list[int]:
-    storages, ops = program.storages, program.ops
-    events: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []  # reads, writes, scratch bytes
-    runs = iter(schedule.runs)
-    run = next(runs, None)
-    for j, op in enumerate(program.backward):
-        while run is not None and run.before == j:
-            again = ops[run.op]
-            state = () if again.rng_state is None else (again.rng_state,)
-            # The replay sets the generator's present state aside, and puts it back after.
-            aside = 0 if again.rng_state is None else storages[again.rng_state].bytes
-            events.append(((*again.reads, *state), again.writes, again.scratch_bytes + aside))
-            run = next(runs, None)
-        events.append((op.reads, op.writes, op.scratch_bytes))
-    version: dict[int, int] = {}
-    last: dict[tuple[int, int], int] = {(s, 0): -1 for s in held}
-    for at, (reads, writes, _) in enumerate(events):
-        for s in reads:
-            last[s, version.get(s, 0)] = at
-        for s in writes:
-            version[s] = version.get(s, 0) + 1
-            last[s, version[s]] = at
-    dies: dict[int, list[int]] = {}
-    for (s, v), at in last.items():
-        if not (v == 0 and storages[s].is_output):
-            dies.setdefault(at, []).append(s)
-    profile = []
-    for s in dies.get(-1, ()):
-        live -= storages[s].bytes
-    for at, (_, writes, scratch) in enumerate(events):
-        live += sum(storages[s].bytes for s in writes)
-        profile.append(live + scratch)
-        live -= sum(storages[s].bytes for s in dies.get(at, ()))
-    return profile
+def _backward_profile(tables: Tables, held: BoolArray, runs: IntArray, before: IntArray, length: int, live: int) -> IntArray:
+    """Return the live bytes during each run and each backward op, in order."""
+    forward_count = len(tables.rng_state)
+    total = len(runs) + length
+    run_at = np.arange(len(runs)) + before
+    own_at = np.arange(length) + np.searchsorted(before, np.arange(length), side="right")
+    op = np.empty(total, dtype=np.int64)
+    op[run_at], op[own_at] = runs, forward_count + np.arange(length)
+    reads, read_at = tables.reads.rows(op)
+    writes, written_at = tables.writes.rows(op)
+    stateful = np.flatnonzero(tables.rng_state[runs] >= 0)
+    initial = np.flatnonzero(held)
+    # One row per access; time counts in halves, so that an op reads before it writes, and what is held at the start comes first.
+    storage = np.concatenate((initial, reads, tables.rng_state[runs[stateful]], writes))
+    time = np.concatenate((np.full(len(initial), -1), 2 * read_at, 2 * run_at[stateful], 2 * written_at + 1))
+    order = np.argsort(storage * (2 * total + 2) + time + 1, kind="stable")
+    storage, time = storage[order], time[order]
+    # A version of a storage begins with what is held at the start or with a write, and ends with its last access.
+    begins = np.concatenate(([True], (storage[1:] != storage[:-1]) | (time[1:] % 2 == 1)))[: len(storage)]
+    ends = np.append(begins[1:], True)[: len(storage)]
+    dies = np.where(time < 0, -1, time // 2)[ends]
+    version = storage[ends]
+    stays = tables.is_output[version] & (time[begins] < 0)
+    dies, version = dies[~stays], version[~stays]
+    unread = dies < 0
+    live -= int(tables.bytes[version[unread]].sum())
+    died = _sum_at(dies[~unread], tables.bytes[version[~unread]], total)
+    born = tables.written_bytes[op]
+    scratch = tables.scratch_bytes[op]
+    # The replay of a random op sets the generator's present state aside, and puts it back after.
+    scratch[run_at] += tables.replay_bytes[runs]
+    return live + np.cumsum(born - died) + died + scratch
 
 
-def _extra(program: Program, schedule: Schedule, order: list[int]) -> tuple[float, int]:
-    times = dict.fromkeys(range(len(program.ops)), 0)
-    for i in order:
-        times[i] += 1
-    for run in schedule.runs:
-        times[run.op] += 1
-    seconds, flops = 0.0, 0
-    for i, n in times.items():
-        more = max(0, n - 1)
-        seconds += more * program.ops[i].seconds
-        flops += more * program.ops[i].flops
-    return seconds, flops
+def _sum_at(position: IntArray, nbytes: IntArray, length: int) -> IntArray:
+    """Add up bytes by position."""
+    return np.bincount(position, weights=nbytes, minlength=length).astype(np.int64)
 
 
 def backward_own_profile(program: Program) -> list[int]:
@@ -133,11 +130,3 @@ def backward_own_profile(program: Program) -> list[int]:
         profile.append(live)
         live -= sum(program.storages[s].bytes for s in dies.get(j, ()))
     return profile
-
-
-def save_all(program: Program) -> Schedule:
-    """Return the uncheckpointed schedule: everything the backward reads is saved, what only the backward needs runs in it once."""
-    from fxckpt.passes.schedule import Decisions, emit
-
-    either = frozenset(i for i, op in enumerate(program.ops) if op.side is Side.EITHER and op.pinned is None)
-    return emit(program, Decisions((0,), (frozenset(),), (either,)))

@@ -1,67 +1,34 @@
-"""The staged priced cut: one min-cut a stage, by coordinate descent on the whole step's price.
+"""The staged priced cut: min-cuts of all stages, by coordinate descent on the whole step's price.
 
-Stage k has a memory price p_k in seconds per byte. A value the stage needs is taken from where it was last at hand (saved from the forward, or
-made in an earlier stage), or is made again here:
+Stage k has a memory price p_k in seconds per byte, and p_0 is that of the forward's end, where only saved values are live. A value that stage
+k = 1, 2, ... needs is taken from where it was last at hand (saved from the forward, or made in an earlier stage), or is made again here:
 
-    keep, last at hand in stage j < k (forward: -1):   m(v) * (p_{j+1} + ... + p_k)
-    recompute in stage k:                              t(v) + m(v) * p_k
-    held through k for a later stage anyway:           0
+    keep, last at hand in stage j < k:          m(v) * (p_{j+1} + ... + p_k)
+    keep, saved from the forward:               m(v) * (p_0 + ... + p_k)
+    recompute in stage k:                       t(v) + m(v) * p_k
+    held through k for a later stage anyway:    0
 
-The joint problem is not submodular (keeping and recomputing are substitutes), so the stages are swept from last to first, the
-longest-lived decisions first, then forth and back. Compare Checkmate's integer program (Jain et al., MLSys 2020), which decides every
-(value, stage) pair at once.
+The joint problem is not submodular (keeping and recomputing are substitutes), so it is a descent: every ``colors``-th stage is decided in one
+cut with the others as they are, the latest stages first, the longest-lived decisions. Compare Checkmate's integer program (Jain et al.,
+MLSys 2020), which decides every (value, stage) pair at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from fxckpt.errors import FxckptError
-from fxckpt.passes.facts import Program, Side
-from fxckpt.passes.flow import CutProblem, Solver, Unbounded, solve_scipy
+from fxckpt.passes.flow import CutProblem, Network, Unbounded
+from fxckpt.passes.program import BoolArray, FloatArray, IntArray, Program
 from fxckpt.passes.schedule import Decisions, stage_ranges
 
-
-@dataclass(frozen=True)
-class Tables:
-    """A program laid out for the descent, once for all prices. Lists are by storage or by op index."""
-
-    program: Program
-    bytes: list[int]
-    producer: list[int]
-    is_output: list[bool]
-    is_savable: list[bool]
-    needs: list[tuple[int, ...]]
-    """Per op: what a second run reads, the generator state included."""
-    written_bytes: list[int]
-    seconds: list[float]
-    """Per op; infinite for an op that must not run again."""
-    is_either: list[bool]
-    writes_one: list[bool]
-
-    @classmethod
-    def of(cls, program: Program) -> Tables:
-        """Lay out ``program``."""
-        storages, ops = program.storages, program.ops
-        return cls(
-            program,
-            [s.bytes for s in storages],
-            [s.producer for s in storages],
-            [s.is_output for s in storages],
-            [s.is_savable for s in storages],
-            [op.reads if op.rng_state is None else (*op.reads, op.rng_state) for op in ops],
-            [sum(storages[s].bytes for s in op.writes) for op in ops],
-            [op.seconds if op.pinned is None else math.inf for op in ops],
-            [op.side is Side.EITHER for op in ops],
-            [len(op.writes) == 1 for op in ops],
-        )
-
-    def stage_needs(self, starts: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return, per stage, the forward values its ops read, in order."""
-        program = self.program
-        return [tuple(dict.fromkeys(s for j in positions for s in program.forward_reads(j))) for positions in stage_ranges(program, starts)]
+LEAST_REACH = 256
+"""Ops a stage may always look at; small programs are looked at whole."""
 
 
 @dataclass(frozen=True)
@@ -69,122 +36,205 @@ class StagedCut:
     """Decide, for given stages and prices, what each stage keeps and runs again."""
 
     sweeps: int = 2
-    solver: Solver = solve_scipy
+    colors: int = 4
+    """Stages that are ``colors`` apart are decided together."""
+    reach: float = 4.0
+    """A stage looks at this many times its share of the forward ops, nearest first; what is farther is kept."""
 
-    def __call__(
-        self, tables: Tables, starts: tuple[int, ...], needs: Sequence[tuple[int, ...]], prices: Sequence[float], solver: Solver
-    ) -> Decisions:
-        """Return the decisions. ``needs`` are those of ``starts``, ``prices`` seconds per byte, one a stage."""
-        descent = _Descent(tables, needs, tuple(prices), solver)
-        stages = range(len(starts))
-        for n in range(self.sweeps):
-            for k in reversed(stages) if n % 2 == 0 else stages:
-                descent.decide(k)
-        return Decisions(starts, tuple(descent.kept), tuple(descent.runs))
+    def lay_out(self, program: Program, starts: tuple[int, ...]) -> Layout:
+        """Lay ``program`` out for these stages, once for all prices."""
+        return Layout.of(program, starts, self.colors, self.reach)
+
+    def __call__(self, layout: Layout, prices: Sequence[float]) -> Iterator[Decisions]:
+        """Yield the decisions after each sweep; often the first has the least peak.
+
+        ``prices`` are seconds per byte: of the forward's end, then one a stage. Raises :class:`FxckptError` if a value has no way.
+        """
+        price = np.asarray(prices, dtype=np.float64)
+        kept = np.zeros(len(layout.storage), dtype=bool)
+        runs = np.zeros(len(layout.op), dtype=bool)
+        for sweep in range(self.sweeps):
+            for group in layout.groups if sweep % 2 == 0 else tuple(reversed(layout.groups)):
+                run_price, keep_price = layout.run_prices(price, runs), layout.keep_prices(price, kept, runs)
+                try:
+                    kept[group.values], runs[group.ops] = group.network.solve(run_price[group.ops], keep_price[group.values])
+                except Unbounded as error:
+                    raise _no_way(layout.program, int(layout.storage[group.values.start + error.value])) from error
+            yield layout.decisions(kept, runs)
 
 
-class _Descent:
-    """The state of one descent: the present decision of every stage."""
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Stages decided in one cut, and where their vertices lie among the layout's."""
 
-    def __init__(self, tables: Tables, needs: Sequence[tuple[int, ...]], prices: tuple[float, ...], solver: Solver) -> None:
-        self.tables = tables
-        self.needs = needs
-        self.prices = prices
-        self.solver = solver
-        self.kept: list[frozenset[int]] = [frozenset() for _ in needs]
-        self.runs: list[frozenset[int]] = [frozenset() for _ in needs]
-        self.price_before = [0.0]
-        for p in prices:
-            self.price_before.append(self.price_before[-1] + p)
-        # Where each storage is kept and each op is run again: stage numbers, in step with the decisions.
-        self.kept_in: dict[int, set[int]] = {}
-        self.run_in: dict[int, set[int]] = {}
+    network: Network
+    ops: slice
+    values: slice
 
-    def decide(self, k: int) -> None:
-        """Solve stage ``k`` with the other stages as they are."""
-        problem, values, ops = self._problem(k)
-        try:
-            cut = self.solver(problem)
-        except Unbounded as error:
-            program = self.tables.program
-            name = program.storages[values[error.value]].name
-            path = " -> ".join(_path(program, values[error.value]))
-            raise FxckptError(
-                f"cannot plan: {name!r} is needed in the backward, but it may be neither saved nor recomputed. Path: {path}. "
-                "Allow one of the two in the policy, or drop the region's MUST."
-            ) from error
-        for s in self.kept[k]:
-            self.kept_in[s].discard(k)
-        for o in self.runs[k]:
-            self.run_in[o].discard(k)
-        self.kept[k] = frozenset([values[v] for v in cut.kept])
-        self.runs[k] = frozenset([ops[o] for o in cut.runs])
-        for s in self.kept[k]:
-            self.kept_in.setdefault(s, set()).add(k)
-        for o in self.runs[k]:
-            self.run_in.setdefault(o, set()).add(k)
 
-    def _keep_price(self, s: int, k: int, is_needed: bool) -> float:
-        tables = self.tables
-        if tables.is_output[s]:
-            return 0.0
-        run_in = self.run_in.get(tables.producer[s])
-        kept_in = self.kept_in.get(s)
-        made = max([j for j in run_in if j < k], default=-1) if run_in else -1
-        if made < 0 and not tables.is_savable[s]:
-            return math.inf
-        since = made
-        if kept_in:
-            if not is_needed:
-                next_run = min([j for j in run_in if j > k], default=len(self.prices)) if run_in else len(self.prices)
-                if any(k < j < next_run for j in kept_in):
-                    return 0.0
-            since = max([made, *(j for j in kept_in if j < k)])
-        return tables.bytes[s] * (self.price_before[k + 1] - self.price_before[since + 1])
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A program cut into stages, as arrays. A vertex is an (op, stage) or a (storage, stage) that some stage may care about."""
 
-    def _run_price(self, index: int, k: int) -> float:
-        tables = self.tables
-        seconds = tables.seconds[index]
-        if tables.is_either[index] and seconds < math.inf and not (self.run_in.get(index, set()) - {k}):
-            seconds = 0.0  # its first run is part of the uncheckpointed step
-        return seconds + tables.written_bytes[index] * self.prices[k]
+    program: Program
+    starts: tuple[int, ...]
+    groups: tuple[Group, ...]
+    op: IntArray
+    """Per op vertex: the op."""
+    op_stage: IntArray
+    storage: IntArray
+    """Per value vertex: the storage."""
+    stage: IntArray
+    producer: IntArray
+    """Per value vertex: the op vertex that fills it, or -1 where the stage does not look that far."""
+    is_needed: BoolArray
+    """Per value vertex: ops of the stage's own backward read it."""
+    seconds: FloatArray
+    """Per op vertex; infinite for an op that must not run again."""
+    written_bytes: FloatArray
+    is_either: BoolArray
+    bytes: FloatArray
+    is_output: BoolArray
+    is_savable: BoolArray
+    by_storage: IntArray
+    """Value vertices by storage, then stage."""
+    first: IntArray
+    """Per place in ``by_storage``: the first place of the same storage."""
+    last: IntArray
 
-    def _problem(self, k: int) -> tuple[CutProblem, list[int], list[int]]:
-        """Return the cut of stage ``k`` over what its needs depend on, and the storages and ops its positions stand for."""
-        tables = self.tables
-        needed = set(self.needs[k])
-        values: dict[int, int] = {}
-        ops: dict[int, int] = {}
-        keep_price: list[float] = []
-        run_price: list[float] = []
-        op_reads: list[tuple[int, ...]] = []
-        stack = list(reversed(self.needs[k]))
-        while stack:
-            s = stack.pop()
-            if s in values:
-                continue
-            values[s] = len(keep_price)
-            keep = self._keep_price(s, k, s in needed)
-            keep_price.append(keep)
-            index = tables.producer[s]
-            if index < 0 or index in ops:
-                continue
-            run = self._run_price(index, k)
-            if keep <= run and tables.writes_one[index] and keep < math.inf:
-                continue  # keeping is never worse, whatever the inputs cost
-            ops[index] = len(run_price)
-            run_price.append(run)
-            op_reads.append(tables.needs[index])
-            if run < math.inf:
-                stack.extend(reversed(tables.needs[index]))
-        problem = CutProblem(
-            tuple(run_price),
-            tuple([tuple([values[s] for s in reads if s in values]) for reads in op_reads]),
-            tuple(keep_price),
-            tuple([ops.get(tables.producer[s], -1) for s in values]),
-            tuple([values[s] for s in self.needs[k]]),
+    @classmethod
+    def of(cls, program: Program, starts: tuple[int, ...], colors: int, reach: float) -> Layout:
+        """Lay ``program`` out for the stages that begin at ``starts``."""
+        ranges = stage_ranges(program, starts)
+        count = len(ranges)
+        share = max(LEAST_REACH, math.ceil(reach * len(program.ops) / count))
+        groups: list[Group] = []
+        op: list[int] = []
+        op_stage: list[int] = []
+        storage: list[int] = []
+        stage: list[int] = []
+        needed: list[int] = []
+        producers = []
+        for color in range(min(colors, count)):
+            first_op, first_value = len(op), len(storage)
+            problems = []
+            for k in range(count - 1 - color, -1, -colors):
+                problem, ops, values = _problem(program, ranges[k], share)
+                needed.extend(len(storage) + v for v in problem.needed)
+                op.extend(ops)
+                op_stage.extend([k] * len(ops))
+                storage.extend(values)
+                stage.extend([k] * len(values))
+                problems.append(problem)
+            network = Network.side_by_side(problems)
+            producers.append(np.where(network.producer >= 0, network.producer + first_op, -1))
+            groups.append(Group(network, slice(first_op, len(op)), slice(first_value, len(storage))))
+        tables = program.tables
+        is_needed = np.zeros(len(storage), dtype=bool)
+        is_needed[needed] = True
+        of_storage, in_stage = np.asarray(storage, dtype=np.int64), np.asarray(stage, dtype=np.int64)
+        by_storage = np.lexsort((in_stage, of_storage))
+        ordered = of_storage[by_storage]
+        of_op = np.asarray(op, dtype=np.int64)
+        return cls(
+            program,
+            starts,
+            tuple(groups),
+            of_op,
+            np.asarray(op_stage, dtype=np.int64),
+            of_storage,
+            in_stage,
+            np.concatenate(producers),
+            is_needed,
+            np.where(tables.is_rerunnable[of_op], tables.seconds[of_op], math.inf),
+            tables.written_bytes[of_op].astype(np.float64),
+            tables.is_either[of_op],
+            tables.bytes[of_storage].astype(np.float64),
+            tables.is_output[of_storage],
+            tables.is_savable[of_storage],
+            by_storage,
+            np.searchsorted(ordered, ordered, side="left"),
+            np.searchsorted(ordered, ordered, side="right") - 1,
         )
-        return problem, list(values), list(ops)
+
+    def run_prices(self, price: FloatArray, runs: BoolArray) -> FloatArray:
+        """Return, per op vertex, the price of running it again. The first run of what only the backward needs is part of any step."""
+        times = np.bincount(self.op[runs], minlength=len(self.program.ops))
+        is_first = self.is_either & (times[self.op] == runs) & np.isfinite(self.seconds)
+        return np.where(is_first, 0.0, self.seconds) + self.written_bytes * price[self.op_stage + 1]
+
+    def keep_prices(self, price: FloatArray, kept: BoolArray, runs: BoolArray) -> FloatArray:
+        """Return, per value vertex, the price of having it from before its stage."""
+        order, place = self.by_storage, np.arange(len(self.storage))
+        made = np.append(runs, False)[self.producer][order]
+        held = kept[order]
+        needed, stage = self.is_needed[order], self.stage[order]
+        since = self._stage_before(made | (held & needed), stage)
+        before = np.concatenate(([0.0], np.cumsum(price)))
+        result = self.bytes[order] * (before[stage + 2] - before[np.where(since >= 0, since + 2, 0)])
+        following = np.append(np.minimum.accumulate(np.where(made | held, place, len(place))[::-1])[::-1][1:], len(place))
+        passes = (following <= self.last) & np.append(held & ~made, False)[following]
+        result[(passes & ~needed) | self.is_output[order]] = 0.0
+        if not self.is_savable.all():
+            result[~self.is_savable[order] & (self._stage_before(made, stage) < 0) & ~self.is_output[order]] = math.inf
+        prices: FloatArray = np.empty_like(result)
+        prices[order] = result
+        return prices
+
+    def _stage_before(self, happens: BoolArray, stage: IntArray) -> IntArray:
+        """Return, per place in ``by_storage``, the last earlier stage in which something happens to the storage, or -1."""
+        place = np.arange(len(stage))
+        latest = np.maximum.accumulate(np.where(happens, place, -1))
+        before = np.concatenate(([-1], latest))[: len(stage)]
+        return np.where(before >= self.first, stage[before], -1)
+
+    def decisions(self, kept: BoolArray, runs: BoolArray) -> Decisions:
+        """Return the decisions that two masks over the vertices say."""
+        count = len(self.starts)
+        values: list[list[int]] = [[] for _ in range(count)]
+        ops: list[list[int]] = [[] for _ in range(count)]
+        for s, k in zip(self.storage[kept].tolist(), self.stage[kept].tolist(), strict=True):
+            values[k].append(s)
+        for o, k in zip(self.op[runs].tolist(), self.op_stage[runs].tolist(), strict=True):
+            ops[k].append(o)
+        return Decisions(self.starts, tuple(map(frozenset, values)), tuple(map(frozenset, ops)))
+
+
+def _problem(program: Program, positions: range, reach: int) -> tuple[CutProblem, list[int], list[int]]:
+    """Return the cut of one stage without its prices, and the ops and storages its positions stand for.
+
+    Looks breadth first at what the stage's needs depend on, at most ``reach`` ops, but always past values that must not be saved.
+    """
+    storages = program.storages
+    needs = tuple(dict.fromkeys(s for j in positions for s in program.forward_reads[j]))
+    values: dict[int, int] = {s: i for i, s in enumerate(needs)}
+    ops: dict[int, int] = {}
+    reads: list[tuple[int, ...]] = []
+    queue = deque(needs)
+    while queue:
+        s = queue.popleft()
+        o = storages[s].producer
+        if o < 0 or o in ops or (len(ops) >= reach and storages[s].is_savable):
+            continue
+        ops[o] = len(ops)
+        op = program.ops[o]
+        needed = op.needs if op.pinned is None else ()
+        for u in (*needed, *op.writes):
+            if u not in values:
+                values[u] = len(values)
+                queue.append(u)
+        reads.append(tuple([values[u] for u in needed]))
+    producer = tuple([ops.get(storages[s].producer, -1) for s in values])
+    unpriced = CutProblem((), tuple(reads), (), producer, tuple(range(len(needs))))
+    return unpriced, list(ops), list(values)
+
+
+def _no_way(program: Program, s: int) -> FxckptError:
+    name, path = program.storages[s].name, " -> ".join(_path(program, s))
+    return FxckptError(
+        f"cannot plan: {name!r} is needed in the backward, but it may be neither saved nor recomputed. Path: {path}. "
+        "Allow one of the two in the policy, or drop the region's MUST."
+    )
 
 
 def _path(program: Program, s: int) -> list[str]:

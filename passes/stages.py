@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxckpt.passes.facts import Program
+from fxckpt.passes.program import Program
 from fxckpt.passes.simulate import backward_own_profile
 
 

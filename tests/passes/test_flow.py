@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxckpt.passes.flow import Cut, CutProblem, Memo, Solver, Unbounded, solve_networkx, solve_scipy
+from fxckpt.passes.flow import Cut, CutProblem, Solver, Unbounded, solve_networkx, solve_scipy
 
-SOLVERS = [solve_networkx, solve_scipy, Memo(solve_scipy)]
+SOLVERS = [solve_networkx, solve_scipy]
 
 
 def legal(problem: CutProblem, cut: Cut) -> bool:
