@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._higher_order_ops.effects import _get_effect
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -32,6 +32,7 @@ __all__ = [
     "has_effect",
     "inductor_backend",
     "is_symbolic",
+    "leave_capture",
     "partitioner_tag",
     "run_and_save_rng_state",
     "run_with_rng_state",
@@ -116,15 +117,11 @@ def inductor_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], partitio
     return compile_fx(gm, list(example_inputs), config_patches={"custom_partitioner_fn": partitioner})
 
 
-def fake_rng_state(device: torch.device) -> torch.Tensor:
-    """Return a generator state's shape as a fake tensor of the trace in progress. Raises RuntimeError outside a trace."""
-    from torch._guards import detect_fake_mode
-
-    mode = detect_fake_mode()
-    if mode is None:
-        raise RuntimeError("no fake tensor mode is active; partition inside an AOTAutograd trace")
+def fake_rng_state(drawn: torch.Tensor) -> torch.Tensor:
+    """Return, as a fake tensor, the state of the generator that ``drawn`` was drawn from: of the same trace as ``drawn``, if it is fake."""
+    mode = drawn.fake_mode if isinstance(drawn, FakeTensor) else FakeTensorMode()
     with mode:
-        return torch.empty(5056 if device.type == "cpu" else 16, dtype=torch.uint8)
+        return torch.empty(5056 if drawn.device.type == "cpu" else 16, dtype=torch.uint8)
 
 
 def make_boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,6 +152,15 @@ def through_dynamo(error: Exception) -> Exception:
     return wrapped
 
 
+class _CaptureDone(ShortenTraceback):
+    """Leaves the compile once the graph was received."""
+
+
+def leave_capture() -> NoReturn:
+    """Abandon the compile that :func:`capture_whole` began, with success."""
+    raise _CaptureDone(first_useful_frame=None)
+
+
 class _PlacedFakeTensorMode(FakeTensorMode):
     """Gives tensors of the meta device a device that a step could run on."""
 
@@ -170,7 +176,7 @@ def capture_whole(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    receive: Callable[[fx.GraphModule, list[Any]], None],
+    receive: Callable[[fx.GraphModule, list[Any]], Any],
 ) -> None:
     """Capture ``function(*args, **kwargs)`` as one Dynamo graph on fake tensors and give it to ``receive``; nothing is executed.
 
@@ -181,16 +187,13 @@ def capture_whole(
     """
     import copy
 
-    from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, Unsupported
+    from torch._dynamo.exc import TorchDynamoException, Unsupported
     from torch._subclasses.fake_tensor import FakeCopyMode
     from torch.utils import _pytree as pytree
 
-    class Done(ShortenTraceback):
-        """Leaves the compile once the graph was received."""
-
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         receive(gm, inputs)
-        raise Done(first_useful_frame=None)
+        leave_capture()
 
     mode = _PlacedFakeTensorMode(allow_non_fake_inputs=True)
     if isinstance(function, torch.nn.Module):
@@ -206,7 +209,7 @@ def capture_whole(
     try:
         with mode:
             torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
-    except Done:
+    except _CaptureDone:
         return
     except Unsupported as error:
         raise CaptureError(

@@ -21,11 +21,13 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 def describe(facts: Facts, found: Found, chosen: Candidate, *, budget_bytes: int | None, cost: str) -> Plan:
     """Return the plan of a chosen schedule."""
     program, schedule, simulation = facts.program, chosen.schedule, chosen.simulation
-    recomputed = sorted({run.op for run in schedule.runs})
+    recomputed = sorted(set(schedule.runs))
     return Plan(
         saved=tuple(state_name(program.storages[s].name) for s in chosen.schedule.saved),
         recomputed=tuple(program.ops[o].name for o in recomputed),
-        schedule=tuple(Recompute(program.ops[r.op].name, program.backward[r.before].name) for r in schedule.runs),
+        schedule=tuple(
+            Recompute(program.ops[o].name, program.backward[j].name) for o, j in zip(schedule.runs, schedule.before, strict=True)
+        ),
         saved_bytes=simulation.saved_bytes,
         peak_bytes=simulation.peak_bytes,
         baseline_peak_bytes=found.baseline.simulation.peak_bytes,
@@ -49,7 +51,7 @@ def state_name(storage: str) -> str:
 
 def _rows(facts: Facts, chosen: Candidate) -> list[Row]:
     program = facts.program
-    runs = Counter(run.op for run in chosen.schedule.runs)
+    runs = Counter(chosen.schedule.runs)
     rows = []
     for s in chosen.schedule.saved:
         storage = program.storages[s]

@@ -38,11 +38,12 @@ class _Copies:
     def __init__(self, program: Program, schedule: Schedule, simulation: Simulation) -> None:
         self.program = program
         self.runs = schedule.runs
+        self.run_before = schedule.before
         self.profile = np.asarray(simulation.profile)
         self.is_dropped = [False] * len(schedule.runs)
         self.in_forward = forward_ops(program, schedule.saved)
         self.times = [0] * len(program.ops)
-        for o in (*self.in_forward, *(run.op for run in schedule.runs)):
+        for o in (*self.in_forward, *schedule.runs):
             self.times[o] += 1
         self.readers: dict[tuple[int, int], int] = {}
         self.last: dict[tuple[int, int], int] = {}
@@ -63,8 +64,8 @@ class _Copies:
         latest: dict[int, int] = {}
         i = 0
         for j, reads in enumerate(program.forward_reads):
-            while i < len(self.runs) and self.runs[i].before == j:
-                op = self.runs[i].op
+            while i < len(self.runs) and self.run_before[i] == j:
+                op = self.runs[i]
                 self.inputs.append([self._touch(s, latest, place) for s in program.ops[op].needs])
                 self.before.append(latest.get(op, FORWARD))
                 latest[op] = i
@@ -85,15 +86,15 @@ class _Copies:
     def worth(self, i: int) -> float:
         """Return the seconds per byte of dropping run ``i``."""
         gone = self._gone_with(i)
-        seconds = sum(self.program.ops[self.runs[r].op].seconds for r in gone if self._costs(r))
+        seconds = sum(self.program.ops[self.runs[r]].seconds for r in gone if self._costs(r))
         nbytes = sum(self.program.storages[s].bytes for s in self._read_outputs(i))
         return seconds / max(nbytes, 1)
 
     def _costs(self, i: int) -> bool:
-        return self.times[self.runs[i].op] > 1
+        return self.times[self.runs[i]] > 1
 
     def _read_outputs(self, i: int) -> list[int]:
-        return [s for s in self.program.ops[self.runs[i].op].writes if self.readers.get((s, i), 0)]
+        return [s for s in self.program.ops[self.runs[i]].writes if self.readers.get((s, i), 0)]
 
     def _gone_with(self, i: int) -> list[int]:
         """Return run ``i`` and the runs nobody but it (and them) needs."""
@@ -104,7 +105,7 @@ class _Copies:
                 maker = copy[1]
                 if maker == FORWARD or fewer[copy] < self.readers[copy]:
                     continue
-                if all(self.readers.get((s, maker), 0) == fewer.get((s, maker), 0) for s in self.program.ops[self.runs[maker].op].writes):
+                if all(self.readers.get((s, maker), 0) == fewer.get((s, maker), 0) for s in self.program.ops[self.runs[maker]].writes):
                     gone.append(maker)
         return gone
 
@@ -130,7 +131,7 @@ class _Copies:
         self._drop(i, previous, outputs, gone)
 
     def _may_save(self, i: int, outputs: list[int]) -> bool:
-        op = self.program.ops[self.runs[i].op]
+        op = self.program.ops[self.runs[i]]
         runs_in_forward = all((s, FORWARD) in self.last for s in op.writes)
         return runs_in_forward and all(self.program.storages[s].is_savable for s in outputs)
 
@@ -140,7 +141,7 @@ class _Copies:
             self.last[s, previous] = self.last[s, i]
         for r in gone:
             self.is_dropped[r] = True
-            self.times[self.runs[r].op] -= 1
+            self.times[self.runs[r]] -= 1
             for copy in self.inputs[r]:
                 self.readers[self._present(copy)] -= 1
 
@@ -154,14 +155,15 @@ class _Copies:
     def schedule(self) -> Schedule:
         """Return what is left."""
         program = self.program
-        runs = tuple(run for run, is_dropped in zip(self.runs, self.is_dropped, strict=True) if not is_dropped)
+        left = [i for i, is_dropped in enumerate(self.is_dropped) if not is_dropped]
+        runs, before = tuple([self.runs[i] for i in left]), tuple([self.run_before[i] for i in left])
         saved: set[int] = set()
         made: set[int] = set()
         at = 0
         for j, reads in enumerate(program.forward_reads):
-            while at < len(runs) and runs[at].before == j:
-                saved.update(s for s in program.ops[runs[at].op].needs if s not in made)
-                made.update(program.ops[runs[at].op].writes)
+            while at < len(runs) and before[at] == j:
+                saved.update(s for s in program.ops[runs[at]].needs if s not in made)
+                made.update(program.ops[runs[at]].writes)
                 at += 1
             saved.update(s for s in reads if s not in made)
-        return Schedule(tuple(sorted(saved)), runs)
+        return Schedule(tuple(sorted(saved)), runs, before)

@@ -227,7 +227,7 @@ def stage_peaks(program: Program, starts: tuple[int, ...], candidate: Candidate)
     """Return the peak of the forward, then of each stage of the backward."""
     profile = np.asarray(candidate.simulation.profile)
     at = candidate.simulation.forward_ops
-    before = np.asarray([run.before for run in candidate.schedule.runs], dtype=np.int64)
+    before = np.asarray(candidate.schedule.before, dtype=np.int64)
     # A stage begins with the runs in front of its first backward op.
     begins = at + np.asarray(starts) + np.searchsorted(before, np.asarray(starts), side="left")
     return [int(profile[:at].max(initial=0)), *np.maximum.reduceat(profile, begins).tolist()]

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxckpt.passes.facts import Facts, is_random, tensors
@@ -191,8 +190,7 @@ class _Rewriter:
         """Return the node of the generator state from before ``op`` ran in the forward."""
         if op in self.rng_state:
             return self.rng_state[op]
-        device = next((t.device for t in tensors(op.meta.get("val"))), torch.device("cpu"))
-        state_val = fake_rng_state(device)
+        state_val = fake_rng_state(next(tensors(op.meta["val"])))
         with self.graph.inserting_after(op):
             both = self.graph.create_node(
                 "call_function", run_and_save_rng_state, (_callable(op), *op.args), dict(op.kwargs), name=f"{op.name}_and_state"

@@ -7,18 +7,10 @@ inputs first. A read sees the latest copy; a copy dies after its last read befor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from fxckpt.passes.program import Program, Side
-
-
-class Run(NamedTuple):
-    """Op ``op`` runs again in front of backward op ``before`` (both by index)."""
-
-    op: int
-    before: int
 
 
 @dataclass(frozen=True)
@@ -26,7 +18,10 @@ class Schedule:
     """What the forward saves (storages) and what the backward runs again, in order. The whole of a plan, by index."""
 
     saved: tuple[int, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[int, ...]
+    """Ops that run again, once for every run."""
+    before: tuple[int, ...]
+    """Per run: the backward op it runs in front of."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,8 @@ def emit(program: Program, decisions: Decisions) -> Schedule:
     """
     storages, ops, wanted = program.storages, program.ops, program.forward_reads
     saved: set[int] = set()
-    runs: list[Run] = []
+    runs: list[int] = []
+    before: list[int] = []
     have: set[int] = set()  # storages with a copy, from whatever stage
     for k, positions in enumerate(stage_ranges(program, decisions.starts)):
         kept, rerun = decisions.kept[k], decisions.runs[k]
@@ -79,11 +75,12 @@ def emit(program: Program, decisions: Decisions) -> Schedule:
                 if missing:
                     stack.extend(reversed(missing))
                     continue
-                runs.append(Run(o, j))
+                runs.append(o)
+                before.append(j)
                 fresh.add(o)
                 have.update(op.writes)
                 stack.pop()
-    return Schedule(tuple(sorted(saved)), tuple(runs))
+    return Schedule(tuple(sorted(saved)), tuple(runs), tuple(before))
 
 
 def save_all(program: Program) -> Schedule:

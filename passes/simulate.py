@@ -43,8 +43,8 @@ def simulate(program: Program, schedule: Schedule) -> Simulation:
     saved = np.asarray(schedule.saved, dtype=np.int64)
     held = tables.is_output.copy()
     held[saved] = True
-    runs = np.asarray([run.op for run in schedule.runs], dtype=np.int64)
-    before = np.asarray([run.before for run in schedule.runs], dtype=np.int64)
+    runs = np.asarray(schedule.runs, dtype=np.int64)
+    before = np.asarray(schedule.before, dtype=np.int64)
     forward, live = _forward_profile(tables, order, held)
     backward = _backward_profile(tables, held, runs, before, len(program.backward), live + program.tangent_bytes)
     times = np.bincount(np.concatenate((order, runs)), minlength=len(program.ops))

@@ -1,0 +1,46 @@
+"""Torch's own partitioner on a captured joint graph, judged as fxckpt's plans are."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxckpt.cost import CostModel
+from fxckpt.passes.facts import tensors
+from fxckpt.passes.liveness import emitted_peak
+from fxckpt.torch_private import storage_id
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Peak bytes of two emitted graphs run one after the other, and the seconds of all their ops."""
+
+    peak_bytes: int
+    seconds: float
+
+
+def judge(forward: fx.GraphModule, backward: fx.GraphModule, cost: CostModel, *, num_fwd_outputs: int) -> Judged:
+    """Return what a forward and a backward cost, read from the graphs alone."""
+    seconds = sum(cost.seconds(n) for g in (forward, backward) for n in g.graph.nodes if allocates(n))
+    return Judged(emitted_peak(forward, backward, num_fwd_outputs=num_fwd_outputs), seconds)
+
+
+def allocates(node: fx.Node) -> bool:
+    """Return whether a node is an op that fills memory of its own; a view is free."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    given = {storage_id(t) for arg in node.all_input_nodes for t in tensors(arg.meta.get("val"))}
+    return any(storage_id(t) not in given for t in tensors(node.meta.get("val")))
+
+
+def torch_partition(joint: fx.GraphModule, budget: float, *, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return torch's forward and backward at an ``activation_memory_budget``; ``joint`` is left alone."""
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    with config.patch(activation_memory_budget=budget):
+        forward, backward = min_cut_rematerialization_partition(copy.deepcopy(joint), None, num_fwd_outputs=num_fwd_outputs)
+    return forward, backward

@@ -1,0 +1,103 @@
+"""The planner: its time, and its plans beside torch's partitioner on the same graphs, by the same liveness and the same cost.
+
+    python bench/planner.py
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from models import gpt2, llama_style
+from peers import allocates, judge, torch_partition
+from tabulate import tabulate
+from torch import fx, nn
+
+from fxckpt.capture import Joint, capture_joint
+from fxckpt.cost import CostModel, Roofline
+from fxckpt.errors import BudgetInfeasible
+from fxckpt.passes.normalize import normalize
+from fxckpt.passes.partition import partition
+from fxckpt.passes.rematerialize import rematerialize
+from fxckpt.pipeline import Planner
+
+COST = Roofline(100e12, 1.5e12, 0.0)
+"""A generic GPU: 100 TFLOP/s, 1.5 TB/s."""
+FRACTIONS = (0.9, 0.7, 0.5, 0.3)
+TORCH_BUDGETS = (1.0, 0.5, 0.1, 0.0)
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan of one graph."""
+
+    graph: str
+    nodes: int
+    plan: str
+    peak_mb: float
+    extra: str
+    seconds: str
+
+
+def captured(model: nn.Module, inputs: dict[str, object]) -> Joint:
+    """Return a normalized joint graph."""
+    joint = capture_joint(model, (), inputs)
+    normalize(joint.module)
+    return joint
+
+
+def rows(name: str, joint: Joint, cost: CostModel) -> Iterator[Row]:
+    """Plan one graph every way there is."""
+    nodes = len(joint.module.graph.nodes)
+    step = sum(cost.seconds(n) for n in joint.module.graph.nodes if allocates(n))
+    for fraction in (1.0, *FRACTIONS):
+        planner = Planner(fraction, None, cost, measure_scratch=False)
+        times = []
+        try:
+            for _ in range(REPEATS):
+                begin = time.perf_counter()
+                planner.plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)
+                times.append(time.perf_counter() - begin)
+        except BudgetInfeasible as error:
+            yield Row(name, nodes, f"fxckpt {fraction}", error.floor_bytes / 1e6, "infeasible; the floor", "")
+            continue
+        forward, backward = emitted(joint, planner)
+        judged = judge(forward, backward, cost, num_fwd_outputs=joint.num_fwd_outputs)
+        extra = f"{judged.seconds / step - 1:+.2%}"
+        yield Row(name, nodes, f"fxckpt {fraction}", judged.peak_bytes / 1e6, extra, f"{statistics.median(times):.2f}")
+    for budget in TORCH_BUDGETS:
+        begin = time.perf_counter()
+        forward, backward = torch_partition(joint.module, budget, num_fwd_outputs=joint.num_fwd_outputs)
+        seconds = time.perf_counter() - begin
+        judged = judge(forward, backward, cost, num_fwd_outputs=joint.num_fwd_outputs)
+        yield Row(name, nodes, f"torch {budget}", judged.peak_bytes / 1e6, f"{judged.seconds / step - 1:+.2%}", f"{seconds:.2f}")
+
+
+def emitted(joint: Joint, planner: Planner) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the forward and the backward of a plan; ``joint`` is left alone."""
+    copied = copy.deepcopy(joint.module)
+    facts, plan = planner.plan(copied, num_fwd_outputs=joint.num_fwd_outputs)
+    result = rematerialize(copied, facts, plan, num_fwd_outputs=joint.num_fwd_outputs)
+    return partition(copied, result, num_fwd_outputs=joint.num_fwd_outputs)
+
+
+def main() -> None:
+    """Print one table a graph."""
+    graphs = {
+        "GPT-2, 12 layers d 768": gpt2(),
+        "GPT-2, 29 layers d 384": gpt2(29, 384, vocabulary=256),
+        "Llama-style, 32 layers": llama_style(),
+    }
+    for name, (model, inputs) in graphs.items():
+        table = list(rows(name, captured(model, inputs), COST))
+        print(f"\n{name}: {table[0].nodes} joint nodes")
+        cells = [(r.plan, f"{r.peak_mb:.1f}", r.extra, r.seconds) for r in table]
+        print(tabulate(cells, ("plan", "peak MB", "extra time", "planner s"), disable_numparse=True, colalign=("left", *["right"] * 3)))
+
+
+if __name__ == "__main__":
+    main()
