@@ -1,7 +1,7 @@
 """Normalize: dead code and common subexpressions, random ops left alone.
 
 Classic local value numbering on the joint graph: two calls of one pure op on the same arguments are one value. Random, mutating and
-effectful ops, reads of storages that are written later, and ops of different checkpoint regions are never merged. ``getitem`` nodes move
+effectful ops, outputs, reads of storages that are written later, and ops of different checkpoint regions are never merged. ``getitem`` nodes move
 right behind their tuple, so that a tuple dies at once.
 
 Expects a joint graph. Leaves a joint graph that computes the same outputs and draws the same random numbers in the same order.
@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxckpt.passes.facts import has_hidden_effect, is_known_pure, is_mutating, is_random, tensors
+from fxckpt.passes.facts import graph_outputs, has_hidden_effect, is_known_pure, is_mutating, is_random, tensors
 from fxckpt.torch_private import OpOverload, storage_id
 
 
@@ -25,17 +25,16 @@ def eliminate_dead_code(graph: fx.Graph) -> None:
 
 
 def merge_common_subexpressions(graph: fx.Graph) -> None:
-    """Merge equal calls of pure ops."""
-    mutated = {
-        storage_id(t)
-        for n in graph.nodes
-        if n.op == "call_function" and is_mutating(n)
-        for a in n.all_input_nodes[:1]
-        for t in tensors(a.meta.get("val"))
-    }
+    """Merge equal calls of pure ops.
+
+    What a user gets stays its own tensor: one in-place op on a merged output would change the other, or what the backward saved.
+    """
+    written = [a for n in graph.nodes if n.op == "call_function" and is_mutating(n) for a in n.all_input_nodes[:1]]
+    apart = {storage_id(t) for n in (*written, *graph_outputs(graph)) if isinstance(n, fx.Node) for t in tensors(n.meta.get("val"))}
+    apart -= {storage_id(t) for n in graph.find_nodes(op="placeholder") if n not in written for t in tensors(n.meta.get("val"))}
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if not _can_merge(node, mutated):
+        if not _can_merge(node, apart):
             continue
         key = _key(node)
         first = seen.setdefault(key, node)
@@ -44,13 +43,13 @@ def merge_common_subexpressions(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _can_merge(node: fx.Node, mutated: set[int]) -> bool:
+def _can_merge(node: fx.Node, apart: set[int]) -> bool:
     if node.op != "call_function" or not is_known_pure(node) or is_random(node) or is_mutating(node):
         return False
     if has_hidden_effect(node):
         return False
     related = [node, *node.all_input_nodes]
-    return not any(storage_id(t) in mutated for n in related for t in tensors(n.meta.get("val")))
+    return not any(storage_id(t) in apart for n in related for t in tensors(n.meta.get("val")))
 
 
 def _key(node: fx.Node) -> Any:

@@ -204,7 +204,7 @@ class _Search:
         for _ in range(self.options.dual_steps):
             candidate = self.try_prices(count, prices)
             peaks = stage_peaks(self.program, self.layout(count).starts, candidate)
-            factors = [(max(p, 1) / limit) ** self.options.dual_rate for p in peaks]
+            factors = [(max(p, 1) / max(limit, 1)) ** self.options.dual_rate for p in peaks]
             prices = [p * min(4.0, max(0.25, f)) for p, f in zip(prices, factors, strict=True)]
 
 

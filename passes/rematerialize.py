@@ -23,6 +23,13 @@ from fxckpt.passes.facts import Facts, is_random, tensors
 from fxckpt.plan import Plan, Recompute
 from fxckpt.torch_private import fake_rng_state, is_symbolic, run_and_save_rng_state, run_with_rng_state, tag_side
 
+RECOMPUTE_OF = "fxckpt_recompute_of"
+"""Metadata of a copy in the backward: the name of the forward node it repeats."""
+RUNS_AGAIN = "fxckpt_runs_again"
+"""Metadata of a copy that does work, not of a view."""
+FIRST_RUN_OF = "fxckpt_first_run_of"
+"""Metadata of the run that gives out its generator state: the name of the op."""
+
 
 def _callable(op: fx.Node) -> Any:
     """Return an op's target; as an argument of a higher-order op it is a value like any other."""
@@ -110,38 +117,30 @@ class _Rewriter:
         stack = [node]
         while True:
             view = stack[-1]
-            pending = [
-                arg for arg in view.all_input_nodes if arg in self.facts.views and not is_symbolic(arg) and self._view_copy(arg) is None
-            ]
+            pending = [arg for arg in view.all_input_nodes if self._present(arg) is None]
             if pending:
                 stack.extend(pending)
                 continue
-            if self._view_copy(view) is None:
+            if self._present(view) is None:
                 made = self._copy(view, consumer)
-                self.view_copies[view, self._view_inputs(view)] = made
+                self.view_copies[view, tuple(self._resolve(arg) for arg in view.all_input_nodes)] = made
             stack.pop()
             if not stack:
-                found = self._view_copy(node)
-                assert found is not None
-                return found
+                return self._resolve(node)
 
-    def _resolve(self, node: fx.Node) -> fx.Node:
+    def _present(self, node: fx.Node) -> fx.Node | None:
+        """Return what stands for ``node`` now: its latest copy, or the view of its inputs' latest copies; None if that view is not made yet."""
         if node in self.latest:
             return self.latest[node]
-        if node in self.facts.views and not is_symbolic(node):
-            found = self._view_copy(node)
-            assert found is not None, f"view {node.name} was not made again"
-            return found
-        return node
+        if node not in self.facts.views or is_symbolic(node):
+            return node
+        inputs = [self._present(arg) for arg in node.all_input_nodes]
+        return None if None in inputs else self.view_copies.get((node, tuple(i for i in inputs if i is not None)))
 
-    def _view_inputs(self, view: fx.Node) -> tuple[fx.Node, ...]:
-        return tuple(self._resolve(arg) for arg in view.all_input_nodes)
-
-    def _view_copy(self, view: fx.Node) -> fx.Node | None:
-        for arg in view.all_input_nodes:
-            if arg in self.facts.views and not is_symbolic(arg) and self._view_copy(arg) is None:
-                return None
-        return self.view_copies.get((view, self._view_inputs(view)))
+    def _resolve(self, node: fx.Node) -> fx.Node:
+        found = self._present(node)
+        assert found is not None, f"view {node.name} was not made again"
+        return found
 
     def _copy(self, node: fx.Node, consumer: fx.Node) -> fx.Node:
         with self.graph.inserting_before(consumer):
@@ -156,7 +155,7 @@ class _Rewriter:
 
     def _mark(self, made: fx.Node, node: fx.Node) -> fx.Node:
         made.meta = copy.copy(node.meta)
-        made.meta["fxckpt_recompute_of"] = node.name
+        made.meta[RECOMPUTE_OF] = node.name
         tag_side(made, backward=True)
         return made
 
@@ -168,6 +167,7 @@ class _Rewriter:
             made = self._replay(op, consumer)
         else:
             made = self._copy(op, consumer)
+        made.meta[RUNS_AGAIN] = True
         self.latest[op] = made
         for item in [u for u in op.users if u.target is operator.getitem and u not in self.facts.views]:
             with self.graph.inserting_before(consumer):
@@ -201,7 +201,7 @@ class _Rewriter:
             out = self.graph.create_node("call_function", operator.getitem, (both, 1))
         out.meta = copy.copy(op.meta)
         state.meta = {"val": state_val}
-        both.meta = {**op.meta, "val": (state_val, op.meta["val"])}
+        both.meta = {**op.meta, "val": (state_val, op.meta["val"]), FIRST_RUN_OF: op.name}
         for made in (both, state, out):
             tag_side(made, backward=False)
         self.rng_state[op] = state

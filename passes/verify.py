@@ -6,10 +6,13 @@ the state of its first run. What runs again and what is saved is what the plan s
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import fx
 
 from fxckpt.errors import VerifyError
 from fxckpt.passes.facts import is_random
+from fxckpt.passes.rematerialize import FIRST_RUN_OF, RECOMPUTE_OF, RUNS_AGAIN
 from fxckpt.plan import Plan
 from fxckpt.torch_private import is_symbolic, run_and_save_rng_state, run_with_rng_state
 
@@ -25,15 +28,21 @@ def verify(forward: fx.GraphModule, backward: fx.GraphModule, plan: Plan) -> Non
 
 
 def _verify_random(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    states = {n.args[0] for n in backward.graph.nodes if n.target is run_with_rng_state}
-    given = {user.name for n in forward.graph.nodes if n.target is run_and_save_rng_state for user in n.users if user.args[1:] == (0,)}
-    for state in states:
-        if not isinstance(state, fx.Node) or state.op != "placeholder" or state.name not in given:
-            raise VerifyError(f"the backward replays a random op under {state}, which no first run gave out")
+    given = {
+        user.name: node.meta.get(FIRST_RUN_OF)
+        for node in forward.graph.nodes
+        if node.target is run_and_save_rng_state
+        for user in node.users
+        if user.args[1:] == (0,)
+    }
     first_runs = {n.name for n in forward.graph.nodes}
     for node in backward.graph.nodes:
-        original = node.meta.get("fxckpt_recompute_of")
-        if is_random(node) and (original is not None or node.name in first_runs):
+        original = node.meta.get(RECOMPUTE_OF)
+        if node.target is run_with_rng_state:
+            state = node.args[0]
+            if not isinstance(state, fx.Node) or state.op != "placeholder" or given.get(state.name) != original:
+                raise VerifyError(f"the backward replays random op {original!r} under {state}, which is not the state of its first run")
+        elif is_random(node) and (original is not None or node.name in first_runs):
             raise VerifyError(
                 f"random op {node.name!r} ({node.target}) would run in the backward with fresh randomness; "
                 "it must be replayed under the generator state of its first run"
@@ -41,16 +50,11 @@ def _verify_random(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
 
 
 def _verify_runs(backward: fx.GraphModule, plan: Plan) -> None:
-    planned = sorted(run.name for run in plan.schedule)
-    names = set(planned)
-    found = sorted(
-        str(original)
-        for node in backward.graph.nodes
-        if (original := node.meta.get("fxckpt_recompute_of")) in names and node.op == "call_function"
-    )
+    planned = Counter(run.name for run in plan.schedule)
+    found = Counter(str(node.meta[RECOMPUTE_OF]) for node in backward.graph.nodes if node.meta.get(RUNS_AGAIN))
     if planned != found:
-        missing = [n for n in planned if planned.count(n) != found.count(n)][:4]
-        raise VerifyError(f"the plan runs {len(planned)} ops again, the backward {len(found)}; they differ in {missing}")
+        differ = sorted((planned - found) | (found - planned))[:4]
+        raise VerifyError(f"the plan runs {planned.total()} ops again, the backward {found.total()}; they differ in {differ}")
 
 
 def _verify_saved(backward: fx.GraphModule, plan: Plan) -> None:

@@ -1,0 +1,112 @@
+"""Whatever is planned: legal, inside the budget, as simulated, and the same every time."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxckpt.passes.fill import Fill
+from fxckpt.passes.price_search import PriceSearch
+from fxckpt.passes.program import Program
+from fxckpt.passes.schedule import Decisions, emit, save_all
+from fxckpt.passes.simulate import simulate
+from fxckpt.passes.staged_cut import StagedCut
+from fxckpt.passes.stages import CutIntoStages
+from tests.passes.programs import interpret, programs
+
+SEARCH = PriceSearch(stage_counts=(3,), floor_counts=(2, 5), grid=2, bisections=3, dual_steps=2, filled=2)
+
+
+@st.composite
+def decisions(draw: st.DrawFn, program: Program) -> Decisions:
+    """Anything a cut could decide."""
+    starts = CutIntoStages(draw(st.integers(1, 4)))(program)
+    free = [i for i, op in enumerate(program.ops) if op.pinned is None]
+    values = range(len(program.storages))
+    kept = [frozenset(draw(st.sets(st.sampled_from(values)))) for _ in starts]
+    runs = [frozenset(draw(st.sets(st.sampled_from(free)) if free else st.just(set()))) for _ in starts]
+    return Decisions(starts, tuple(kept), tuple(runs))
+
+
+@given(data=st.data(), program=programs())
+def test_simulator_agrees_with_the_interpreter(data: st.DataObject, program: Program) -> None:
+    schedule = emit(program, data.draw(decisions(program)))
+    simulated, ran = simulate(program, schedule), interpret(program, schedule)
+    assert list(simulated.profile) == ran.profile
+    assert simulated.extra_seconds == ran.seconds
+
+
+@given(program=programs())
+def test_saving_all_takes_no_extra_time(program: Program) -> None:
+    assert interpret(program, save_all(program)).seconds == 0
+
+
+@given(data=st.data(), program=programs())
+def test_filling_takes_time_off_and_stays_inside(data: st.DataObject, program: Program) -> None:
+    schedule = emit(program, data.draw(decisions(program)))
+    before = simulate(program, schedule)
+    limit = before.peak_bytes + data.draw(st.integers(0, 40))
+    filled = Fill(limit)(program, schedule, before)
+    ran = interpret(program, filled)
+    assert max(ran.profile) <= limit
+    assert ran.seconds <= before.extra_seconds
+
+
+@given(program=programs(), share=st.floats(0.0, 1.0))
+def test_best_is_inside_the_budget_or_there_is_none(program: Program, share: float) -> None:
+    found = SEARCH(program, lambda baseline: int(share * baseline))
+    limit = int(share * found.baseline.simulation.peak_bytes)
+    if found.best is None:
+        assert limit < found.floor.simulation.peak_bytes
+        return
+    ran = interpret(program, found.best.schedule)
+    assert max(ran.profile) <= limit
+    assert found.lower_bound_seconds <= ran.seconds + 1e-9
+
+
+@given(program=programs())
+def test_the_floor_itself_is_always_feasible(program: Program) -> None:
+    floor = SEARCH(program, lambda baseline: 0).floor.simulation.peak_bytes
+    assert SEARCH(program, lambda baseline: floor).best is not None
+
+
+@given(program=programs(max_ops=3))
+def test_bound_is_below_every_schedule_of_one_stage(program: Program) -> None:
+    free = [i for i, op in enumerate(program.ops) if op.pinned is None]
+    every = (
+        simulate(program, emit(program, Decisions((0,), (frozenset(),), (frozenset(runs),))))
+        for n in range(len(free) + 1)
+        for runs in itertools.combinations(free, n)
+    )
+    limit = SEARCH(program, lambda baseline: 0).floor.simulation.peak_bytes
+    bound = SEARCH(program, lambda baseline: limit).lower_bound_seconds
+    assert all(s.extra_seconds >= bound - 1e-9 for s in every if s.peak_bytes <= limit)
+
+
+@pytest.mark.parametrize("colors", [1, 4, 100])
+@given(program=programs())
+def test_any_colouring_makes_legal_schedules(program: Program, colors: int) -> None:
+    cut = StagedCut(colors=colors)
+    layout = cut.lay_out(program, CutIntoStages(5)(program))
+    for decided in cut(layout, [0.1] * (len(layout.starts) + 1)):
+        interpret(program, emit(program, decided))
+
+
+def test_same_plan_in_any_process() -> None:
+    program = (
+        "import torch, fxckpt\n"
+        "m = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Dropout(), "
+        "torch.nn.Linear(64, 16)) for _ in range(4)))\n"
+        "p = fxckpt.plan(m, torch.ones(64, 16), budget=0.6)\n"
+        "print(p.saved, p.schedule, p.peak_bytes)\n"
+    )
+    seen = {
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, env={"PYTHONHASHSEED": seed}, timeout=120).stdout
+        for seed in ("1", "2")
+    }
+    assert len(seen) == 1

@@ -1,0 +1,85 @@
+"""Hand-broken graphs are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from fxckpt.capture import capture_joint
+from fxckpt.errors import VerifyError
+from fxckpt.passes.liveness import emitted_peak
+from fxckpt.passes.normalize import normalize
+from fxckpt.passes.verify import verify
+from fxckpt.pipeline import Planner
+from fxckpt.plan import Plan
+from fxckpt.torch_private import run_with_rng_state
+
+Halves = tuple[fx.GraphModule, fx.GraphModule, Plan]
+
+
+def emitted(budget: float) -> Halves:
+    """A chain with dropout, planned at a budget."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(4):
+            x = F.dropout((x @ w).sin(), 0.5)
+        return x.square().sum()
+
+    inputs = (torch.ones(256, 16, requires_grad=True), torch.ones(16, 16, requires_grad=True))
+    joint = capture_joint(f, inputs, {})
+    normalize(joint.module)
+    return Planner(budget=budget, measure_scratch=False).partition(joint.module, num_fwd_outputs=joint.num_fwd_outputs)
+
+
+@pytest.fixture(scope="module")
+def halves() -> Halves:
+    return emitted(0.5)
+
+
+def test_what_the_planner_emits_passes(halves: Halves) -> None:
+    verify(*halves)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.8, 0.5])
+def test_liveness_of_the_emitted_graphs_is_the_prediction(budget: float) -> None:
+    forward, backward, plan = emitted(budget)
+    assert emitted_peak(forward, backward, num_fwd_outputs=1) == plan.peak_bytes
+
+
+def test_random_op_without_its_state_is_refused(halves: Halves) -> None:
+    forward, backward, plan = halves
+    broken = fx.GraphModule(backward, fx.Graph())
+    broken.graph.graph_copy(backward.graph, mapping := dict[fx.Node, fx.Node]())
+    replayed = next(n for n in backward.graph.nodes if n.target is run_with_rng_state)
+    copy = mapping[replayed]
+    copy.target, copy.args = copy.args[1], copy.args[2:]
+    with pytest.raises(VerifyError, match="fresh randomness"):
+        verify(forward, broken, plan)
+
+
+def test_replay_under_another_op_s_state_is_refused(halves: Halves) -> None:
+    forward, backward, plan = halves
+    broken = fx.GraphModule(backward, fx.Graph())
+    mapping: dict[fx.Node, fx.Node] = {}
+    broken.graph.graph_copy(backward.graph, mapping)
+    replays = [mapping[n] for n in backward.graph.nodes if n.target is run_with_rng_state]
+    assert len({r.args[0] for r in replays}) > 1
+    replays[0].args = (replays[1].args[0], *replays[0].args[1:])
+    with pytest.raises(VerifyError, match="not the state of its first run"):
+        verify(forward, broken, plan)
+
+
+def test_a_value_the_plan_does_not_save_is_refused(halves: Halves) -> None:
+    forward, backward, plan = halves
+    with pytest.raises(VerifyError, match="does not save"):
+        verify(forward, backward, dataclasses.replace(plan, saved=plan.saved[1:]))
+
+
+def test_a_run_the_plan_does_not_know_is_refused(halves: Halves) -> None:
+    forward, backward, plan = halves
+    with pytest.raises(VerifyError, match="runs"):
+        verify(forward, backward, dataclasses.replace(plan, schedule=plan.schedule[1:]))
