@@ -7,6 +7,7 @@ joint graph, the inner compiler gets the forward and the backward.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from fxckpt.torch_private import (
     make_boxed,
     through_dynamo,
 )
+
+log = logging.getLogger("fxckpt")
 
 InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 INNER_NAMES = ("inductor", "aot_eager")
@@ -127,6 +130,8 @@ class Backend:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward, plan = self._planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
         self._plans.append(plan)
+        for name, figure in plan.explain().summary():
+            log.info("graph %d: %s: %s", len(self._plans), name, figure)
         return forward, backward
 
     def _identity(self) -> str:

@@ -21,6 +21,10 @@ class InvalidCost(FxckptError, ValueError):
     """A cost model returned NaN, a negative or an infinite time."""
 
 
+class InnerCompilerMissing(FxckptError):
+    """Inductor has no working compiler on this machine."""
+
+
 class CaptureError(FxckptError):
     """The model could not be captured as a graph that can be planned."""
 

@@ -18,7 +18,7 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import is_sym_node
 
-from fxckpt.errors import CaptureError, FxckptError
+from fxckpt.errors import CaptureError, FxckptError, InnerCompilerMissing
 
 __all__ = [
     "BackendCompilerFailed",
@@ -101,20 +101,28 @@ def boxed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., An
     return run
 
 
-@contextlib.contextmanager
-def inductor_partitioner(partitioner: CustomPartitionerFn) -> Iterator[None]:
-    """Make Inductor use ``partitioner`` for the compiles in this block."""
-    from torch._inductor import config
-
-    with config.patch(custom_partitioner_fn=partitioner):
-        yield
-
-
 def inductor_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], partitioner: CustomPartitionerFn) -> Any:
-    """Compile with Inductor, its joint passes and caches in force, the partition made by ``partitioner``."""
-    from torch._inductor.compile_fx import compile_fx
+    """Compile with Inductor, its joint passes and caches in force, the partition made by ``partitioner``.
 
-    return compile_fx(gm, list(example_inputs), config_patches={"custom_partitioner_fn": partitioner})
+    AOTAutograd's own cache is left out: a hit would skip the partitioner, and with it the plan that the user can read. The code of both halves
+    still comes from Inductor's cache. Raises :class:`InnerCompilerMissing` where Inductor finds no compiler.
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.exc import InductorError, InvalidCxxCompiler, TritonMissing
+
+    try:
+        with config.patch(enable_autograd_cache=False):
+            return compile_fx(gm, list(example_inputs), config_patches={"custom_partitioner_fn": partitioner})
+    except (InductorError, TritonMissing) as error:
+        found = getattr(error, "inner_exception", error)
+        if not isinstance(found, (InvalidCxxCompiler, TritonMissing)):
+            raise
+        raise InnerCompilerMissing(
+            f"inner='inductor' cannot generate code here: {str(found).rstrip(chr(46))}. "
+            "Two ways out: install a compiler (g++ or clang++ for the CPU, CXX names it; Triton for a GPU), "
+            "or do without code generation: options={'inner': 'aot_eager'}, fxckpt.Backend(inner='aot_eager')."
+        ) from error
 
 
 def fake_rng_state(drawn: torch.Tensor) -> torch.Tensor:

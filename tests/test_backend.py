@@ -7,11 +7,13 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxckpt
 from fxckpt.backend import _InductorPartitioner
@@ -233,3 +235,67 @@ def test_inductor_inside() -> None:
     got = gradients(model, torch.compile(model, backend=backend), x)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, got, strict=True))
     assert backend.plans[0].schedule
+
+
+INDUCTOR_STEP = """
+import torch, fxckpt
+from torch._dynamo.utils import counters
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)) for _ in range(3)))
+backend = fxckpt.Backend(budget={budget})
+torch.compile(model, backend=backend)(torch.randn(64, 8)).sum().backward()
+print(len(backend.plans), counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def run_inductor(folder: str, budget: float, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", INDUCTOR_STEP.format(budget=budget)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, **environment},
+        timeout=300,
+    )
+
+
+def test_inductor_s_cache_serves_a_second_process_and_no_other_budget(tmp_path: Path) -> None:
+    first, second, other = (run_inductor(str(tmp_path), budget) for budget in (1.0, 1.0, 0.9))
+    assert (first.stdout.split(), second.stdout.split(), other.stdout.split()) == (["1", "0"], ["1", "2"], ["1", "0"])
+
+
+def test_no_compiler_names_two_ways_out(tmp_path: Path) -> None:
+    failed = run_inductor(str(tmp_path), 1.0, CXX="/nonexistent")
+    assert "InnerCompilerMissing" in failed.stderr
+    assert "install a compiler" in failed.stderr and "aot_eager" in failed.stderr
+
+
+class Regions(nn.Module):
+    """Blocks, each in a ``torch.utils.checkpoint`` of the user's."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.net.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_checkpoint_regions_bind_without_a_budget_and_are_no_better_than_a_plan_with_one() -> None:
+    plain, x = Net(), torch.randn(512, 32)
+    marked = Regions(plain)
+    expected = gradients(plain, plain, x)
+
+    def planned(model: nn.Module, budget: int | None) -> fxckpt.Plan:
+        torch._dynamo.reset()
+        backend = fxckpt.Backend(budget=budget, inner="aot_eager")
+        got = gradients(plain, torch.compile(model, backend=backend), x)
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), budget
+        return backend.plans[0]
+
+    unmarked, regions = planned(plain, None), planned(marked, None)
+    assert regions.peak_bytes < 0.75 * unmarked.peak_bytes
+    tight = planned(marked, regions.peak_bytes)
+    assert tight.peak_bytes <= regions.peak_bytes
+    assert tight.recompute_seconds <= regions.recompute_seconds
