@@ -25,7 +25,7 @@ $(VENV)/.dev: $(VENV)/.test
 	touch $@
 
 demo: $(VENV)/.demo  ## train a language model inside three byte budgets, side by side with torch's ways
-	$(BIN)/python bench/demo.py
+	KINETO_LOG_LEVEL=99 $(BIN)/python bench/demo.py
 
 test: $(VENV)/.test  ## the whole test suite, without the slow sweeps
 	$(BIN)/python -m pytest

@@ -122,8 +122,8 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def within_rounding(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Return whether two lists of tensors agree up to float32 rounding."""
-    return len(a) == len(b) and all(torch.allclose(x, y, rtol=1e-3, atol=1e-5) for x, y in zip(a, b, strict=True))
+    """Return whether two lists of tensors agree up to float32 rounding, each by its norm."""
+    return len(a) == len(b) and all(float((x - y).norm()) <= 1e-5 * float(y.norm()) for x, y in zip(a, b, strict=True))
 
 
 def verdict(result: Result, reference: Result) -> str:
@@ -189,11 +189,18 @@ def picture(results: list[Result], folder: Path) -> None:
         color = {"o": "tab:blue", "x": "tab:red", "s": "0.3"}[marker]
         axes.scatter(result.peak / MIB, result.seconds, marker=marker, color=color, s=60, label=None if label in seen else label)
         seen.add(label)
-        axes.annotate(result.name, (result.peak / MIB, result.seconds), xytext=(6, 5), textcoords="offset points", fontsize=8)
+        axes.annotate(
+            result.name.removeprefix("eager, ").removeprefix("torch.utils."),
+            (result.peak / MIB, result.seconds),
+            xytext=(0, 7),
+            textcoords="offset points",
+            fontsize=8,
+            ha="center",
+        )
     axes.set_xlabel("measured peak of one forward and backward, MiB")
     axes.set_ylabel("time of one training step, s")
     axes.set_title("GPT-2 on bytes: peak against time")
-    axes.margins(x=0.18, y=0.12)
+    axes.margins(x=0.12, y=0.12)
     axes.legend()
     axes.grid(alpha=0.3)
     folder.mkdir(parents=True, exist_ok=True)
@@ -202,16 +209,30 @@ def picture(results: list[Result], folder: Path) -> None:
     plt.close(figure)
 
 
+def whole(least: int) -> Callable[[str], int]:
+    """Return a parser of ints that are at least ``least``."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return parse
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--steps", type=whole(2), default=6, help="training steps; the first one compiles and is not timed")
+    parser.add_argument("--layers", type=whole(1), default=12)
+    parser.add_argument("--width", type=whole(64), default=384, help="a multiple of 64, the size of a head")
+    parser.add_argument("--length", type=whole(2), default=128, help="bytes of text in a sequence")
+    parser.add_argument("--batch", type=whole(1), default=4)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
     options = parser.parse_args(arguments)
+    if options.width % 64:
+        parser.error(f"--width must be a multiple of 64, got {options.width}")
     warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
     hf_logging.set_verbosity_error()
     torch.manual_seed(0)
@@ -260,6 +281,9 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
+    except fxckpt.BudgetInfeasible as error:
+        print(f"\nthe smallest of the three budgets cannot be met with these sizes: {error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
