@@ -30,8 +30,8 @@ demo: $(VENV)/.demo  ## train a language model inside three byte budgets, side b
 test: $(VENV)/.test  ## the whole test suite, without the slow sweeps
 	$(BIN)/python -m pytest
 
-sweep: $(VENV)/.test  ## the slow sweeps
-	$(BIN)/python -m pytest -m slow
+sweep: $(VENV)/.test  ## the property tests, a thousand examples each
+	$(BIN)/python -m pytest --hypothesis-profile sweep tests/passes
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """The planner: its time, and its plans beside torch's partitioner on the same graphs, by the same liveness and the same cost.
 
-    python bench/planner.py
+python bench/planner.py
 """
 
 from __future__ import annotations

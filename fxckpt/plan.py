@@ -86,8 +86,14 @@ class Plan:
     """Peak of the uncheckpointed graph: everything the backward reads is saved."""
     floor_bytes: int
     """Least peak the planner reached on this graph."""
+    floor_bound_bytes: int
+    """No plan for this order of the graph has a lower peak."""
     recompute_seconds: float
     recompute_flops: int
+    lower_bound_seconds: float
+    """No plan within the budget has less recompute time (:mod:`fxckpt.passes.bounds`)."""
+    price: float
+    """Shadow price of the budget: seconds that one MiB more would save, at most and at the margin; 0 if the budget does not bind."""
     step_seconds: float
     """Forward and backward of the uncheckpointed graph."""
     step_flops: int

@@ -53,6 +53,15 @@ class Explanation:
         """Return the explanation with the ``count`` largest rows."""
         return replace(self, rows=self.rows[:count])
 
+    def gap(self) -> str:
+        """Say how far from the best possible the plan can be."""
+        plan = self.plan
+        if plan.recompute_seconds <= plan.lower_bound_seconds:
+            return "this plan is optimal"
+        if plan.budget_bytes is None or not plan.step_seconds:
+            return "no bound"
+        return f"this plan is within {(plan.recompute_seconds - plan.lower_bound_seconds) / plan.step_seconds:.2%} of the step of it"
+
     def summary(self) -> list[tuple[str, str]]:
         """Return the plan's figures as (name, text)."""
         plan = self.plan
@@ -62,10 +71,12 @@ class Explanation:
             ("peak", format_bytes(plan.peak_bytes)),
             ("budget", budget),
             ("uncheckpointed peak", format_bytes(plan.baseline_peak_bytes)),
-            ("floor (least peak found)", format_bytes(plan.floor_bytes)),
+            ("floor (least peak found)", f"{format_bytes(plan.floor_bytes)}; no plan is below {format_bytes(plan.floor_bound_bytes)}"),
             ("saved for the backward", f"{format_bytes(plan.saved_bytes)} in {len(plan.saved)} values"),
             ("runs again", f"{len(plan.schedule)} runs of {len(plan.recomputed)} ops, {format_flops(plan.recompute_flops)}"),
             ("extra time", f"{format_seconds(plan.recompute_seconds)}, {share:.1%} of the step (cost model: {plan.cost})"),
+            ("least possible extra time", f"{format_seconds(plan.lower_bound_seconds)}: {self.gap()}"),
+            ("price of memory", f"{format_seconds(plan.price)} a MiB at the margin"),
         ]
 
     def __str__(self) -> str:

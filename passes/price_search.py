@@ -1,18 +1,19 @@
 """The price search: the least extra time whose simulated peak fits a budget in bytes.
 
-The peak constraint of every stage is dualized into a price per byte. The search bisects the price of the forward's end alone (the one-stage
-cut, whose answer also bounds the time of any plan from below), then the prices of several stagings: high at the forward's end, the same everywhere,
-and moved multiplicatively by how far each stage is over the budget. The simulator judges every schedule and the best that fits is kept. It
+The peak constraint of every stage is dualized into a price per byte. The search starts from the price of the lower bound and bisects the prices of
+several shapes: high at the forward's end, the same everywhere, and moved multiplicatively by how far each stage is over the budget. The
+simulator judges every schedule and the best that fits is kept; what it leaves of the budget is spent by :mod:`~fxckpt.passes.fill`. The search
 ends after a fixed number of cuts and reads no clock, so the same graph always gets the same plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from fxckpt.passes.bounds import Bound, LowerBounds
 from fxckpt.passes.fill import Fill
 from fxckpt.passes.program import Program
 from fxckpt.passes.schedule import Schedule, emit, save_all
@@ -38,26 +39,34 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found. ``best`` is None if nothing fits."""
+    """What a search found within one limit. ``best`` is None if nothing fits."""
 
+    limit: int | None
+    """Bytes; None asks for no extra time."""
     best: Candidate | None
     floor: Candidate
     """The least peak reached."""
-    lower_bound_seconds: float
-    """No plan within the budget takes less extra time."""
     baseline: Candidate
     """The uncheckpointed schedule."""
+    bound: Bound
+    """No plan within the limit takes less extra time."""
+    floor_bound_bytes: int
+    """No plan at all has a lower peak."""
 
 
 @dataclass(frozen=True)
 class PriceSearch:
     """Search prices for schedules within a budget."""
 
-    stage_counts: tuple[int, ...] = (24,)
+    stage_counts: tuple[int, ...] = (24, 12, 48)
     """Guess: 8 to 64 were tried; bench/planner.py prints the planner's time."""
+    thorough_ops: int = 600
+    """Programs of more forward ops are searched at the first of ``stage_counts`` alone."""
     floor_counts: tuple[int, ...] = (12, 24, 48)
     grid: int = 3
     """Prices tried for the floor at each of ``floor_counts``, evenly spaced in their logarithm."""
+    sweep: int = 20
+    """Prices of each shape tried for a whole frontier."""
     bisections: int = 6
     dual_steps: int = 4
     dual_rate: float = 2.0
@@ -71,20 +80,31 @@ class PriceSearch:
     def __call__(self, program: Program, budget: Callable[[int], int | None]) -> Found:
         """Return the best schedule within ``budget(baseline_peak_bytes)`` bytes; None asks for no extra time."""
         search = _Search(self, program)
-        baseline = search.judge(save_all(program))
-        limit = budget(baseline.simulation.peak_bytes)
+        limit = budget(search.baseline.simulation.peak_bytes)
         free = search.free()
         floor = search.floor()
-        if limit is None or limit >= free.simulation.peak_bytes:
-            # Bytes below the budget buy nothing: of the plans without extra time the one of least peak is as good as any.
-            best = free if limit is None else min(search.within(limit), key=lambda c: c.rank)
-            return Found(best, floor, 0.0, baseline)
-        if limit < floor.simulation.peak_bytes:
-            # The floor is found before and without the budget, so that asking for just the floor always succeeds.
-            return Found(None, floor, 0.0, baseline)
-        search.fit(limit)
-        search.fill(limit)
-        return Found(min(search.within(limit), key=lambda c: c.rank), floor, search.lower_bound(limit), baseline)
+        # The floor is found before and without the budget, so that asking for just the floor always succeeds.
+        if limit is not None and floor.simulation.peak_bytes <= limit < free.simulation.peak_bytes:
+            search.fit(limit)
+            search.fill(limit)
+        return search.found(limit, floor)
+
+    def frontier(self, program: Program, points: int, tick: Callable[[], None] = lambda: None) -> tuple[Found, ...]:
+        """Return the best schedules at ``points`` limits from the floor to the uncheckpointed peak, evenly spaced in their logarithm.
+
+        All limits choose from all schedules seen, so the time never rises with the limit. ``tick`` is called once a point.
+        """
+        search = _Search(self, program)
+        search.free()
+        floor = search.floor()
+        search.price_sweep()
+        low, high = floor.simulation.peak_bytes, search.baseline.simulation.peak_bytes
+        limits = [round(p) for p in _between(max(low, 1), max(high, 1), points)][1:-1] if high > low else []
+        limits = [low, *limits, high] if high > low else [low]
+        for limit in limits:
+            search.fill(limit)
+            tick()
+        return tuple(search.found(limit, floor) for limit in limits)
 
 
 class _Search:
@@ -95,8 +115,11 @@ class _Search:
         self.program = program
         self.layouts: dict[int, Layout] = {}
         self.seen: dict[Schedule, Candidate] = {}
-        self.tried: dict[tuple[int, Prices], tuple[Candidate, ...]] = {}
+        self.tried: dict[tuple[int, Prices, int], tuple[Candidate, ...]] = {}
         self.low, self.high = price_range(program)
+        self.bounds = LowerBounds(program, self.low, self.high)
+        self.baseline = self.judge(save_all(program))
+        self.counts = options.stage_counts if len(program.ops) <= options.thorough_ops else options.stage_counts[:1]
 
     def judge(self, schedule: Schedule) -> Candidate:
         if schedule not in self.seen:
@@ -111,44 +134,62 @@ class _Search:
         is_savable = self.program.tables.is_savable
         return (c for c in self.seen.values() if is_savable[list(c.schedule.saved)].all())
 
+    def found(self, limit: int | None, floor: Candidate) -> Found:
+        """Return the best seen. Bytes below the limit buy nothing: of the fastest the one of least peak is as good as any."""
+        candidates = self.legal() if limit is None else self.within(limit)
+        best = min(candidates, key=lambda c: c.rank, default=None)
+        bound = Bound(0.0, 0.0)
+        if best is not None and limit is not None and best.simulation.extra_seconds > 0:
+            bound = self.bounds.seconds(limit)
+        return Found(limit, best, floor, self.baseline, bound, self.bounds.peak_bytes)
+
     def layout(self, count: int) -> Layout:
         if count not in self.layouts:
             self.layouts[count] = self.options.cut.lay_out(self.program, CutIntoStages(count)(self.program))
         return self.layouts[count]
 
-    def try_prices(self, count: int, prices: Sequence[float]) -> Candidate:
+    def try_prices(self, count: int, prices: Sequence[float], sweeps: int | None = None) -> Candidate:
         """Return the schedule of least peak among those of the sweeps at ``prices``."""
-        key = (count, tuple(prices))
+        cut = self.options.cut if sweeps is None else replace(self.options.cut, sweeps=sweeps)
+        key = (count, tuple(prices), cut.sweeps)
         if key not in self.tried:
-            self.tried[key] = tuple(self.judge(emit(self.program, d)) for d in self.options.cut(self.layout(count), prices))
+            self.tried[key] = tuple(self.judge(emit(self.program, d)) for d in cut(self.layout(count), prices))
         return min(self.tried[key], key=lambda c: c.simulation.peak_bytes)
 
-    def shaped(self, count: int, price: float, share: float) -> Candidate:
+    def shaped(self, count: int, price: float, share: float, sweeps: int | None = None) -> Candidate:
         """Try ``price`` at the forward's end and ``share`` of it at every stage."""
-        return self.try_prices(count, [price, *[price * share] * len(self.layout(count).starts)])
+        return self.try_prices(count, [price, *[price * share] * len(self.layout(count).starts)], sweeps)
 
     def free(self) -> Candidate:
         """The least extra time there is, and the least peak at it."""
-        self.shaped(self.options.stage_counts[-1], self.low * 1e-6, 1.0)
+        self.shaped(self.counts[0], self.low * 1e-6, 1.0)
         return min(self.legal(), key=lambda c: c.rank)
 
     def floor(self) -> Candidate:
-        """The least peak of any schedule seen, over a grid of prices at every stage count."""
+        """The least peak of any schedule seen, over a grid of prices at every stage count. One sweep mostly gives the least peaks."""
+        sweeps = None if len(self.program.ops) <= self.options.thorough_ops else 1
         prices = _between((self.low * self.high) ** 0.5, self.high, self.options.grid)
         for count in self.options.floor_counts:
             # Press on from the best uniform price: prices where the peak is, no prices elsewhere.
-            price = min(prices, key=lambda p: self.shaped(count, p, 1.0).simulation.peak_bytes)
-            least = self.shaped(count, price, 1.0).simulation.peak_bytes
-            self._dual(count, [price] * (len(self.layout(count).starts) + 1), least * 9 // 10)
+            price = min(prices, key=lambda p: self.shaped(count, p, 1.0, sweeps).simulation.peak_bytes)
+            least = self.shaped(count, price, 1.0, sweeps).simulation.peak_bytes
+            self._dual(count, [price] * (len(self.layout(count).starts) + 1), least * 9 // 10, sweeps)
         return min(self.legal(), key=lambda c: (c.simulation.peak_bytes, c.rank))
 
     def fit(self, limit: int) -> None:
         """Look for schedules within ``limit``."""
-        start = self._one_stage(limit)
-        for count in self.options.stage_counts:
+        start = self.bounds.seconds(limit).price or self.low
+        for count in self.counts:
             self._bisect(count, self.options.ramp, start, limit)
             price = self._bisect(count, 1.0, start / count, limit)
             self._dual(count, [price] * (len(self.layout(count).starts) + 1), limit)
+
+    def price_sweep(self) -> None:
+        """Look for schedules at all prices."""
+        for count in self.counts:
+            for price in _between(self.low, self.high, self.options.sweep):
+                self.shaped(count, price, self.options.ramp)
+                self.shaped(count, price / count, 1.0)
 
     def fill(self, limit: int) -> None:
         """Spend what the fastest schedules within ``limit`` leave of it."""
@@ -158,33 +199,6 @@ class _Search:
                 if fuller.simulation.peak_bytes > limit or fuller.rank >= candidate.rank:
                     break
                 candidate = fuller
-
-    def _one_stage(self, limit: int) -> float:
-        """Return about the least price of the forward's end at which the one-stage cut holds no more than ``limit`` there."""
-        low, high = self.low, self.high
-        for _ in range(2 * self.options.bisections):
-            middle = (low * high) ** 0.5
-            if self._held(self.shaped(1, middle, 0.0)) <= limit:
-                high = middle
-            else:
-                low = middle
-        return high
-
-    def _held(self, candidate: Candidate) -> int:
-        """Return the bytes live when the forward has ended: what is saved, what the user holds, and the incoming gradients."""
-        tables = self.program.tables
-        held = tables.is_output.copy()
-        held[list(candidate.schedule.saved)] = True
-        return int(tables.bytes[held].sum()) + self.program.tangent_bytes
-
-    def lower_bound(self, limit: int) -> float:
-        """Return seconds that no schedule within ``limit`` undercuts.
-
-        Any schedule within the limit holds at most so much when the forward has ended, and with no price on a second life the one-stage cut
-        at price p is the least of time + p * held, copies or not: so time >= least - p * limit, for every p (the Lagrangian dual).
-        """
-        tried = [(prices[0], swept[0]) for (count, prices), swept in self.tried.items() if count == 1 and not any(prices[1:])]
-        return max(0.0, *(c.simulation.extra_seconds + p * (self._held(c) - limit) for p, c in tried))
 
     def _bisect(self, count: int, share: float, guess: float, limit: int) -> float:
         """Return about the least price of this shape that fits, having tried those on the way: out from the guess, then in."""
@@ -200,9 +214,9 @@ class _Search:
             step *= step if low == 0.0 or high == float("inf") else 1.0
         return min(high, price)
 
-    def _dual(self, count: int, prices: list[float], limit: int) -> None:
+    def _dual(self, count: int, prices: list[float], limit: int, sweeps: int | None = None) -> None:
         for _ in range(self.options.dual_steps):
-            candidate = self.try_prices(count, prices)
+            candidate = self.try_prices(count, prices, sweeps)
             peaks = stage_peaks(self.program, self.layout(count).starts, candidate)
             factors = [(max(p, 1) / max(limit, 1)) ** self.options.dual_rate for p in peaks]
             prices = [p * min(4.0, max(0.25, f)) for p, f in zip(prices, factors, strict=True)]

@@ -59,7 +59,7 @@ class StagedCut:
                 try:
                     kept[group.values], runs[group.ops] = group.network.solve(run_price[group.ops], keep_price[group.values])
                 except Unbounded as error:
-                    raise _no_way(layout.program, int(layout.storage[group.values.start + error.value])) from error
+                    raise no_way(layout.program, int(layout.storage[group.values.start + error.value])) from error
             yield layout.decisions(kept, runs)
 
 
@@ -119,7 +119,7 @@ class Layout:
             first_op, first_value = len(op), len(storage)
             problems = []
             for k in range(count - 1 - color, -1, -colors):
-                problem, ops, values = _problem(program, ranges[k], share)
+                problem, ops, values = needed_cut(program, ranges[k], share)
                 needed.extend(len(storage) + v for v in problem.needed)
                 op.extend(ops)
                 op_stage.extend([k] * len(ops))
@@ -200,7 +200,7 @@ class Layout:
         return Decisions(self.starts, tuple(map(frozenset, values)), tuple(map(frozenset, ops)))
 
 
-def _problem(program: Program, positions: range, reach: int) -> tuple[CutProblem, list[int], list[int]]:
+def needed_cut(program: Program, positions: range, reach: int) -> tuple[CutProblem, list[int], list[int]]:
     """Return the cut of one stage without its prices, and the ops and storages its positions stand for.
 
     Looks breadth first at what the stage's needs depend on, at most ``reach`` ops, but always past values that must not be saved.
@@ -229,7 +229,7 @@ def _problem(program: Program, positions: range, reach: int) -> tuple[CutProblem
     return unpriced, list(ops), list(values)
 
 
-def _no_way(program: Program, s: int) -> FxckptError:
+def no_way(program: Program, s: int) -> FxckptError:
     name, path = program.storages[s].name, " -> ".join(_path(program, s))
     return FxckptError(
         f"cannot plan: {name!r} is needed in the backward, but it may be neither saved nor recomputed. Path: {path}. "

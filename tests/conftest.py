@@ -6,6 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
+settings.register_profile("sweep", deadline=None, max_examples=1000)
+settings.load_profile("default")
 
 
 @pytest.fixture(autouse=True)

@@ -66,7 +66,7 @@ def test_best_is_inside_the_budget_or_there_is_none(program: Program, share: flo
         return
     ran = interpret(program, found.best.schedule)
     assert max(ran.profile) <= limit
-    assert found.lower_bound_seconds <= ran.seconds + 1e-9
+    assert found.bound.seconds <= ran.seconds + 1e-6
 
 
 @given(program=programs())
@@ -84,8 +84,23 @@ def test_bound_is_below_every_schedule_of_one_stage(program: Program) -> None:
         for runs in itertools.combinations(free, n)
     )
     limit = SEARCH(program, lambda baseline: 0).floor.simulation.peak_bytes
-    bound = SEARCH(program, lambda baseline: limit).lower_bound_seconds
-    assert all(s.extra_seconds >= bound - 1e-9 for s in every if s.peak_bytes <= limit)
+    bound = SEARCH(program, lambda baseline: limit).bound.seconds
+    assert all(s.extra_seconds >= bound - 1e-6 for s in every if s.peak_bytes <= limit)
+
+
+@given(program=programs())
+def test_no_plan_peaks_below_the_bound(program: Program) -> None:
+    found = SEARCH(program, lambda baseline: 0)
+    assert found.floor_bound_bytes <= max(interpret(program, found.floor.schedule).profile, default=0)
+
+
+@given(program=programs(), points=st.integers(2, 6))
+def test_along_a_frontier_time_only_falls(program: Program, points: int) -> None:
+    frontier = SEARCH.frontier(program, points)
+    found = [f.best for f in frontier]
+    assert all(f.best.simulation.peak_bytes <= f.limit for f in frontier)
+    assert all(a.simulation.extra_seconds >= b.simulation.extra_seconds for a, b in itertools.pairwise(found))
+    assert all(f.bound.seconds <= f.best.simulation.extra_seconds + 1e-6 for f in frontier)
 
 
 @pytest.mark.parametrize("colors", [1, 4, 100])
