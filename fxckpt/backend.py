@@ -27,6 +27,7 @@ from fxckpt.torch_private import (
     aot_autograd,
     boxed,
     inductor_backend,
+    keep_saved_values,
     make_boxed,
     through_dynamo,
 )
@@ -113,9 +114,14 @@ class Backend:
                 compiled: Callable[..., Any] = inductor_backend(gm, example_inputs, _InductorPartitioner(self))
                 return compiled
             compiler = make_boxed(self._inner) if callable(self._inner) else boxed
+
+            def compile_backward(half: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+                keep_saved_values()
+                return compiler(half, inputs)
+
             compile_graph = aot_autograd(
                 fw_compiler=compiler,
-                bw_compiler=compiler,
+                bw_compiler=compile_backward,
                 inference_compiler=compiler,
                 partition_fn=self._partition,
                 keep_inference_input_mutations=True,

@@ -13,6 +13,7 @@ from fxckpt.cost import CostModel, checked, resolve
 from fxckpt.errors import BudgetInfeasible
 from fxckpt.passes.describe import describe
 from fxckpt.passes.facts import Facts, NodePolicy, collect, no_scratch, tensors
+from fxckpt.passes.liveness import inner_bytes
 from fxckpt.passes.normalize import normalize
 from fxckpt.passes.partition import partition
 from fxckpt.passes.price_search import PriceSearch
@@ -37,12 +38,13 @@ class Planner:
         """Plan a normalized joint graph without changing it. Raises :class:`BudgetInfeasible`."""
         device = device_of(joint.graph)
         cost = checked(resolve(self.cost, device))
+        measured = MeasuredScratch() if self.measure_scratch else no_scratch
         facts = collect(
             joint,
             num_fwd_outputs=num_fwd_outputs,
             cost=cost,
             policy=self.policy,
-            scratch=MeasuredScratch() if self.measure_scratch else no_scratch,
+            scratch=lambda node: measured(node) + inner_bytes(node),
             bind_preferences=self.budget is None,
         )
         limit: Callable[[int], int | None] = lambda baseline: budgets.resolve(  # noqa: E731

@@ -101,6 +101,18 @@ def boxed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., An
     return run
 
 
+def keep_saved_values() -> None:
+    """Tell AOTAutograd, while it compiles a backward, that nothing writes into saved values, so that the graph can be retained.
+
+    Only Inductor reuses ("donated") saved values; AOTAutograd refuses ``retain_graph`` wherever it found values that could be.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
 def inductor_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], partitioner: CustomPartitionerFn) -> Any:
     """Compile with Inductor, its joint passes and caches in force, the partition made by ``partitioner``.
 

@@ -6,6 +6,8 @@ by variable, as generated code runs them: a variable dies after its last use, a 
 
 from __future__ import annotations
 
+import operator
+
 from torch import fx
 
 from fxckpt.passes.facts import storage_bytes, tensors
@@ -65,6 +67,21 @@ def live_bytes(graph: fx.Graph, *, start: int, free: frozenset[str], pinned: fro
                 if variables[instance] == 0:
                     live -= size[instance]
     return profile, live
+
+
+def inner_bytes(node: fx.Node) -> int:
+    """Return the bytes that the graphs inside a higher-order op (a branch of ``cond``, the body of a loop) need beyond the op's own outputs."""
+    module = node.graph.owning_module
+    bodies = [operator.attrgetter(str(arg.target))(module) for arg in node.all_input_nodes if arg.op == "get_attr" and module is not None]
+    peaks = [_body_peak(body) for body in bodies if isinstance(body, fx.GraphModule)]
+    outputs = {storage_id(t): storage_bytes(t) for t in tensors(node.meta.get("val"))}
+    return max(0, max(peaks, default=0) - sum(outputs.values()))
+
+
+def _body_peak(body: fx.GraphModule) -> int:
+    inputs = frozenset(n.name for n in body.graph.find_nodes(op="placeholder"))
+    profile, _ = live_bytes(body.graph, start=0, free=inputs, pinned=frozenset())
+    return max(profile, default=0)
 
 
 def emitted_peak(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int) -> int:

@@ -299,3 +299,39 @@ def test_checkpoint_regions_bind_without_a_budget_and_are_no_better_than_a_plan_
     tight = planned(marked, regions.peak_bytes)
     assert tight.peak_bytes <= regions.peak_bytes
     assert tight.recompute_seconds <= regions.recompute_seconds
+
+
+def test_branches_of_cond_count_in_the_peak() -> None:
+    weight = torch.randn(32, 32, requires_grad=True)
+
+    def f(x: Tensor) -> Tensor:
+        h = torch.cond(x.sum() > 0, lambda t: (t.sin() * t).exp(), lambda t: t.cos(), (x @ weight,))
+        return (h @ weight).tanh().sum()
+
+    x = torch.ones(64, 32)
+    backend = fxckpt.Backend(budget=1.0, inner="aot_eager")
+    compiled = torch.compile(f, backend=backend)
+    compiled(x).backward()
+    weight.grad = None
+    measured = fxckpt.measure_peak(lambda: compiled(x).backward())
+    assert measured <= backend.plans[0].peak_bytes <= 1.01 * measured
+
+
+@pytest.mark.parametrize("budget", [None, 0.9, 0.8])
+def test_any_number_of_rows_two_forwards_and_accumulation(budget: float | None) -> None:
+    def run(backend: object) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(5)
+        model = Net()
+        compiled = torch.compile(model, backend=backend, dynamic=True) if backend else model
+        for rows in (64, 33):
+            first, second = (compiled(torch.randn(rows, 32)).square().mean() for _ in range(2))
+            second.backward(retain_graph=True)
+            second.backward()
+            first.backward()
+        return [torch.get_rng_state(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    backend = fxckpt.Backend(budget=budget, inner="aot_eager")
+    expected, got = run(None), run(backend)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert len(backend.plans) == 1
