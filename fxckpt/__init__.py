@@ -12,6 +12,7 @@ from fxckpt.errors import (
     InvalidOption,
     VerifyError,
 )
+from fxckpt.frontier import Frontier, frontier
 from fxckpt.measure import measure_peak
 from fxckpt.plan import Decision, Plan, Reason, Recompute, Row
 
@@ -20,6 +21,7 @@ __all__ = [
     "BudgetInfeasible",
     "CaptureError",
     "Decision",
+    "Frontier",
     "FxckptError",
     "InnerCompilerMissing",
     "InvalidBudget",
@@ -30,6 +32,7 @@ __all__ = [
     "Recompute",
     "Row",
     "VerifyError",
+    "frontier",
     "measure_peak",
     "plan",
 ]

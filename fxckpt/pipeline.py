@@ -37,22 +37,9 @@ class Planner:
     def plan(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[Facts, Plan]:
         """Plan a normalized joint graph without changing it. Raises :class:`BudgetInfeasible`."""
         device = device_of(joint.graph)
-        cost = checked(resolve(self.cost, device))
-        measured = MeasuredScratch() if self.measure_scratch else no_scratch
-        facts = collect(
-            joint,
-            num_fwd_outputs=num_fwd_outputs,
-            cost=cost,
-            policy=self.policy,
-            scratch=lambda node: measured(node) + inner_bytes(node),
-            bind_preferences=self.budget is None,
-        )
-        limit: Callable[[int], int | None] = lambda baseline: budgets.resolve(  # noqa: E731
-            self.budget, baseline_peak_bytes=baseline, device=device
-        )
-        found = self.search(facts.program, limit)
-        budget_bytes = limit(found.baseline.simulation.peak_bytes)
-        floor = found.floor.simulation.peak_bytes
+        facts, cost = self._read(joint, num_fwd_outputs, device, bind_preferences=self.budget is None)
+        found = self.search(facts.program, lambda peak: budgets.resolve(self.budget, baseline_peak_bytes=peak, device=device))
+        budget_bytes, floor = found.limit, found.floor.simulation.peak_bytes
         if found.best is None:
             assert budget_bytes is not None
             raise BudgetInfeasible(
@@ -63,7 +50,29 @@ class Planner:
                 floor_bytes=floor,
                 budget_bytes=budget_bytes,
             )
-        return facts, describe(facts, found, found.best, budget_bytes=budget_bytes, cost=cost.name)
+        return facts, describe(facts, found, found.best, budget_bytes=budget_bytes, cost=cost)
+
+    def frontier(
+        self, joint: fx.GraphModule, *, num_fwd_outputs: int, points: int, tick: Callable[[], object] = lambda: None
+    ) -> tuple[Plan, ...]:
+        """Plan a normalized joint graph at ``points`` budgets from the floor to the uncheckpointed peak; ``tick`` is called once a point."""
+        facts, cost = self._read(joint, num_fwd_outputs, device_of(joint.graph), bind_preferences=False)
+        found = self.search.frontier(facts.program, points, tick)
+        return tuple(describe(facts, f, f.best, budget_bytes=f.limit, cost=cost) for f in found if f.best is not None)
+
+    def _read(self, joint: fx.GraphModule, num_fwd_outputs: int, device: torch.device, *, bind_preferences: bool) -> tuple[Facts, str]:
+        """Return the graph's facts and the name of the cost model they were made with."""
+        cost = checked(resolve(self.cost, device))
+        measured = MeasuredScratch() if self.measure_scratch else no_scratch
+        facts = collect(
+            joint,
+            num_fwd_outputs=num_fwd_outputs,
+            cost=cost,
+            policy=self.policy,
+            scratch=lambda node: measured(node) + inner_bytes(node),
+            bind_preferences=bind_preferences,
+        )
+        return facts, cost.name
 
     def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
         """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is used up."""

@@ -89,7 +89,7 @@ class PriceSearch:
             search.fill(limit)
         return search.found(limit, floor)
 
-    def frontier(self, program: Program, points: int, tick: Callable[[], None] = lambda: None) -> tuple[Found, ...]:
+    def frontier(self, program: Program, points: int, tick: Callable[[], object] = lambda: None) -> tuple[Found, ...]:
         """Return the best schedules at ``points`` limits from the floor to the uncheckpointed peak, evenly spaced in their logarithm.
 
         All limits choose from all schedules seen, so the time never rises with the limit. ``tick`` is called once a point.

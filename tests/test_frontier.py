@@ -1,0 +1,56 @@
+"""The curve of time against peak."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import fxckpt
+from tests.zoo import ENTRIES
+
+GPT2 = next(e for e in ENTRIES if e.name == "gpt2")
+
+
+@pytest.fixture(scope="module")
+def curve() -> fxckpt.Frontier:
+    model, inputs = GPT2.make()
+    return fxckpt.frontier(model.train(), *inputs, points=6)
+
+
+def test_from_the_floor_to_the_uncheckpointed_peak(curve: fxckpt.Frontier) -> None:
+    first, last = curve.rows[0], curve.rows[-1]
+    assert len(curve.plans) == 6
+    assert first.peak_bytes == curve.plans[0].floor_bytes
+    assert last.recompute_seconds == 0
+    assert last.budget_bytes == curve.plans[0].baseline_peak_bytes
+
+
+def test_more_memory_never_takes_more_time(curve: fxckpt.Frontier) -> None:
+    for tighter, looser in itertools.pairwise(curve.rows):
+        assert tighter.budget_bytes < looser.budget_bytes
+        assert tighter.peak_bytes <= looser.peak_bytes
+        assert tighter.recompute_seconds >= looser.recompute_seconds
+    assert all(p.lower_bound_seconds <= p.recompute_seconds and p.peak_bytes <= p.budget_bytes for p in curve.rows)
+
+
+def test_prints_one_line_a_point_and_plots(curve: fxckpt.Frontier) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    assert len(str(curve).splitlines()) == 2 + len(curve.plans)
+    axes = curve.plot()
+    assert "MiB" in axes.get_xlabel() and "%" in axes.get_ylabel()
+
+
+def test_each_point_is_a_plan_the_backend_could_follow(curve: fxckpt.Frontier) -> None:
+    middle = curve.plans[3]
+    text = str(middle.explain())
+    assert "least possible extra time" in text and "price of memory" in text
+    assert 0 < middle.price < 1
+
+
+@pytest.mark.parametrize("points", [1, 0, "many"])
+def test_too_few_points(points: object) -> None:
+    model, inputs = GPT2.make()
+    with pytest.raises(fxckpt.InvalidOption, match="at least 2 points"):
+        fxckpt.frontier(model, *inputs, points=points)
