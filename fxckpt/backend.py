@@ -26,6 +26,7 @@ from fxckpt.torch_private import (
     CustomPartitionerFn,
     aot_autograd,
     boxed,
+    guard_sizes,
     inductor_backend,
     keep_saved_values,
     make_boxed,
@@ -134,6 +135,8 @@ class Backend:
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if self._planner.budget is not None:
+            guard_sizes(joint)
         forward, backward, plan = self._planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
         self._plans.append(plan)
         for name, figure in plan.explain().summary():

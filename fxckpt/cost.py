@@ -50,7 +50,8 @@ def _shape(value: Any) -> torch.Size:
 
 def _attention_flops(node: fx.Node, *, backward: bool) -> int:
     """FLOPs of CPU flash attention, which torch's registry lacks; same formulas as for the other attention ops there."""
-    shapes = [_shape(arg.meta["val"]) for arg in node.all_input_nodes[: 4 if backward else 3]]
+    operands = [arg for arg in node.args[: 4 if backward else 3] if isinstance(arg, fx.Node)]
+    shapes = [_shape(arg.meta["val"]) for arg in operands]
     if backward:
         grad, query, key, value = shapes
         return int(sdpa_backward_flop_count(grad, query, key, value))

@@ -1,7 +1,8 @@
 """Scratch: the memory an op's kernel allocates and frees before it returns.
 
 Convolutions reorder their operands, attention keeps blocks, some reductions buffer: library workspace that no graph shows. Each distinct op
-(by target, shapes, strides, dtypes and plain arguments) of a CPU graph is run once on zeros and watched by the allocator's own events.
+(by target, shapes, strides, dtypes and plain arguments) of a CPU graph is run once on random values (integers: zeros) and watched by the
+allocator's own events.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class MeasuredScratch:
         """Return the scratch bytes of one run of ``node``; 0 for what does not run on the CPU or is not torch's own."""
         if not isinstance(node.target, OpOverload) or not is_known_pure(node) or is_collective(node):
             return 0
-        if str(node.target.overloadpacket) in WITHOUT_SCRATCH:
+        is_complex = any(t.is_complex() for t in tensors(node.meta.get("val")))
+        if str(node.target.overloadpacket) in WITHOUT_SCRATCH and not is_complex:
             return 0
         values = [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]
         if any(t.device.type != "cpu" for v in values for t in tensors(v)) or not any(True for v in values for t in tensors(v)):
@@ -48,7 +50,7 @@ class MeasuredScratch:
 def _signature(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         sizes = [size_hint(n) for n in (*leaf.shape, *leaf.stride(), leaf.storage_offset())]
-        return f"{leaf.dtype} {len(leaf.shape)} {sizes}"
+        return f"{leaf.dtype} {len(leaf.shape)} {sizes} {leaf.is_conj()}"
     return repr(leaf)
 
 
@@ -57,7 +59,12 @@ def _real(leaf: Any) -> Any:
         shape, stride = [size_hint(n) for n in leaf.shape], [size_hint(n) for n in leaf.stride()]
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
         offset = size_hint(leaf.storage_offset())
-        return torch.zeros(span + offset, dtype=leaf.dtype).as_strided(shape, stride, offset)
+        filled = torch.zeros(span + offset, dtype=leaf.dtype)
+        if (leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype.itemsize > 1:
+            # Some kernels need legal probabilities, some need more room for greater values.
+            filled.uniform_()
+        tensor = filled.as_strided(shape, stride, offset)
+        return tensor.conj() if leaf.is_conj() else tensor
     if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return size_hint(leaf)
     return leaf
@@ -71,7 +78,7 @@ def _measure(node: fx.Node, leaves: list[Any], spec: pytree.TreeSpec) -> int:
         try:
             changes, result = allocation_events(lambda: op(*args, **kwargs))
         except (RuntimeError, IndexError, ValueError) as error:
-            # Zeros are not always legal values (an index, a factorization): the op is planned as if it needed no workspace.
+            # Such values are not always legal (an index, a factorization): the op is planned as if it needed no workspace.
             log.info("scratch of %s (%s) not measured: %s", node.name, node.target, error)
             return 0
     del result

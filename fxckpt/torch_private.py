@@ -137,6 +137,16 @@ def inductor_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], partitio
         ) from error
 
 
+def guard_sizes(joint: fx.GraphModule) -> None:
+    """Let Dynamo compile again for sizes greater than those of this trace: a plan keeps its budget up to its own sizes only."""
+    for node in joint.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        sizes = list(value.shape) if isinstance(value, torch.Tensor) else [value]
+        for size in sizes:
+            if isinstance(size, torch.SymInt) and size.node.hint is not None:
+                bool(size <= size.node.hint)  # evaluating a symbolic comparison records it as a guard
+
+
 def fake_rng_state(drawn: torch.Tensor) -> torch.Tensor:
     """Return, as a fake tensor, the state of the generator that ``drawn`` was drawn from: of the same trace as ``drawn``, if it is fake."""
     mode = drawn.fake_mode if isinstance(drawn, FakeTensor) else FakeTensorMode()
@@ -170,6 +180,22 @@ def through_dynamo(error: Exception) -> Exception:
     wrapped.__dict__.update(error.__dict__)
     wrapped.first_useful_frame = None  # type: ignore[attr-defined]
     return wrapped
+
+
+@contextlib.contextmanager
+def _forgetting_sizes() -> Iterator[None]:
+    """Put Dynamo's memory of seen sizes back: what was captured here must not make a later compile dynamic."""
+    import copy
+
+    from torch._dynamo import pgo
+
+    state = pgo.get_code_state()
+    before = copy.deepcopy(dict(state))
+    try:
+        yield
+    finally:
+        state.clear()
+        state.update(before)
 
 
 class _CaptureDone(ShortenTraceback):
@@ -227,7 +253,7 @@ def capture_whole(
 
     args, kwargs = pytree.tree_map(fake, (args, kwargs))
     try:
-        with mode:
+        with mode, _forgetting_sizes():
             torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
     except _CaptureDone:
         return

@@ -10,8 +10,10 @@ may run in either half. Expects a normalized joint graph with ``meta["val"]``. L
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -135,8 +137,20 @@ def tangents_of(graph: fx.Graph) -> list[fx.Node]:
 def backward_closure(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that must run in the backward.
 
-    They read a tangent, or were traced in the backward and are random or mutate: moving those would change a stream or an order.
+    They read a tangent, or were traced in the backward and are random, or mutate, or read what the backward mutates: moving those would
+    change a stream or an order.
     """
+    closure = _closure(graph, frozenset())
+    written = frozenset(written_storages(n for n in closure if is_mutating(n)))
+    return _closure(graph, written) if written else closure
+
+
+def written_storages(nodes: Iterable[fx.Node]) -> Iterator[int]:
+    """Yield the ids of the storages that mutating ops write (their first argument, as ``copy_`` has it)."""
+    return (storage_id(t) for n in nodes for arg in n.all_input_nodes[:1] for t in tensors(arg.meta.get("val")))
+
+
+def _closure(graph: fx.Graph, written: frozenset[int]) -> set[fx.Node]:
     closure = set(tangents_of(graph))
     for node in graph.nodes:
         if node.op == "placeholder" and "bwd_seed" in str(node.target):
@@ -144,7 +158,9 @@ def backward_closure(graph: fx.Graph) -> set[fx.Node]:
         if node.op != "call_function":
             continue
         tag = partitioner_tag(node)
-        stays = tag == "must_be_in_backward" or (tag == "is_backward" and (is_random(node) or is_mutating(node) or has_hidden_effect(node)))
+        reads_written = any(storage_id(t) in written for arg in node.all_input_nodes for t in tensors(arg.meta.get("val")))
+        bound = is_random(node) or is_mutating(node) or has_hidden_effect(node) or reads_written
+        stays = tag == "must_be_in_backward" or (tag == "is_backward" and bound)
         if stays or any(arg in closure for arg in node.all_input_nodes):
             closure.add(node)
     return closure
@@ -167,6 +183,45 @@ def graph_outputs(graph: fx.Graph) -> list[Any]:
     return pytree.arg_tree_leaves(*output.args)
 
 
+def accumulation_bytes(inputs: Sequence[fx.Node], gradients: Sequence[Any]) -> int:
+    """Return the bytes autograd allocates beyond the returned gradients while it stores them in ``.grad``.
+
+    A gradient that is shared, or not laid out as its parameter, is cloned (``AccumulateGrad``, the gradient layout contract). Taken one after the
+    other, and as if every input were a leaf.
+    """
+    left = Counter(g for g in gradients if isinstance(g, fx.Node))
+    extra = most = 0
+    for given, gradient in zip(inputs, gradients, strict=False):
+        if not isinstance(gradient, fx.Node):
+            continue
+        left[gradient] -= 1
+        value, parameter = gradient.meta.get("val"), given.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.Tensor):
+            continue
+        if left[gradient] > 0 or not has_layout_of(value, parameter):
+            extra += size_hint(value.numel()) * value.element_size()
+            most = max(most, extra)
+            if left[gradient] == 0:
+                extra -= min(storage_bytes(value), extra)
+    return most
+
+
+def has_layout_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether a gradient may be taken as it is: the parameter's strides if that is dense, else contiguous."""
+    shape = [size_hint(n) for n in parameter.shape]
+    strides = [size_hint(n) for n in parameter.stride()]
+    found = [size_hint(n) for n in gradient.stride()]
+    if [size_hint(n) for n in gradient.shape] != shape:
+        return True
+    expected, is_dense = 1, True
+    for n, s in sorted((p for p in zip(shape, strides, strict=True) if p[0] != 1), key=lambda p: p[1]):
+        is_dense &= s == expected
+        expected *= n
+    if not is_dense:
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return all(n == 1 or a == b for n, a, b in zip(shape, strides, found, strict=True))
+
+
 class _Reader:
     """Reads one joint graph into ops and storages; used once by :func:`collect`."""
 
@@ -181,7 +236,8 @@ class _Reader:
         self.closure = backward_closure(graph)
         outputs = graph_outputs(graph)
         self.fwd_outputs = [o for o in outputs[:num_fwd_outputs] if isinstance(o, fx.Node)]
-        self.bwd_outputs = [o for o in outputs[num_fwd_outputs:] if isinstance(o, fx.Node)]
+        self.gradients = outputs[num_fwd_outputs:]
+        self.bwd_outputs = [o for o in self.gradients if isinstance(o, fx.Node)]
         effects = [
             n
             for n in graph.nodes
@@ -190,9 +246,7 @@ class _Reader:
             and (is_random(n) or is_mutating(n) or is_collective(n) or has_hidden_effect(n) or not is_known_pure(n))
         ]
         self.required_forward = _ancestors([*self.fwd_outputs, *effects])
-        self.mutated = {
-            storage_id(t) for n in effects if is_mutating(n) for arg in n.all_input_nodes[:1] for t in tensors(arg.meta.get("val"))
-        }
+        self.mutated = set(written_storages(n for n in (*effects, *self.closure) if is_mutating(n)))
         self.storages: list[Storage] = []
         self.holds: dict[fx.Node, tuple[int, ...]] = {}
         self.index: dict[int, int] = {}
@@ -226,13 +280,15 @@ class _Reader:
                 )
         for position in {i for o in self.fwd_outputs for i in self.holds[o]}:
             old = self.storages[position]
-            self.storages[position] = replace(old, is_output=True)
+            self.storages[position] = replace(old, is_output=True, is_savable=True)
         program = Program(tuple(self.ops), tuple(self.backward), tuple(self.storages), sum(tangent_storages.values()))
         return Facts(program, self.owner, self.op_node, frozenset(self.views), frozenset(self.closure))
 
     def _finish(self) -> None:
         reads = sorted({i for o in self.bwd_outputs for i in self.holds[o]})
-        self.backward.append(Op("output", Side.BACKWARD, 0.0, 0, tuple(reads), ()))
+        inputs = [n for n in self.graph.find_nodes(op="placeholder") if n not in self.closure]
+        accumulated = accumulation_bytes(inputs, self.gradients)
+        self.backward.append(Op("output", Side.BACKWARD, 0.0, 0, tuple(reads), (), scratch_bytes=accumulated))
 
     def _reads(self, node: fx.Node) -> tuple[int, ...]:
         return tuple(dict.fromkeys(i for arg in node.all_input_nodes for i in self.holds[arg]))
