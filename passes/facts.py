@@ -186,11 +186,11 @@ def graph_outputs(graph: fx.Graph) -> list[Any]:
 def accumulation_bytes(inputs: Sequence[fx.Node], gradients: Sequence[Any]) -> int:
     """Return the bytes autograd allocates beyond the returned gradients while it stores them in ``.grad``.
 
-    A gradient that is shared, or not laid out as its parameter, is cloned (``AccumulateGrad``, the gradient layout contract). Taken one after the
-    other, and as if every input were a leaf.
+    A gradient that is shared, or not laid out as its parameter, is cloned (``AccumulateGrad``, the gradient layout contract). Counted as if every
+    input were a leaf and the originals stayed.
     """
     left = Counter(g for g in gradients if isinstance(g, fx.Node))
-    extra = most = 0
+    extra = 0
     for given, gradient in zip(inputs, gradients, strict=False):
         if not isinstance(gradient, fx.Node):
             continue
@@ -200,10 +200,7 @@ def accumulation_bytes(inputs: Sequence[fx.Node], gradients: Sequence[Any]) -> i
             continue
         if left[gradient] > 0 or not has_layout_of(value, parameter):
             extra += size_hint(value.numel()) * value.element_size()
-            most = max(most, extra)
-            if left[gradient] == 0:
-                extra -= min(storage_bytes(value), extra)
-    return most
+    return extra
 
 
 def has_layout_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -335,3 +335,100 @@ def test_any_number_of_rows_two_forwards_and_accumulation(budget: float | None) 
     expected, got = run(None), run(backend)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert len(backend.plans) == 1
+
+
+class ReadThenWrite(torch.autograd.Function):
+    """Its gradient is computed from a buffer that the backward writes afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, buffer: Tensor) -> Tensor:
+        ctx.buffer = buffer
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        out = ctx.buffer.sin()
+        ctx.buffer.add_(1.0)
+        return out, None
+
+
+@pytest.mark.parametrize("budget", [None, 1.0])
+def test_what_the_backward_writes_is_read_before(budget: float | None) -> None:
+    x, buffer = torch.ones(64, 8, requires_grad=True), torch.ones(64, 8)
+    backend = fxckpt.Backend(budget=budget, inner="aot_eager")
+    torch.compile(lambda x, b: ReadThenWrite.apply(x, b), backend=backend)(x, buffer).backward()
+    assert torch.equal(x.grad, torch.ones(64, 8).sin())
+    assert torch.equal(buffer, torch.full((64, 8), 2.0))
+
+
+def test_a_plan_is_not_used_for_greater_sizes() -> None:
+    model = Net()
+    backend = fxckpt.Backend(budget=0.8, inner="aot_eager")
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+
+    def peak(rows: int) -> int:
+        x = torch.randn(rows, 32)
+        compiled(x).square().mean().backward()
+        model.zero_grad()
+        return fxckpt.measure_peak(lambda: compiled(x).square().mean().backward())
+
+    peaks = [peak(rows) for rows in (64, 32, 256)]
+    small, large = backend.plans
+    assert max(peaks[:2]) <= small.budget_bytes < peaks[2] <= large.budget_bytes
+
+
+def test_an_attention_of_one_tensor_with_itself() -> None:
+    weight = torch.randn(32, 32, requires_grad=True)
+
+    def f(x: Tensor) -> Tensor:
+        h = (x @ weight).view(2, 16, 4, 8).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(h, h, h).square().sum()
+
+    x = torch.randn(2, 16, 32)
+    (expected,) = torch.autograd.grad(f(x), weight)
+    (got,) = torch.autograd.grad(torch.compile(f, backend=fxckpt.Backend(inner="aot_eager"))(x), weight)
+    assert torch.equal(expected, got)
+
+
+def test_gradients_that_autograd_clones_count_in_the_peak() -> None:
+    a, b, c = (torch.randn(64, 32, requires_grad=True) for _ in range(3))
+
+    def f(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return ((a + b).sin() + c.sum()).sum()
+
+    backend = fxckpt.Backend(budget=1.0, inner="aot_eager")
+    compiled = torch.compile(f, backend=backend)
+
+    def step() -> None:
+        compiled(a, b, c).backward()
+
+    step()
+    a.grad = b.grad = c.grad = None
+    assert fxckpt.measure_peak(step) <= backend.plans[0].peak_bytes
+
+
+def test_an_output_that_must_be_recomputed_is_there_anyway() -> None:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.exp()
+        return y, y.sin().sum()
+
+    backend = fxckpt.Backend(policy=lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_RECOMPUTE, inner="aot_eager")
+    x = torch.ones(16, requires_grad=True)
+    torch.compile(f, backend=backend)(x)[1].backward()
+    assert torch.equal(x.grad, x.detach().exp().cos() * x.detach().exp())
+
+
+def test_plans_leave_no_trace_in_later_compiles() -> None:
+    model = Net()
+    for rows in (96, 64):
+        fxckpt.plan(model, torch.randn(rows, 32))
+    shapes: list[Any] = []
+
+    def inner(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        shapes.extend(size for t in example_inputs if isinstance(t, Tensor) for size in t.shape)
+        return gm.forward
+
+    torch.compile(model, backend=fxckpt.Backend(inner=inner))(torch.randn(48, 32)).sum().backward()
+    assert all(type(size) is int for size in shapes)
