@@ -33,8 +33,8 @@ class MeasuredScratch:
         """Return the scratch bytes of one run of ``node``; 0 for what does not run on the CPU or is not torch's own."""
         if not isinstance(node.target, OpOverload) or not is_known_pure(node) or is_collective(node):
             return 0
-        is_complex = any(t.is_complex() for t in tensors(node.meta.get("val")))
-        if str(node.target.overloadpacket) in WITHOUT_SCRATCH and not is_complex:
+        operands = [t for arg in node.all_input_nodes for t in tensors(arg.meta.get("val"))]
+        if str(node.target.overloadpacket) in WITHOUT_SCRATCH and all(map(_blas_takes, operands)):
             return 0
         values = [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]
         if any(t.device.type != "cpu" for v in values for t in tensors(v)) or not any(True for v in values for t in tensors(v)):
@@ -45,6 +45,17 @@ class MeasuredScratch:
         if key not in self._known:
             self._known[key] = _measure(node, leaves, spec)
         return self._known[key]
+
+
+def _blas_takes(matrix: torch.Tensor) -> bool:
+    """Return whether a BLAS reads a matrix where it lies; one that is expanded or conjugated, or has no dense row or column, is copied first."""
+    shape, stride = [size_hint(n) for n in matrix.shape], [size_hint(n) for n in matrix.stride()]
+    if matrix.is_complex() or any(n > 1 and s == 0 for n, s in zip(shape, stride, strict=True)):
+        return False
+    if len(shape) < 2:
+        return True
+    (rows, columns), (down, right) = shape[-2:], stride[-2:]
+    return (columns == 1 or (right == 1 and down >= columns)) or (rows == 1 or (down == 1 and right >= rows))
 
 
 def _signature(leaf: Any) -> str:

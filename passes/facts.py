@@ -186,11 +186,11 @@ def graph_outputs(graph: fx.Graph) -> list[Any]:
 def accumulation_bytes(inputs: Sequence[fx.Node], gradients: Sequence[Any]) -> int:
     """Return the bytes autograd allocates beyond the returned gradients while it stores them in ``.grad``.
 
-    A gradient that is shared, or not laid out as its parameter, is cloned (``AccumulateGrad``, the gradient layout contract). Counted as if every
-    input were a leaf and the originals stayed.
+    A gradient that is shared, or not laid out as its parameter, is cloned (``AccumulateGrad``, the gradient layout contract). Taken one after the
+    other, each original released once it was cloned for the last time, and as if every input were a leaf.
     """
     left = Counter(g for g in gradients if isinstance(g, fx.Node))
-    extra = 0
+    extra = most = 0
     for given, gradient in zip(inputs, gradients, strict=False):
         if not isinstance(gradient, fx.Node):
             continue
@@ -200,7 +200,10 @@ def accumulation_bytes(inputs: Sequence[fx.Node], gradients: Sequence[Any]) -> i
             continue
         if left[gradient] > 0 or not has_layout_of(value, parameter):
             extra += size_hint(value.numel()) * value.element_size()
-    return extra
+            most = max(most, extra)
+            if left[gradient] == 0:
+                extra -= min(storage_bytes(value), extra)
+    return most
 
 
 def has_layout_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
