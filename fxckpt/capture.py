@@ -71,6 +71,8 @@ def plan(
 ) -> Plan:
     """Return the plan that :class:`fxckpt.Backend` would make for ``model_or_fn(*args, **kwargs)``, without running it.
 
+    Unless it is on the meta device, each distinct CPU kernel is tried once on made-up values, to learn its workspace.
+
     Raises :class:`CaptureError` if the model does not capture as one graph or has nothing to differentiate, and what
     :class:`fxckpt.Backend` raises.
 

@@ -31,7 +31,7 @@ class Planner:
     policy: NodePolicy | None = None
     cost: str | CostModel = "roofline"
     measure_scratch: bool = True
-    """Run each distinct CPU op once on zeros to learn its kernel's workspace."""
+    """Run each distinct CPU op once on made-up values to learn its kernel's workspace."""
     search: PriceSearch = field(default_factory=PriceSearch)
 
     def plan(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[Facts, Plan]:

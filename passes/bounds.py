@@ -120,8 +120,8 @@ class LowerBounds:
     @cached_property
     def _moments(self) -> tuple[Moment, ...]:
         """The start, and where the uncheckpointed backward and its own values peak."""
-        profile = simulate(self.program, save_all(self.program))
-        runs = np.asarray(save_all(self.program).before, dtype=np.int64)
-        places = profile.forward_ops + np.arange(len(self._own)) + np.searchsorted(runs, np.arange(len(self._own)), side="right")
-        at_ops = np.asarray(profile.profile)[places]
+        schedule = save_all(self.program)
+        simulation = simulate(self.program, schedule)
+        ops = np.arange(len(self._own))
+        at_ops = np.asarray(simulation.profile)[simulation.forward_ops + ops + np.searchsorted(schedule.before, ops, side="right")]
         return tuple(Moment(self.program, j) for j in sorted({0, int(at_ops.argmax()), int(np.argmax(self._own))}))

@@ -230,6 +230,7 @@ def needed_cut(program: Program, positions: range, reach: int) -> tuple[CutProbl
 
 
 def no_way(program: Program, s: int) -> FxckptError:
+    """Return the error for a storage that may be neither saved nor recomputed, with the path to it."""
     name, path = program.storages[s].name, " -> ".join(_path(program, s))
     return FxckptError(
         f"cannot plan: {name!r} is needed in the backward, but it may be neither saved nor recomputed. Path: {path}. "
