@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxckpt.passes.program import Program
-from fxckpt.passes.schedule import Schedule, forward_ops
+from fxckpt.passes.schedule import Schedule, forward_ops, with_runs
 from fxckpt.passes.simulate import Simulation
 
 FORWARD = -1
@@ -154,16 +154,5 @@ class _Copies:
 
     def schedule(self) -> Schedule:
         """Return what is left."""
-        program = self.program
         left = [i for i, is_dropped in enumerate(self.is_dropped) if not is_dropped]
-        runs, before = tuple([self.runs[i] for i in left]), tuple([self.run_before[i] for i in left])
-        saved: set[int] = set()
-        made: set[int] = set()
-        at = 0
-        for j, reads in enumerate(program.forward_reads):
-            while at < len(runs) and before[at] == j:
-                saved.update(s for s in program.ops[runs[at]].needs if s not in made)
-                made.update(program.ops[runs[at]].writes)
-                at += 1
-            saved.update(s for s in reads if s not in made)
-        return Schedule(tuple(sorted(saved)), runs, before)
+        return with_runs(self.program, tuple([self.runs[i] for i in left]), tuple([self.run_before[i] for i in left]))

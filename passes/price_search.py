@@ -19,7 +19,7 @@ from fxckpt.passes.program import Program
 from fxckpt.passes.schedule import Schedule, emit, save_all
 from fxckpt.passes.simulate import Simulation, simulate
 from fxckpt.passes.staged_cut import Layout, StagedCut
-from fxckpt.passes.stages import CutIntoStages
+from fxckpt.passes.stages import NarrowPlaces
 
 Prices = tuple[float, ...]
 
@@ -58,11 +58,10 @@ class Found:
 class PriceSearch:
     """Search prices for schedules within a budget."""
 
-    stage_counts: tuple[int, ...] = (24, 12, 48)
-    """Guess: 8 to 64 were tried; bench/planner.py prints the planner's time."""
-    thorough_ops: int = 600
-    """Programs of more forward ops are searched at the first of ``stage_counts`` alone."""
-    floor_counts: tuple[int, ...] = (12, 24, 48)
+    stage_counts: tuple[int, ...] = (32, 64, 16)
+    shares: tuple[float, ...] = (0.1, 0.01, 1.0)
+    """Price of each stage beside that of the forward's end."""
+    floor_counts: tuple[int, ...] = (32, 64)
     grid: int = 3
     """Prices tried for the floor at each of ``floor_counts``, evenly spaced in their logarithm."""
     sweep: int = 20
@@ -71,8 +70,6 @@ class PriceSearch:
     dual_steps: int = 4
     dual_rate: float = 2.0
     """Guess: step of the multiplicative update, per relative overshoot."""
-    ramp: float = 0.01
-    """Guess: price of each stage beside the forward's end; makes identical layers differ."""
     filled: int = 5
     """How many of the best schedules have their slack spent."""
     cut: StagedCut = field(default_factory=StagedCut)
@@ -119,7 +116,7 @@ class _Search:
         self.low, self.high = price_range(program)
         self.bounds = LowerBounds(program, self.low, self.high)
         self.baseline = self.judge(save_all(program))
-        self.counts = options.stage_counts if len(program.ops) <= options.thorough_ops else options.stage_counts[:1]
+        self.places = NarrowPlaces(program)
 
     def judge(self, schedule: Schedule) -> Candidate:
         if schedule not in self.seen:
@@ -145,7 +142,7 @@ class _Search:
 
     def layout(self, count: int) -> Layout:
         if count not in self.layouts:
-            self.layouts[count] = self.options.cut.lay_out(self.program, CutIntoStages(count)(self.program))
+            self.layouts[count] = self.options.cut.lay_out(self.program, self.places.stages(count))
         return self.layouts[count]
 
     def try_prices(self, count: int, prices: Sequence[float], sweeps: int | None = None) -> Candidate:
@@ -162,12 +159,12 @@ class _Search:
 
     def free(self) -> Candidate:
         """The least extra time there is, and the least peak at it."""
-        self.shaped(self.counts[0], self.low * 1e-6, 1.0)
+        self.shaped(self.options.stage_counts[0], self.low * 1e-6, 1.0)
         return min(self.legal(), key=lambda c: c.rank)
 
     def floor(self) -> Candidate:
         """The least peak of any schedule seen, over a grid of prices at every stage count. One sweep mostly gives the least peaks."""
-        sweeps = None if len(self.program.ops) <= self.options.thorough_ops else 1
+        sweeps = None
         prices = _between((self.low * self.high) ** 0.5, self.high, self.options.grid)
         for count in self.options.floor_counts:
             # Press on from the best uniform price: prices where the peak is, no prices elsewhere.
@@ -179,17 +176,16 @@ class _Search:
     def fit(self, limit: int) -> None:
         """Look for schedules within ``limit``."""
         start = self.bounds.seconds(limit).price or self.low
-        for count in self.counts:
-            self._bisect(count, self.options.ramp, start, limit)
-            price = self._bisect(count, 1.0, start / count, limit)
-            self._dual(count, [price] * (len(self.layout(count).starts) + 1), limit)
+        for count in self.options.stage_counts:
+            for share in self.options.shares:
+                self._bisect(count, share, start / (1 + share * count / 2), limit)
 
     def price_sweep(self) -> None:
         """Look for schedules at all prices."""
-        for count in self.counts:
+        for count in self.options.stage_counts:
             for price in _between(self.low, self.high, self.options.sweep):
-                self.shaped(count, price, self.options.ramp)
-                self.shaped(count, price / count, 1.0)
+                for share in self.options.shares:
+                    self.shaped(count, price / (1 + share * count / 2), share)
 
     def fill(self, limit: int) -> None:
         """Spend what the fastest schedules within ``limit`` leave of it."""

@@ -89,6 +89,20 @@ def save_all(program: Program) -> Schedule:
     return emit(program, Decisions((0,), (frozenset(),), (either,)))
 
 
+def with_runs(program: Program, runs: tuple[int, ...], before: tuple[int, ...]) -> Schedule:
+    """Return the schedule of these runs: what they and the backward read before it is made again is saved."""
+    saved: set[int] = set()
+    made: set[int] = set()
+    at = 0
+    for j, reads in enumerate(program.forward_reads):
+        while at < len(runs) and before[at] == j:
+            saved.update(s for s in program.ops[runs[at]].needs if s not in made)
+            made.update(program.ops[runs[at]].writes)
+            at += 1
+        saved.update(s for s in reads if s not in made)
+    return Schedule(tuple(sorted(saved)), runs, before)
+
+
 def forward_ops(program: Program, saved: tuple[int, ...]) -> list[int]:
     """Return the ops the forward runs: what its outputs need, and what the saved values need."""
     tables = program.tables

@@ -27,7 +27,7 @@ from fxckpt.passes.flow import CutProblem, Network, Unbounded
 from fxckpt.passes.program import BoolArray, FloatArray, IntArray, Program
 from fxckpt.passes.schedule import Decisions, stage_ranges
 
-LEAST_REACH = 256
+LEAST_REACH = 96
 """Ops a stage may always look at; small programs are looked at whole."""
 
 

@@ -1,57 +1,116 @@
 """Stages: cut the backward's op order into spans at narrow places.
 
-A narrow place is a position where few bytes of forward values are read on both sides and few bytes of gradients are live: there a
-recomputed value is seldom worth keeping across. One boundary is chosen in each of ``count`` windows of equal time.
+A narrow place is a position where few bytes of forward values are read on both sides and few bytes of gradients are passed on: there a
+recomputed value is seldom worth keeping across. How much deeper a place is than the way to a narrower one (its persistence, as the terms of
+merge trees go: Edelsbrunner, Letscher and Zomorodian 2002) tells the boundaries of blocks from those inside them, and identical layers
+have boundaries of equal depth; stages are cut at all places of a depth or at none, so that a stage is a block, or a half of it, all along.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
-from fxckpt.passes.program import Program
-from fxckpt.passes.simulate import backward_own_profile
+import numpy as np
+
+from fxckpt.passes.program import IN_BACKWARD, IntArray, Program
 
 
 @dataclass(frozen=True)
-class CutIntoStages:
-    """Choose at most ``count`` stages."""
+class NarrowPlaces:
+    """The narrow places of one program."""
 
-    count: int
+    program: Program
 
-    def __call__(self, program: Program) -> tuple[int, ...]:
-        """Return the first backward op of each stage."""
-        n = len(program.backward)
-        if self.count <= 1 or n <= 2:
-            return (0,)
-        width = crossing_bytes(program)
-        starts = [0]
-        for k in range(1, self.count):
-            low, high = (2 * k - 1) * n // (2 * self.count), (2 * k + 1) * n // (2 * self.count)
-            window = range(max(low, starts[-1] + 1), min(max(high, low + 1), n))
-            if window:
-                starts.append(min(window, key=lambda j: (width[j], j)))
-        return tuple(starts)
+    def stages(self, count: int) -> tuple[int, ...]:
+        """Return the first backward op of each of about ``count`` stages: at most 1.5 times as many, fewer where there are no more ops."""
+        places = self._deepest(count - 1)
+        if len(places) > 1.5 * (count - 1):
+            step = math.ceil(len(places) / max(count - 1, 1))
+            places = places[step - 1 :: step]
+        return self._split((0, *places), count)
+
+    @cached_property
+    def width(self) -> IntArray:
+        """Per backward op: bytes that would be passed across a boundary right before it, gradients that are returned aside."""
+        return crossing_bytes(self.program)
+
+    @cached_property
+    def depth(self) -> dict[int, int]:
+        """Per narrow place: bytes more that are passed on the way to the next narrower one."""
+        return persistence(self.width)
+
+    def _deepest(self, count: int) -> tuple[int, ...]:
+        """Return the places of the greatest depths, all of a depth or none, so that there are about ``count``."""
+        classes = sorted(Counter(depth for place, depth in self.depth.items() if place > 0).items(), reverse=True)
+        sums = np.cumsum([n for _, n in classes])
+        if not len(sums) or count < 1:
+            return ()
+        at = int(np.abs(np.log(sums / count)).argmin())
+        least = classes[at][0]
+        return tuple(place for place in sorted(self.depth) if place > 0 and self.depth[place] >= least)
+
+    def _split(self, starts: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """Split stages that are longer than half as many as wanted would be, at the narrowest place of their middle."""
+        n = len(self.program.backward)
+        longest = max(1, math.ceil(1.5 * n / count))
+        split: list[int] = []
+        for first, end in zip(starts, (*starts[1:], n), strict=True):
+            split.append(first)
+            pieces = math.ceil((end - first) / longest)
+            for k in range(1, pieces):
+                middle, slack = first + k * (end - first) / pieces, (end - first) / (4 * pieces)
+                window = range(max(round(middle - slack), split[-1] + 1), min(max(round(middle + slack), split[-1] + 1) + 1, end))
+                if window:
+                    split.append(min(window, key=lambda j: (int(self.width[j]), j)))
+        return tuple(split)
 
 
-def crossing_bytes(program: Program) -> list[int]:
-    """Return, for each backward op, the bytes that would be live across a boundary right before it."""
-    n = len(program.backward)
-    own = backward_own_profile(program)
+def crossing_bytes(program: Program) -> IntArray:
+    """Return :attr:`NarrowPlaces.width`."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    written = {s for op in program.backward for s in op.writes}
     for j, op in enumerate(program.backward):
-        for s in op.reads:
-            if s not in written:
+        for s in op.writes:
+            first.setdefault(s, j)
+        for s in (*op.reads, *op.writes):
+            if program.storages[s].producer != IN_BACKWARD or s in first:
                 first.setdefault(s, j)
                 last[s] = j
-    change = [0] * (n + 1)
+    returned = {s for s in program.backward[-1].reads if program.storages[s].producer == IN_BACKWARD} if program.backward else set()
+    change = np.zeros(len(program.backward) + 1, dtype=np.int64)
     for s, j in first.items():
-        change[j + 1] += program.storages[s].bytes
-        change[last[s] + 1] -= program.storages[s].bytes
-    width, live = [], 0
-    for j in range(n):
-        live += change[j]
-        before = own[j] - sum(program.storages[s].bytes for s in program.backward[j].writes)
-        width.append(live + before)
-    return width
+        if s not in returned:
+            change[j + 1] += program.storages[s].bytes
+            change[last[s] + 1] -= program.storages[s].bytes
+    return np.cumsum(change)[:-1]
+
+
+def persistence(heights: IntArray) -> dict[int, int]:
+    """Return, per local minimum, how far one must climb from it to reach a lower one, and for the lowest how far to the top.
+
+    Of equal minima the later one climbs to the earlier, of a level stretch the first place stands for all.
+    """
+    parent = [-1] * len(heights)  # -1: not flooded yet; a basin's root is its lowest place
+    climbs: dict[int, int] = {}
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for i in np.argsort(heights, kind="stable").tolist():
+        parent[i] = i
+        for neighbor in (i - 1, i + 1):
+            if 0 <= neighbor < len(parent) and parent[neighbor] >= 0:
+                low, high = sorted((root(i), root(neighbor)), key=lambda r: (int(heights[r]), r))
+                if low != high:
+                    if heights[i] > heights[high]:
+                        climbs[high] = int(heights[i] - heights[high])
+                    parent[high] = low
+    if len(heights):
+        climbs[int(heights.argmin())] = int(heights.max() - heights.min())
+    return climbs
