@@ -27,7 +27,8 @@ class Fill:
     def __call__(self, program: Program, schedule: Schedule, simulation: Simulation) -> Schedule:
         """Return a schedule of no more time. ``simulation`` is that of ``schedule``, and within the limit."""
         copies = _Copies(program, schedule, simulation)
-        for _, i in sorted((-copies.worth(i), i) for i in range(len(schedule.runs))):
+        worth = [(copies.worth(i), i) for i in range(len(schedule.runs))]
+        for _, i in sorted((-w, i) for w, i in worth if w > 0):
             copies.drop_if_fits(i, self.limit)
         return copies.schedule()
 
@@ -39,6 +40,7 @@ class _Copies:
         self.program = program
         self.runs = schedule.runs
         self.run_before = schedule.before
+        self.seconds: list[float] = program.tables.seconds[list(schedule.runs)].tolist()
         self.profile = np.asarray(simulation.profile)
         self.is_dropped = [False] * len(schedule.runs)
         self.in_forward = forward_ops(program, schedule.saved)
@@ -85,8 +87,9 @@ class _Copies:
 
     def worth(self, i: int) -> float:
         """Return the seconds per byte of dropping run ``i``."""
-        gone = self._gone_with(i)
-        seconds = sum(self.program.ops[self.runs[r]].seconds for r in gone if self._costs(r))
+        seconds = sum([self.seconds[r] for r in self._gone_with(i) if self._costs(r)])
+        if not seconds:
+            return 0.0
         nbytes = sum(self.program.storages[s].bytes for s in self._read_outputs(i))
         return seconds / max(nbytes, 1)
 
@@ -98,21 +101,24 @@ class _Copies:
 
     def _gone_with(self, i: int) -> list[int]:
         """Return run ``i`` and the runs nobody but it (and them) needs."""
-        gone, fewer = [i], dict[tuple[int, int], int]()
+        gone, fewer, readers = [i], dict[tuple[int, int], int](), self.readers
         for r in gone:
-            for copy in map(self._present, self.inputs[r]):
-                fewer[copy] = fewer.get(copy, 0) + 1
+            for copy in self.inputs[r]:
+                if copy[1] != FORWARD and copy not in readers:
+                    copy = self._present(copy)
                 maker = copy[1]
-                if maker == FORWARD or fewer[copy] < self.readers[copy]:
+                if maker == FORWARD:
                     continue
-                if all(self.readers.get((s, maker), 0) == fewer.get((s, maker), 0) for s in self.program.ops[self.runs[maker]].writes):
+                fewer[copy] = count = fewer.get(copy, 0) + 1
+                if count == readers[copy] and all(
+                    readers.get((s, maker), 0) == fewer.get((s, maker), 0) for s in self.program.ops[self.runs[maker]].writes
+                ):
                     gone.append(maker)
         return gone
 
     def drop_if_fits(self, i: int, limit: int) -> None:
         """Drop run ``i`` if that takes time off and the longer life of the copies before it stays within ``limit``."""
-        gone = [] if self.is_dropped[i] else self._gone_with(i)
-        if not any(self._costs(r) for r in gone):
+        if self.is_dropped[i]:
             return
         previous = self.before[i]
         while previous != FORWARD and self.is_dropped[previous]:
@@ -126,6 +132,9 @@ class _Copies:
             more[len(more) - (self.at[i] - begin) :] += self.program.storages[s].bytes
         window = self.profile[self.at[i] - len(more) : self.at[i]]
         if len(more) and int((window + more).max()) > limit:
+            return
+        gone = self._gone_with(i)
+        if not any(self._costs(r) for r in gone):
             return
         window += more
         self._drop(i, previous, outputs, gone)

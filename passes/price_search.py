@@ -1,17 +1,18 @@
 """The price search: the least extra time whose simulated peak fits a budget in bytes.
 
-The peak constraint of every stage is dualized into a price per byte. The search starts from the price of the lower bound and bisects the prices of
-several shapes: high at the forward's end, the same everywhere, and moved multiplicatively by how far each stage is over the budget. The
-simulator judges every schedule and the best that fits is kept; what it leaves of the budget is spent by :mod:`~fxckpt.passes.fill`. The search
-ends after a fixed number of cuts and reads no clock, so the same graph always gets the same plan.
+The peak constraint is dualized into prices per byte: one at the forward's end, where all that is saved is live, and a share of it at every stage.
+Around the price of the lower bound a few prices and shares are cut at several numbers of stages. Cuts flip whole classes of identical layers at
+once, so the most promising schedules, over the budget or under it, are then brought to it by single moves: :mod:`~fxckpt.passes.trim` gives up
+copies until the peak fits, :mod:`~fxckpt.passes.fill` drops runs that the slack pays for. The best is shaken a few times: trimmed below the
+budget and filled again. The simulator judges every schedule. The search ends after a fixed number of steps and reads no clock, so the same
+graph always gets the same plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 from fxckpt.passes.bounds import Bound, LowerBounds
 from fxckpt.passes.fill import Fill
@@ -20,8 +21,7 @@ from fxckpt.passes.schedule import Schedule, emit, save_all
 from fxckpt.passes.simulate import Simulation, simulate
 from fxckpt.passes.staged_cut import Layout, StagedCut
 from fxckpt.passes.stages import NarrowPlaces
-
-Prices = tuple[float, ...]
+from fxckpt.passes.trim import Trim
 
 
 @dataclass(frozen=True)
@@ -56,22 +56,28 @@ class Found:
 
 @dataclass(frozen=True)
 class PriceSearch:
-    """Search prices for schedules within a budget."""
+    """Search prices for schedules within a budget. The numbers are guesses; bench/planner.py prints what they come to in time and in quality."""
 
-    stage_counts: tuple[int, ...] = (32, 64, 16)
-    shares: tuple[float, ...] = (0.1, 0.01, 1.0)
+    stage_counts: tuple[int, ...] = (32, 64)
+    share: float = 0.01
     """Price of each stage beside that of the forward's end."""
-    floor_counts: tuple[int, ...] = (32, 64)
-    grid: int = 3
-    """Prices tried for the floor at each of ``floor_counts``, evenly spaced in their logarithm."""
-    sweep: int = 20
+    factors: tuple[float, ...] = (1.0, 1.5, 2.5, 4.0)
+    """Prices tried for one budget, beside the price of its lower bound."""
+    small_ops: int = 150
+    small_factors: tuple[float, ...] = (1.0, 1.5, 2.5, 4.0, 0.5, 0.25, 8.0, 16.0, 64.0)
+    """The same for programs of at most ``small_ops`` forward ops."""
+    sweep: int = 12
     """Prices of each shape tried for a whole frontier."""
-    bisections: int = 6
-    dual_steps: int = 4
-    dual_rate: float = 2.0
-    """Guess: step of the multiplicative update, per relative overshoot."""
-    filled: int = 5
-    """How many of the best schedules have their slack spent."""
+    floor_shares: tuple[float, ...] = (0.01, 0.001)
+    floor_prices: int = 3
+    descents: int = 6
+    """How often the floor is trimmed further."""
+    refined: int = 6
+    """How many schedules are brought to a budget by single moves."""
+    shakes: tuple[float, ...] = (0.9, 0.9, 0.97, 0.98)
+    """Shares of the budget that the best schedule is trimmed to before it is filled again."""
+    enough: float = 0.005
+    """No more moves for a schedule that is certified to be this near to the best, relatively."""
     cut: StagedCut = field(default_factory=StagedCut)
 
     def __call__(self, program: Program, budget: Callable[[int], int | None]) -> Found:
@@ -83,7 +89,7 @@ class PriceSearch:
         # The floor is found before and without the budget, so that asking for just the floor always succeeds.
         if limit is not None and floor.simulation.peak_bytes <= limit < free.simulation.peak_bytes:
             search.fit(limit)
-            search.fill(limit)
+            search.refine(limit, self.refined)
         return search.found(limit, floor)
 
     def frontier(self, program: Program, points: int, tick: Callable[[], object] = lambda: None) -> tuple[Found, ...]:
@@ -98,8 +104,9 @@ class PriceSearch:
         low, high = floor.simulation.peak_bytes, search.baseline.simulation.peak_bytes
         limits = [round(p) for p in _between(max(low, 1), max(high, 1), points)][1:-1] if high > low else []
         limits = [low, *limits, high] if high > low else [low]
-        for limit in limits:
-            search.fill(limit)
+        # The plan of one limit is a good start for the next.
+        for limit in reversed(limits):
+            search.refine(limit, max(1, self.refined // 2))
             tick()
         return tuple(search.found(limit, floor) for limit in limits)
 
@@ -110,13 +117,13 @@ class _Search:
     def __init__(self, options: PriceSearch, program: Program) -> None:
         self.options = options
         self.program = program
+        self.places = NarrowPlaces(program)
         self.layouts: dict[int, Layout] = {}
         self.seen: dict[Schedule, Candidate] = {}
-        self.tried: dict[tuple[int, Prices, int], tuple[Candidate, ...]] = {}
         self.low, self.high = price_range(program)
         self.bounds = LowerBounds(program, self.low, self.high)
+        self.bound_at: dict[int, Bound] = {}
         self.baseline = self.judge(save_all(program))
-        self.places = NarrowPlaces(program)
 
     def judge(self, schedule: Schedule) -> Candidate:
         if schedule not in self.seen:
@@ -137,7 +144,7 @@ class _Search:
         best = min(candidates, key=lambda c: c.rank, default=None)
         bound = Bound(0.0, 0.0)
         if best is not None and limit is not None and best.simulation.extra_seconds > 0:
-            bound = self.bounds.seconds(limit)
+            bound = self.bound(limit)
         return Found(limit, best, floor, self.baseline, bound, self.bounds.peak_bytes)
 
     def layout(self, count: int) -> Layout:
@@ -145,17 +152,12 @@ class _Search:
             self.layouts[count] = self.options.cut.lay_out(self.program, self.places.stages(count))
         return self.layouts[count]
 
-    def try_prices(self, count: int, prices: Sequence[float], sweeps: int | None = None) -> Candidate:
-        """Return the schedule of least peak among those of the sweeps at ``prices``."""
-        cut = self.options.cut if sweeps is None else replace(self.options.cut, sweeps=sweeps)
-        key = (count, tuple(prices), cut.sweeps)
-        if key not in self.tried:
-            self.tried[key] = tuple(self.judge(emit(self.program, d)) for d in cut(self.layout(count), prices))
-        return min(self.tried[key], key=lambda c: c.simulation.peak_bytes)
-
-    def shaped(self, count: int, price: float, share: float, sweeps: int | None = None) -> Candidate:
+    def shaped(self, count: int, price: float, share: float, sweeps: int | None = None) -> None:
         """Try ``price`` at the forward's end and ``share`` of it at every stage."""
-        return self.try_prices(count, [price, *[price * share] * len(self.layout(count).starts)], sweeps)
+        cut = self.options.cut if sweeps is None else replace(self.options.cut, sweeps=sweeps)
+        layout = self.layout(count)
+        for decisions in cut(layout, [price, *[price * share] * len(layout.starts)]):
+            self.judge(emit(self.program, decisions))
 
     def free(self) -> Candidate:
         """The least extra time there is, and the least peak at it."""
@@ -163,59 +165,83 @@ class _Search:
         return min(self.legal(), key=lambda c: c.rank)
 
     def floor(self) -> Candidate:
-        """The least peak of any schedule seen, over a grid of prices at every stage count. One sweep mostly gives the least peaks."""
-        sweeps = None
-        prices = _between((self.low * self.high) ** 0.5, self.high, self.options.grid)
-        for count in self.options.floor_counts:
-            # Press on from the best uniform price: prices where the peak is, no prices elsewhere.
-            price = min(prices, key=lambda p: self.shaped(count, p, 1.0, sweeps).simulation.peak_bytes)
-            least = self.shaped(count, price, 1.0, sweeps).simulation.peak_bytes
-            self._dual(count, [price] * (len(self.layout(count).starts) + 1), least * 9 // 10, sweeps)
+        """The least peak of any schedule seen: at high prices, where one sweep mostly gives less than two, then trimmed further."""
+        for count in self.options.stage_counts:
+            for price in _between((self.low * self.high) ** 0.5, self.high, self.options.floor_prices):
+                for share in self.options.floor_shares:
+                    self.shaped(count, price, share, sweeps=1)
+        least = self._least_peak()
+        for _ in range(self.options.descents):
+            peak = least.simulation.peak_bytes
+            self.judge(Trim(max(self.bounds.peak_bytes, peak * 19 // 20))(self.program, least.schedule, least.simulation))
+            least = self._least_peak()
+            if least.simulation.peak_bytes >= peak:
+                break
+        return least
+
+    def _least_peak(self) -> Candidate:
         return min(self.legal(), key=lambda c: (c.simulation.peak_bytes, c.rank))
 
     def fit(self, limit: int) -> None:
-        """Look for schedules within ``limit``."""
-        start = self.bounds.seconds(limit).price or self.low
-        for count in self.options.stage_counts:
-            for share in self.options.shares:
-                self._bisect(count, share, start / (1 + share * count / 2), limit)
+        """Look for schedules about ``limit``."""
+        price = self.bound(limit).price or self.low
+        factors = self.options.factors if len(self.program.ops) > self.options.small_ops else self.options.small_factors
+        self._shapes(price * factor for factor in factors)
 
     def price_sweep(self) -> None:
         """Look for schedules at all prices."""
-        for count in self.options.stage_counts:
-            for price in _between(self.low, self.high, self.options.sweep):
-                for share in self.options.shares:
-                    self.shaped(count, price / (1 + share * count / 2), share)
+        self._shapes(_between(self.low, self.high, self.options.sweep))
 
-    def fill(self, limit: int) -> None:
-        """Spend what the fastest schedules within ``limit`` leave of it."""
-        for candidate in sorted(self.within(limit), key=lambda c: c.rank)[: self.options.filled]:
-            while True:
-                fuller = self.judge(Fill(limit)(self.program, candidate.schedule, candidate.simulation))
-                if fuller.simulation.peak_bytes > limit or fuller.rank >= candidate.rank:
-                    break
-                candidate = fuller
+    def _shapes(self, prices: Iterable[float]) -> None:
+        """Try every number of stages at prices that a value saved through half the stages pays."""
+        for price in prices:
+            for count in self.options.stage_counts:
+                self.shaped(count, price / (1 + self.options.share * count / 2), self.options.share)
 
-    def _bisect(self, count: int, share: float, guess: float, limit: int) -> float:
-        """Return about the least price of this shape that fits, having tried those on the way: out from the guess, then in."""
-        low, high, step = 0.0, float("inf"), 2.0
-        price = guess
-        for _ in range(self.options.bisections):
-            if self.shaped(count, price, share).simulation.peak_bytes <= limit:
-                high = price
-                price = price / step if low == 0.0 else (low * high) ** 0.5
-            else:
-                low = price
-                price = price * step if high == float("inf") else (low * high) ** 0.5
-            step *= step if low == 0.0 or high == float("inf") else 1.0
-        return min(high, price)
+    def refine(self, limit: int, count: int) -> None:
+        """Bring the most promising schedules to ``limit`` by single moves."""
+        enough = (1 + self.options.enough) * self.bound(limit).seconds
+        for candidate in self._promising(limit, count):
+            if self._best(limit) <= enough:
+                return
+            self._bring(candidate, limit, limit)
+        for share in self.options.shakes:
+            best = min(self.within(limit), key=lambda c: c.rank, default=None)
+            if best is None or best.simulation.extra_seconds <= enough:
+                return
+            self._bring(best, int(limit * share), limit)
 
-    def _dual(self, count: int, prices: list[float], limit: int, sweeps: int | None = None) -> None:
-        for _ in range(self.options.dual_steps):
-            candidate = self.try_prices(count, prices, sweeps)
-            peaks = stage_peaks(self.program, self.layout(count).starts, candidate)
-            factors = [(max(p, 1) / max(limit, 1)) ** self.options.dual_rate for p in peaks]
-            prices = [p * min(4.0, max(0.25, f)) for p, f in zip(prices, factors, strict=True)]
+    def _best(self, limit: int) -> float:
+        return min((c.simulation.extra_seconds for c in self.within(limit)), default=math.inf)
+
+    def bound(self, limit: int) -> Bound:
+        if limit not in self.bound_at:
+            self.bound_at[limit] = self.bounds.seconds(limit)
+        return self.bound_at[limit]
+
+    def _promising(self, limit: int, count: int) -> list[Candidate]:
+        """Return candidates whose time, and their distance to ``limit`` at the bound's price, and at four times that, are least."""
+        price = self.bound(limit).price or self.low
+        chosen: dict[Schedule, Candidate] = {}
+        for times in (1.0, 4.0):
+            scores: dict[float, Candidate] = {}
+            for c in self.legal():
+                scores.setdefault(c.simulation.extra_seconds + times * price * (c.simulation.peak_bytes - limit), c)
+            chosen.update((scores[score].schedule, scores[score]) for score in sorted(scores)[: count // 2 or 1])
+        return list(chosen.values())
+
+    def _bring(self, candidate: Candidate, low: int, limit: int) -> None:
+        """Trim ``candidate`` to at most ``low`` bytes, as far as it goes, then spend what is left up to ``limit``."""
+        while candidate.simulation.peak_bytes > low:
+            trimmed = self.judge(Trim(low)(self.program, candidate.schedule, candidate.simulation))
+            if trimmed.simulation.peak_bytes >= candidate.simulation.peak_bytes:
+                break
+            candidate = trimmed
+        while candidate.simulation.peak_bytes <= limit:
+            fuller = self.judge(Fill(limit)(self.program, candidate.schedule, candidate.simulation))
+            if fuller.simulation.peak_bytes > limit or fuller.rank >= candidate.rank:
+                break
+            candidate = fuller
 
 
 def price_range(program: Program) -> tuple[float, float]:
@@ -231,16 +257,6 @@ def price_range(program: Program) -> tuple[float, float]:
         return 1e-15, 1e-6
     rates = tables.seconds[:count][costs] / tables.written_bytes[:count][costs]
     return float(rates.min()) / 100, float(rates.max()) * 100
-
-
-def stage_peaks(program: Program, starts: tuple[int, ...], candidate: Candidate) -> list[int]:
-    """Return the peak of the forward, then of each stage of the backward."""
-    profile = np.asarray(candidate.simulation.profile)
-    at = candidate.simulation.forward_ops
-    before = np.asarray(candidate.schedule.before, dtype=np.int64)
-    # A stage begins with the runs in front of its first backward op.
-    begins = at + np.asarray(starts) + np.searchsorted(before, np.asarray(starts), side="left")
-    return [int(profile[:at].max(initial=0)), *np.maximum.reduceat(profile, begins).tolist()]
 
 
 def _between(low: float, high: float, count: int) -> list[float]:

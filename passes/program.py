@@ -66,7 +66,7 @@ class Op:
     scratch_bytes: int = 0
     """What the kernel allocates and frees before it returns."""
 
-    @property
+    @cached_property
     def needs(self) -> tuple[int, ...]:
         """What a second run reads, the generator state included."""
         return self.reads if self.rng_state is None else (*self.reads, self.rng_state)

@@ -96,10 +96,11 @@ def with_runs(program: Program, runs: tuple[int, ...], before: tuple[int, ...]) 
     at = 0
     for j, reads in enumerate(program.forward_reads):
         while at < len(runs) and before[at] == j:
-            saved.update(s for s in program.ops[runs[at]].needs if s not in made)
-            made.update(program.ops[runs[at]].writes)
+            op = program.ops[runs[at]]
+            saved.update([s for s in op.needs if s not in made])
+            made.update(op.writes)
             at += 1
-        saved.update(s for s in reads if s not in made)
+        saved.update([s for s in reads if s not in made])
     return Schedule(tuple(sorted(saved)), runs, before)
 
 

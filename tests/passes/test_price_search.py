@@ -12,20 +12,21 @@ from hypothesis import strategies as st
 
 from fxckpt.passes.fill import Fill
 from fxckpt.passes.price_search import PriceSearch
-from fxckpt.passes.program import Program
+from fxckpt.passes.program import IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.passes.schedule import Decisions, emit, save_all
 from fxckpt.passes.simulate import simulate
 from fxckpt.passes.staged_cut import StagedCut
-from fxckpt.passes.stages import CutIntoStages
+from fxckpt.passes.stages import NarrowPlaces
+from fxckpt.passes.trim import Trim
 from tests.passes.programs import interpret, programs
 
-SEARCH = PriceSearch(stage_counts=(3,), floor_counts=(2, 5), grid=2, bisections=3, dual_steps=2, filled=2)
+SEARCH = PriceSearch(stage_counts=(2, 5), small_factors=(1.0, 4.0), floor_prices=2, sweep=4, refined=2, shakes=(0.9,))
 
 
 @st.composite
 def decisions(draw: st.DrawFn, program: Program) -> Decisions:
     """Anything a cut could decide."""
-    starts = CutIntoStages(draw(st.integers(1, 4)))(program)
+    starts = NarrowPlaces(program).stages(draw(st.integers(1, 4)))
     free = [i for i, op in enumerate(program.ops) if op.pinned is None]
     values = range(len(program.storages))
     kept = [frozenset(draw(st.sets(st.sampled_from(values)))) for _ in starts]
@@ -55,6 +56,31 @@ def test_filling_takes_time_off_and_stays_inside(data: st.DataObject, program: P
     ran = interpret(program, filled)
     assert max(ran.profile) <= limit
     assert ran.seconds <= before.extra_seconds
+
+
+@given(data=st.data(), program=programs(), share=st.floats(0.0, 1.0))
+def test_trimming_makes_legal_schedules(data: st.DataObject, program: Program, share: float) -> None:
+    schedule = emit(program, data.draw(decisions(program)))
+    before = simulate(program, schedule)
+    trimmed = Trim(int(share * before.peak_bytes))(program, schedule, before)
+    ran = interpret(program, trimmed)
+    assert simulate(program, trimmed).peak_bytes == max(ran.profile)
+    assert ran.seconds >= before.extra_seconds
+
+
+def test_trimming_gives_up_what_is_cheapest_to_make_again() -> None:
+    """Two values of ten bytes are saved; at a limit of twelve the one that takes a second is made again, not the one that takes nine."""
+    program = Program(
+        ops=(Op("cheap", Side.FORWARD, 1.0, 1, (), (0,)), Op("dear", Side.FORWARD, 9.0, 9, (), (1,))),
+        backward=(Op("b0", Side.BACKWARD, 1.0, 1, (1,), (2,)), Op("b1", Side.BACKWARD, 1.0, 1, (0,), (3,))),
+        storages=(Storage("cheap", 10, 0), Storage("dear", 10, 1), Storage("g0", 1, IN_BACKWARD), Storage("g1", 1, IN_BACKWARD)),
+        tangent_bytes=0,
+    )
+    everything = save_all(program)
+    trimmed = Trim(12)(program, everything, simulate(program, everything))
+    assert trimmed.runs == (0,)
+    assert trimmed.before == (1,)
+    assert simulate(program, trimmed).peak_bytes <= 12
 
 
 @given(program=programs(), share=st.floats(0.0, 1.0))
@@ -107,7 +133,7 @@ def test_along_a_frontier_time_only_falls(program: Program, points: int) -> None
 @given(program=programs())
 def test_any_colouring_makes_legal_schedules(program: Program, colors: int) -> None:
     cut = StagedCut(colors=colors)
-    layout = cut.lay_out(program, CutIntoStages(5)(program))
+    layout = cut.lay_out(program, NarrowPlaces(program).stages(5))
     for decided in cut(layout, [0.1] * (len(layout.starts) + 1)):
         interpret(program, emit(program, decided))
 
