@@ -7,6 +7,7 @@ forward; what was run for the dropped run alone goes with it. A run is dropped o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,10 +24,12 @@ class Fill:
     """Drop runs while ``limit`` bytes allow it."""
 
     limit: int
+    seconds: Sequence[float] | None = None
+    """Per op: what to go by instead of the program's own."""
 
     def __call__(self, program: Program, schedule: Schedule, simulation: Simulation) -> Schedule:
         """Return a schedule of no more time. ``simulation`` is that of ``schedule``, and within the limit."""
-        copies = _Copies(program, schedule, simulation)
+        copies = _Copies(program, schedule, simulation, program.tables.seconds.tolist() if self.seconds is None else self.seconds)
         worth = [(copies.worth(i), i) for i in range(len(schedule.runs))]
         for _, i in sorted((-w, i) for w, i in worth if w > 0):
             copies.drop_if_fits(i, self.limit)
@@ -36,11 +39,11 @@ class Fill:
 class _Copies:
     """Who reads which copy of a value. A copy is (storage, run that made it), or (storage, FORWARD)."""
 
-    def __init__(self, program: Program, schedule: Schedule, simulation: Simulation) -> None:
+    def __init__(self, program: Program, schedule: Schedule, simulation: Simulation, seconds: Sequence[float]) -> None:
         self.program = program
         self.runs = schedule.runs
         self.run_before = schedule.before
-        self.seconds: list[float] = program.tables.seconds[list(schedule.runs)].tolist()
+        self.seconds = [seconds[o] for o in schedule.runs]
         self.profile = np.asarray(simulation.profile)
         self.is_dropped = [False] * len(schedule.runs)
         self.in_forward = forward_ops(program, schedule.saved)

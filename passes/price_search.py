@@ -4,19 +4,21 @@ The peak constraint is dualized into prices per byte: one at the forward's end, 
 Around the price of the lower bound a few prices and shares are cut at several numbers of stages. Cuts flip whole classes of identical layers at
 once, so the most promising schedules, over the budget or under it, are then brought to it by single moves: :mod:`~fxckpt.passes.trim` gives up
 copies until the peak fits, :mod:`~fxckpt.passes.fill` drops runs that the slack pays for. The best is shaken a few times: trimmed below the
-budget and filled again. The simulator judges every schedule. The search ends after a fixed number of steps and reads no clock, so the same
-graph always gets the same plan.
+budget and filled again; small programs are searched from random starts too. The simulator judges every schedule. The search ends after a
+fixed number of steps and reads no clock and no true randomness, so the same graph always gets the same plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 
 from fxckpt.passes.bounds import Bound, LowerBounds
 from fxckpt.passes.fill import Fill
 from fxckpt.passes.program import Program
+from fxckpt.passes.references import References
 from fxckpt.passes.schedule import Schedule, emit, save_all
 from fxckpt.passes.simulate import Simulation, simulate
 from fxckpt.passes.staged_cut import Layout, StagedCut
@@ -76,6 +78,14 @@ class PriceSearch:
     """How many schedules are brought to a budget by single moves."""
     shakes: tuple[float, ...] = (0.9, 0.9, 0.97, 0.98)
     """Shares of the budget that the best schedule is trimmed to before it is filled again."""
+    restarts: int = 200
+    """How often a small program's schedules are brought to a budget by moves in an order drawn at random."""
+    restart_ops: int = 3000
+    """Restarts times forward ops at most."""
+    noise: float = 1.5
+    """Standard deviation of the logarithm of what the ops' seconds are multiplied by for a restart."""
+    depths: tuple[float, ...] = (0.9, 0.7, 0.5, 0.97)
+    """Shares of the budget that restarts trim to, in turn."""
     enough: float = 0.005
     """No more moves for a schedule that is certified to be this near to the best, relatively."""
     cut: StagedCut = field(default_factory=StagedCut)
@@ -124,6 +134,8 @@ class _Search:
         self.bounds = LowerBounds(program, self.low, self.high)
         self.bound_at: dict[int, Bound] = {}
         self.baseline = self.judge(save_all(program))
+        for schedule in References(program, self.places)():
+            self.judge(schedule)
 
     def judge(self, schedule: Schedule) -> Candidate:
         if schedule not in self.seen:
@@ -210,6 +222,20 @@ class _Search:
             if best is None or best.simulation.extra_seconds <= enough:
                 return
             self._bring(best, int(limit * share), limit)
+        self._restart(limit, enough)
+
+    def _restart(self, limit: int, enough: float) -> None:
+        """Look farther from what single moves reach (compare GRASP, Feo and Resende 1995)."""
+        options, random, ops = self.options, Random(0), max(len(self.program.ops), 1)
+        for k in range(min(options.restarts, options.restart_ops // ops) if ops <= options.small_ops else 0):
+            best = min(self.within(limit), key=lambda c: c.rank, default=None)
+            if best is None or best.simulation.extra_seconds <= enough:
+                return
+            start = random.choice(list(self.legal())) if k % 3 == 0 else best
+            # What is free has a little weight too, so that it takes turns.
+            least = self.program.step_seconds / 1000
+            seconds = [(s + least) * random.lognormvariate(0, options.noise) for s in self.program.tables.seconds[: len(self.program.ops)]]
+            self._bring(start, int(limit * options.depths[k % len(options.depths)]), limit, seconds)
 
     def _best(self, limit: int) -> float:
         return min((c.simulation.extra_seconds for c in self.within(limit)), default=math.inf)
@@ -230,17 +256,24 @@ class _Search:
             chosen.update((scores[score].schedule, scores[score]) for score in sorted(scores)[: count // 2 or 1])
         return list(chosen.values())
 
-    def _bring(self, candidate: Candidate, low: int, limit: int) -> None:
-        """Trim ``candidate`` to at most ``low`` bytes, as far as it goes, then spend what is left up to ``limit``."""
+    def _bring(self, candidate: Candidate, low: int, limit: int, seconds: Sequence[float] | None = None) -> None:
+        """Trim ``candidate`` to at most ``low`` bytes, as far as it goes, then spend what is left up to ``limit``; at last by true seconds."""
+        program = self.program
         while candidate.simulation.peak_bytes > low:
-            trimmed = self.judge(Trim(low)(self.program, candidate.schedule, candidate.simulation))
+            trimmed = self.judge(Trim(low, seconds)(program, candidate.schedule, candidate.simulation))
             if trimmed.simulation.peak_bytes >= candidate.simulation.peak_bytes:
                 break
             candidate = trimmed
-        while candidate.simulation.peak_bytes <= limit:
-            fuller = self.judge(Fill(limit)(self.program, candidate.schedule, candidate.simulation))
-            if fuller.simulation.peak_bytes > limit or fuller.rank >= candidate.rank:
-                break
+        if candidate.simulation.peak_bytes <= limit and seconds is not None:
+            candidate = self._filled(candidate, limit, seconds)
+        if candidate.simulation.peak_bytes <= limit:
+            self._filled(candidate, limit, None)
+
+    def _filled(self, candidate: Candidate, limit: int, seconds: Sequence[float] | None) -> Candidate:
+        while True:
+            fuller = self.judge(Fill(limit, seconds)(self.program, candidate.schedule, candidate.simulation))
+            if fuller.simulation.peak_bytes > limit or len(fuller.schedule.runs) >= len(candidate.schedule.runs):
+                return candidate
             candidate = fuller
 
 

@@ -107,7 +107,7 @@ class Layout:
         """Lay ``program`` out for the stages that begin at ``starts``."""
         ranges = stage_ranges(program, starts)
         count = len(ranges)
-        share = max(LEAST_REACH, math.ceil(reach * len(program.ops) / count))
+        share = max(LEAST_REACH, math.ceil(min(reach, count) * len(program.ops) / count))
         groups: list[Group] = []
         op: list[int] = []
         op_stage: list[int] = []

@@ -26,7 +26,7 @@ class NarrowPlaces:
 
     def stages(self, count: int) -> tuple[int, ...]:
         """Return the first backward op of each of about ``count`` stages: at most 1.5 times as many, fewer where there are no more ops."""
-        places = self._deepest(count - 1)
+        places = deepest(self.depth, count - 1)
         if len(places) > 1.5 * (count - 1):
             step = math.ceil(len(places) / max(count - 1, 1))
             places = places[step - 1 :: step]
@@ -41,16 +41,6 @@ class NarrowPlaces:
     def depth(self) -> dict[int, int]:
         """Per narrow place: bytes more that are passed on the way to the next narrower one."""
         return persistence(self.width)
-
-    def _deepest(self, count: int) -> tuple[int, ...]:
-        """Return the places of the greatest depths, all of a depth or none, so that there are about ``count``."""
-        classes = sorted(Counter(depth for place, depth in self.depth.items() if place > 0).items(), reverse=True)
-        sums = np.cumsum([n for _, n in classes])
-        if not len(sums) or count < 1:
-            return ()
-        at = int(np.abs(np.log(sums / count)).argmin())
-        least = classes[at][0]
-        return tuple(place for place in sorted(self.depth) if place > 0 and self.depth[place] >= least)
 
     def _split(self, starts: tuple[int, ...], count: int) -> tuple[int, ...]:
         """Split stages that are longer than half as many as wanted would be, at the narrowest place of their middle."""
@@ -114,3 +104,13 @@ def persistence(heights: IntArray) -> dict[int, int]:
     if len(heights):
         climbs[int(heights.argmin())] = int(heights.max() - heights.min())
     return climbs
+
+
+def deepest(depth: dict[int, int], count: int) -> tuple[int, ...]:
+    """Return the places of the greatest depths, the start aside, all of a depth or none, so that there are about ``count``."""
+    classes = sorted(Counter(d for place, d in depth.items() if place > 0).items(), reverse=True)
+    sums = np.cumsum([n for _, n in classes])
+    if not len(sums) or count < 1:
+        return ()
+    least = classes[int(np.abs(np.log(sums / count)).argmin())][0]
+    return tuple(place for place in sorted(depth) if place > 0 and depth[place] >= least)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,11 +28,13 @@ class Trim:
     """Give up copies while the profile is above ``limit`` bytes."""
 
     limit: int
+    seconds: Sequence[float] | None = None
+    """Per op: what to go by instead of the program's own."""
 
     def __call__(self, program: Program, schedule: Schedule, simulation: Simulation) -> Schedule:
         """Return a schedule of a lower peak, as far as it goes; the simulator is to judge it. ``simulation`` is that of ``schedule``."""
         copies = _Copies(program, schedule, simulation, self.limit)
-        for gap in copies.cheapest_first():
+        for gap in copies.cheapest_first(program.tables.seconds.tolist() if self.seconds is None else self.seconds):
             copies.give_up(gap)
         return copies.schedule()
 
@@ -97,14 +99,13 @@ class _Copies:
             self.op_at[place] = len(ops) + j
             place += 1
 
-    def cheapest_first(self) -> list[_Gap]:
+    def cheapest_first(self, seconds: Sequence[float]) -> list[_Gap]:
         """Return the gaps by seconds per byte, the longest first among equals."""
-        seconds = self.program.tables.seconds
         worth = []
         for gap in self._gaps():
             chain = self._chain(gap)
             if chain is not None:
-                price = float(seconds[list(chain.ops)].sum()) / self.program.storages[gap.s].bytes
+                price = sum([seconds[o] for o in chain.ops]) / self.program.storages[gap.s].bytes
                 worth.append((price, gap.begin - gap.end, gap.s, gap.begin, gap))
         return [w[-1] for w in sorted(worth, key=lambda w: w[:-1])]
 

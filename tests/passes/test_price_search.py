@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fxckpt.passes.fill import Fill
 from fxckpt.passes.price_search import PriceSearch
 from fxckpt.passes.program import IN_BACKWARD, Op, Program, Side, Storage
+from fxckpt.passes.references import References
 from fxckpt.passes.schedule import Decisions, emit, save_all
 from fxckpt.passes.simulate import simulate
 from fxckpt.passes.staged_cut import StagedCut
@@ -20,7 +21,7 @@ from fxckpt.passes.stages import NarrowPlaces
 from fxckpt.passes.trim import Trim
 from tests.passes.programs import interpret, programs
 
-SEARCH = PriceSearch(stage_counts=(2, 5), small_factors=(1.0, 4.0), floor_prices=2, sweep=4, refined=2, shakes=(0.9,))
+SEARCH = PriceSearch(stage_counts=(2, 5), small_factors=(1.0, 4.0), floor_prices=2, sweep=4, refined=2, shakes=(0.9,), restarts=3)
 
 
 @st.composite
@@ -93,6 +94,15 @@ def test_best_is_inside_the_budget_or_there_is_none(program: Program, share: flo
     ran = interpret(program, found.best.schedule)
     assert max(ran.profile) <= limit
     assert found.bound.seconds <= ran.seconds + 1e-6
+
+
+@given(program=programs())
+def test_never_worse_than_a_reference_plan(program: Program) -> None:
+    for schedule in (save_all(program), *References(program, NarrowPlaces(program))()):
+        reference = interpret(program, schedule)
+        found = SEARCH(program, lambda baseline, peak=max(reference.profile, default=0): peak)
+        assert found.best is not None
+        assert found.best.simulation.extra_seconds <= reference.seconds
 
 
 @given(program=programs())
