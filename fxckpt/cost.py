@@ -1,7 +1,7 @@
 """Cost models: what one run of an op takes.
 
 ``roofline``: the greater of arithmetic and memory traffic (Williams, Waterman and Patterson 2009), plus a launch. ``flops``: FLOPs
-alone. A model of your own is any object with ``name``, ``seconds(node)`` and ``flops(node)``.
+alone. ``measured``: each distinct op is timed on this machine. One of your own is any object with ``name``, ``seconds(node)`` and ``flops(node)``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from fxckpt.errors import InvalidCost, InvalidOption
 from fxckpt.passes.facts import tensors
+from fxckpt.timing import MeasuredSeconds, Records, cpu_figures
 from fxckpt.torch_private import size_hint, storage_id
 
 
@@ -124,31 +125,58 @@ class FlopCost:
         return node_flops(node) / 1e12
 
 
-def device_roofline(device: torch.device) -> Roofline:
-    """Return the roofline of a device.
+@dataclass(frozen=True, eq=False)
+class MeasuredCost:
+    """What each distinct op takes on this machine; what cannot be run on its own is estimated."""
 
-    GPU figures: dense bf16 rate and memory bandwidth of the vendor's datasheets (A100 SXM 80 GB: 312 TFLOP/s, 2.0 TB/s; H100 SXM: 989, 3.35;
-    H200: 989, 4.8), an unknown GPU counts as 100 TFLOP/s and 1.5 TB/s. CPU: 100 GFLOP/s and 10 GB/s, a guess for two cores: only ratios of
-    times matter to a plan.
-    """
-    if device.type != "cuda":
-        return Roofline(100e9, 10e9, 2e-6)
-    name = torch.cuda.get_device_name(device) if torch.cuda.is_available() else ""
-    for key, flops, bandwidth in (("H200", 989e12, 4.8e12), ("H100", 989e12, 3.35e12), ("A100", 312e12, 2.0e12)):
-        if key in name:
-            return Roofline(flops, bandwidth, 2e-6)
-    return Roofline(100e12, 1.5e12, 2e-6)
+    measured: MeasuredSeconds
+    estimate: Roofline
+    name: str = "measured"
+
+    def flops(self, node: fx.Node) -> int:
+        """FLOPs of one run."""
+        return node_flops(node)
+
+    def seconds(self, node: fx.Node) -> float:
+        """Seconds of one run."""
+        seconds = self.measured(node)
+        return self.estimate.seconds(node) if seconds is None else seconds
+
+
+LAUNCH_SECONDS = 2e-6
+DEVICES = {
+    "H200": Roofline(989e12, 4.8e12, LAUNCH_SECONDS),
+    "H100": Roofline(989e12, 3.35e12, LAUNCH_SECONDS),
+    "A100": Roofline(312e12, 2.0e12, LAUNCH_SECONDS),
+}
+"""Dense bf16 rate and memory bandwidth of the vendor's datasheets (SXM; the A100 of 80 GB), by what is in the device's name."""
+GENERIC_GPU = Roofline(100e12, 1.5e12, LAUNCH_SECONDS)
+
+
+def device_roofline(device: torch.device) -> Roofline:
+    """Return the roofline of a device: the table's, a generic GPU's for one that is not in it, for a CPU what a second's micro-benchmark found."""
+    if device.type == "cpu":
+        return Roofline(*cpu_figures(Records.of_machine()))
+    if device.type == "cuda" and torch.cuda.is_available():
+        name = torch.cuda.get_device_name(device)
+        return next((roofline for key, roofline in DEVICES.items() if key in name), GENERIC_GPU)
+    return GENERIC_GPU
 
 
 def resolve(cost: str | CostModel, device: torch.device | None) -> CostModel:
     """Return the cost model for a name or pass an object through. Raises :class:`InvalidOption`."""
+    device = device or torch.device("cpu")
     if cost == "roofline":
-        return device_roofline(device or torch.device("cpu"))
+        return device_roofline(device)
     if cost == "flops":
         return FlopCost()
+    if cost == "measured":
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise InvalidOption(f"cost='measured' needs the device it plans for, and there is no {device}. Use cost='roofline' here.")
+        return MeasuredCost(MeasuredSeconds(Records.of_machine(), device), device_roofline(device))
     if isinstance(cost, str) or not isinstance(cost, CostModel):
         raise InvalidOption(
-            f"cost={cost!r} is not a cost model. Use 'roofline', 'flops', or an object with name, seconds(node) and flops(node). "
+            f"cost={cost!r} is not a cost model. Use 'roofline', 'flops', 'measured', or an object with name, seconds(node) and flops(node). "
             "Example: fxckpt.Backend(cost='flops')."
         )
     return cost

@@ -94,6 +94,8 @@ class Plan:
     """No plan within the budget has less recompute time (:mod:`fxckpt.passes.bounds`)."""
     price: float
     """Shadow price of the budget: seconds that one MiB more would save, at most and at the margin; 0 if the budget does not bind."""
+    next_seconds: float
+    """Seconds that 100 MiB more would save: up to so many, by the lower bound there."""
     step_seconds: float
     """Forward and backward of the uncheckpointed graph."""
     step_flops: int

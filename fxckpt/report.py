@@ -62,6 +62,13 @@ class Explanation:
             return "no bound"
         return f"this plan is within {(plan.recompute_seconds - plan.lower_bound_seconds) / plan.step_seconds:.2%} of the step of it"
 
+    def next_100_mib(self) -> str:
+        """Say what 100 MiB more would buy."""
+        plan = self.plan
+        if not plan.next_seconds or not plan.step_seconds:
+            return "nothing"
+        return f"at most {format_seconds(plan.next_seconds)}, {plan.next_seconds / plan.step_seconds:.2%} of the step"
+
     def summary(self) -> list[tuple[str, str]]:
         """Return the plan's figures as (name, text)."""
         plan = self.plan
@@ -76,7 +83,7 @@ class Explanation:
             ("runs again", f"{len(plan.schedule)} runs of {len(plan.recomputed)} ops, {format_flops(plan.recompute_flops)}"),
             ("extra time", f"{format_seconds(plan.recompute_seconds)}, {share:.1%} of the step (cost model: {plan.cost})"),
             ("least possible extra time", f"{format_seconds(plan.lower_bound_seconds)}: {self.gap()}"),
-            ("price of memory", f"{format_seconds(plan.price)} a MiB at the margin"),
+            ("price of memory", f"{format_seconds(plan.price)} a MiB at the margin; the next 100 MiB save {self.next_100_mib()}"),
         ]
 
     def __str__(self) -> str:

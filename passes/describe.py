@@ -36,6 +36,7 @@ def describe(facts: Facts, found: Found, chosen: Candidate, *, budget_bytes: int
         recompute_seconds=simulation.extra_seconds,
         lower_bound_seconds=min(found.bound.seconds, simulation.extra_seconds),
         price=found.bound.price * 2**20,
+        next_seconds=max(0.0, simulation.extra_seconds - found.next_bound.seconds) if budget_bytes is not None else 0.0,
         recompute_flops=simulation.extra_flops,
         step_seconds=program.step_seconds,
         step_flops=program.step_flops,

@@ -83,6 +83,10 @@ def no_scratch(node: fx.Node) -> int:
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a node's ``meta["val"]``."""
+    if isinstance(value, torch.Tensor):
+        return iter((value,))
+    if value is None or isinstance(value, (int, float, torch.SymInt)):
+        return iter(())
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
@@ -294,21 +298,23 @@ class _Reader:
         return tuple(dict.fromkeys(i for arg in node.all_input_nodes for i in self.holds[arg]))
 
     def _read(self, node: fx.Node) -> None:
-        if node.target is operator.getitem and node.args[0] in self.op_node.values():
+        parent = node.args[0] if node.target is operator.getitem else None
+        if isinstance(parent, fx.Node) and self.op_node.get(parent.name) is parent:
             self._read_getitem(node)
             return
         value = node.meta.get("val")
         if value is None and not isinstance(node.target, (OpOverload, HigherOrderOperator)):
             value = ()
         reads = self._reads(node)
-        known = {storage_id(t) for t in tensors(value)} - self.free - self.index.keys()
+        ids = (storage_id(t) for t in tensors(value))
+        makes = any(i not in self.free and i not in self.index for i in ids)
         has_tensor = any(True for _ in tensors(value))
         if is_symbolic(node):
             self.holds[node] = ()
             if node not in self.closure:
                 self.views.add(node)
             return
-        if has_tensor and not known and not is_mutating(node) and is_known_pure(node) and not is_random(node):
+        if has_tensor and not makes and not is_mutating(node) and is_known_pure(node) and not is_random(node):
             self.views.add(node)
             self.holds[node] = self._held(value)
             return

@@ -25,6 +25,8 @@ from fxckpt.passes.staged_cut import Layout, StagedCut
 from fxckpt.passes.stages import NarrowPlaces
 from fxckpt.passes.trim import Trim
 
+NEXT_BYTES = 100 * 2**20
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -52,6 +54,8 @@ class Found:
     """The uncheckpointed schedule."""
     bound: Bound
     """No plan within the limit takes less extra time."""
+    next_bound: Bound
+    """The same for a limit that is greater by ``NEXT_BYTES``."""
     floor_bound_bytes: int
     """No plan at all has a lower peak."""
 
@@ -154,10 +158,10 @@ class _Search:
         """Return the best seen. Bytes below the limit buy nothing: of the fastest the one of least peak is as good as any."""
         candidates = self.legal() if limit is None else self.within(limit)
         best = min(candidates, key=lambda c: c.rank, default=None)
-        bound = Bound(0.0, 0.0)
+        bound = next_bound = Bound(0.0, 0.0)
         if best is not None and limit is not None and best.simulation.extra_seconds > 0:
-            bound = self.bound(limit)
-        return Found(limit, best, floor, self.baseline, bound, self.bounds.peak_bytes)
+            bound, next_bound = self.bound(limit), self.bound(limit + NEXT_BYTES)
+        return Found(limit, best, floor, self.baseline, bound, next_bound, self.bounds.peak_bytes)
 
     def layout(self, count: int) -> Layout:
         if count not in self.layouts:

@@ -89,6 +89,11 @@ class Program:
         return tuple(tuple([s for s in op.reads if storages[s].producer != IN_BACKWARD]) for op in self.backward)
 
     @cached_property
+    def producers(self) -> tuple[int, ...]:
+        """Per storage: :attr:`Storage.producer`."""
+        return tuple([s.producer for s in self.storages])
+
+    @cached_property
     def tables(self) -> Tables:
         """The same as arrays."""
         return Tables.of(self)

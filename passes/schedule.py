@@ -46,7 +46,7 @@ def emit(program: Program, decisions: Decisions) -> Schedule:
     A value that a decision takes from before but that nobody made there is saved from the forward; so any decisions that a cut can make
     are legal, and what is saved follows from them.
     """
-    storages, ops, wanted = program.storages, program.ops, program.forward_reads
+    producer, ops, wanted = program.producers, program.ops, program.forward_reads
     saved: set[int] = set()
     runs: list[int] = []
     before: list[int] = []
@@ -54,32 +54,33 @@ def emit(program: Program, decisions: Decisions) -> Schedule:
     for k, positions in enumerate(stage_ranges(program, decisions.starts)):
         kept, rerun = decisions.kept[k], decisions.runs[k]
         fresh: set[int] = set()  # ops that ran in this stage
+
+        def is_missing(s: int, kept: frozenset[int] = kept, rerun: frozenset[int] = rerun, fresh: set[int] = fresh) -> bool:
+            return producer[s] not in fresh and (s not in have or (producer[s] in rerun and s not in kept))
+
         for j in positions:
-            stack = list(reversed(wanted[j]))
-            while stack:
-                s = stack[-1]
-                o = storages[s].producer
-                if o in fresh:
-                    stack.pop()
-                    continue
-                if o not in rerun or s in kept:
-                    if s not in have:
+            for needed in wanted[j]:
+                stack = [needed] if is_missing(needed) else []
+                while stack:
+                    s = stack[-1]
+                    o = producer[s]
+                    if o in fresh:
+                        stack.pop()
+                        continue
+                    if o not in rerun or s in kept:
                         saved.add(s)
                         have.add(s)
+                        stack.pop()
+                        continue
+                    missing = [u for u in ops[o].needs if is_missing(u)]
+                    if missing:
+                        stack.extend(reversed(missing))
+                        continue
+                    runs.append(o)
+                    before.append(j)
+                    fresh.add(o)
+                    have.update(ops[o].writes)
                     stack.pop()
-                    continue
-                op = ops[o]
-                missing = [
-                    u for u in op.needs if (p := storages[u].producer) not in fresh and not (u in have and (p not in rerun or u in kept))
-                ]
-                if missing:
-                    stack.extend(reversed(missing))
-                    continue
-                runs.append(o)
-                before.append(j)
-                fresh.add(o)
-                have.update(op.writes)
-                stack.pop()
     return Schedule(tuple(sorted(saved)), tuple(runs), tuple(before))
 
 

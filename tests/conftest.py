@@ -1,4 +1,4 @@
-"""Every test starts from the same seed and an empty compile cache."""
+"""Every test starts from the same seed, an empty compile cache and no records."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from hypothesis import settings
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("sweep", deadline=None, max_examples=1000)
 settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Timings of this machine are kept where the tests alone read them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FXCKPT_CACHE_DIR", str(tmp_path_factory.mktemp("records")))
+        yield
 
 
 @pytest.fixture(autouse=True)

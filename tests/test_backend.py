@@ -140,7 +140,7 @@ def test_infeasible_pickles() -> None:
         ({"bugdet": 1}, "unknown option 'bugdet'"),
         ({"inner": "inductr"}, "'inductor', 'aot_eager'"),
         ({"budget": "lots"}, "does not parse"),
-        ({"cost": "time"}, "'roofline', 'flops'"),
+        ({"cost": "time"}, "'roofline', 'flops', 'measured'"),
         ({"policy": 3}, "not callable"),
     ],
 )

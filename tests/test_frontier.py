@@ -47,6 +47,8 @@ def test_each_point_is_a_plan_the_backend_could_follow(curve: fxckpt.Frontier) -
     text = str(middle.explain())
     assert "least possible extra time" in text and "price of memory" in text
     assert 0 < middle.price < 1
+    assert 0 < middle.next_seconds <= middle.recompute_seconds
+    assert "the next 100 MiB save at most" in text
 
 
 @pytest.mark.parametrize("points", [1, 0, "many"])

@@ -1,0 +1,139 @@
+"""Timing: what ops take on this machine, measured once and kept on disk.
+
+A record is found again by machine, torch and call, so that every process of a machine plans with the same figures.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+import torch
+from torch import fx
+from torch.utils.benchmark import Timer
+
+from fxckpt.torch_private import outside_trace
+from fxckpt.trial import REFUSED, Trial, devices
+
+log = logging.getLogger("fxckpt")
+
+CALIBRATION_SECONDS = 0.3
+"""For each of the three figures of a roofline."""
+TRIAL_SECONDS = 0.01
+"""At least, for each distinct op."""
+
+
+def cache_dir() -> Path:
+    """Return the folder for what is kept: ``$FXCKPT_CACHE_DIR``, else the user's cache folder."""
+    return Path(os.environ.get("FXCKPT_CACHE_DIR") or platformdirs.user_cache_dir("fxckpt", appauthor=False))
+
+
+@dataclass(frozen=True)
+class Records:
+    """Seconds (or other figures) by key, in a database file that processes may share."""
+
+    path: Path
+
+    @classmethod
+    def of_machine(cls) -> Records:
+        """Return the records in :func:`cache_dir`."""
+        return cls(cache_dir() / "timings.sqlite3")
+
+    def get(self, key: str) -> float | None:
+        """Return the figure of ``key``, or None."""
+        if not self.path.exists():
+            return None
+        with closing(sqlite3.connect(self.path, timeout=30)) as db:
+            row = db.execute("select figure from records where key = ?", (key,)).fetchone()
+        return None if row is None else float(row[0])
+
+    def keep(self, key: str, figure: float) -> float:
+        """Store a figure and return the one that holds: another process may have been first."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with closing(sqlite3.connect(self.path, timeout=30)) as db, db:
+            db.execute("create table if not exists records (key text primary key, figure real not null)")
+            db.execute("insert or ignore into records values (?, ?)", (key, figure))
+            row = db.execute("select figure from records where key = ?", (key,)).fetchone()
+        return float(row[0])
+
+
+def machine(device: torch.device) -> str:
+    """Return what a figure depends on beside the op."""
+    where = f"cpu {platform.node()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    return f"torch {torch.__version__} {where}"
+
+
+def cpu_figures(records: Records) -> tuple[float, float, float]:
+    """Return FLOP/s of an fp32 matrix product, bytes/s of an addition, and seconds of the least op; measured in about a second the first time."""
+    names = ("flops", "bandwidth", "launch")
+    prefix = machine(torch.device("cpu"))
+    known = [records.get(f"{prefix} {name}") for name in names]
+    if None in known:
+        known = [_kept(records, f"{prefix} {name}", figure) for name, figure in zip(names, _calibrate(), strict=True)]
+    flops, bandwidth, launch = (float(figure or 0.0) for figure in known)
+    return flops, bandwidth, launch
+
+
+def _kept(records: Records, key: str, figure: float) -> float:
+    try:
+        return records.keep(key, figure)
+    except (OSError, sqlite3.Error) as error:
+        log.warning("%s cannot be written (%s): figures are measured again by every process. Set FXCKPT_CACHE_DIR.", records.path, error)
+        return figure
+
+
+def _calibrate() -> tuple[float, float, float]:
+    with outside_trace(), torch.no_grad():
+        side, length = 512, 2**24
+        matrix, vector, least = torch.ones(side, side), torch.ones(length), torch.ones(1)
+        product, total = torch.empty_like(matrix), torch.empty_like(vector)
+        flops = 2 * side**3 / _seconds("torch.mm(a, a, out=out)", {"a": matrix, "out": product}, CALIBRATION_SECONDS)
+        bandwidth = 3 * vector.nbytes / _seconds("torch.add(a, a, out=out)", {"a": vector, "out": total}, CALIBRATION_SECONDS)
+        launch = _seconds("torch.add(a, a)", {"a": least}, CALIBRATION_SECONDS)
+    return flops, bandwidth, launch
+
+
+def _seconds(statement: str, names: dict[str, object], at_least: float) -> float:
+    timer = Timer(statement, globals={"torch": torch, **names}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=at_least).median)
+
+
+class MeasuredSeconds:
+    """Measures ops once each on the device they are planned for."""
+
+    def __init__(self, records: Records, device: torch.device) -> None:
+        self.records = records
+        self.device = device
+        self._known: dict[str, float | None] = {}
+
+    def __call__(self, node: fx.Node) -> float | None:
+        """Return the seconds of one run of ``node``, or None for what cannot be run on its own."""
+        trial = Trial.of(node)
+        if trial is None or not devices(node) <= {"cpu", self.device.type}:
+            return None
+        key = f"{machine(self.device)} {trial.key}"
+        if key not in self._known:
+            known = self.records.get(key)
+            if known is None:
+                known = _measure(trial)
+                known = None if known is None else _kept(self.records, key, known)
+            self._known[key] = known
+        return self._known[key]
+
+
+def _measure(trial: Trial) -> float | None:
+    try:
+        with trial.call() as call:
+            call()
+            return _seconds("call()", {"call": call}, TRIAL_SECONDS)
+    except REFUSED as error:
+        log.info("%s not timed, estimated instead: %s", trial.op, error)
+        return None

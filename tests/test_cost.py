@@ -1,0 +1,104 @@
+"""Cost models: what is measured is measured once, and what a user's model says is checked."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxckpt
+from fxckpt import cost
+from fxckpt.timing import MeasuredSeconds, Records, cpu_figures
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    return Records(tmp_path / "kept" / "timings.sqlite3")
+
+
+def node_of(function: object, *inputs: torch.Tensor) -> fx.Node:
+    """The last op of a traced function."""
+    graph = make_fx(function, tracing_mode="fake")(*inputs).graph
+    return next(n for n in reversed(graph.nodes) if n.op == "call_function")
+
+
+def count(records: Records) -> int:
+    with sqlite3.connect(records.path) as db:
+        return int(db.execute("select count(*) from records").fetchone()[0])
+
+
+def test_a_cpu_is_calibrated_once(records: Records) -> None:
+    first = cpu_figures(records)
+    assert all(figure > 0 for figure in first)
+    assert cpu_figures(Records(records.path)) == first
+    assert count(records) == 3
+
+
+def test_calibration_goes_on_without_a_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.WARNING, "fxckpt"):
+        assert all(figure > 0 for figure in cpu_figures(Records(tmp_path / "file" / "timings.sqlite3")))
+    assert "FXCKPT_CACHE_DIR" in caplog.text
+
+
+def test_the_gpu_table_is_ordered_as_the_devices_are() -> None:
+    rates = [cost.DEVICES[name].bytes_per_second for name in ("H200", "H100", "A100")]
+    assert rates == sorted(rates, reverse=True)
+    assert cost.device_roofline(torch.device("cuda")) in (*cost.DEVICES.values(), cost.GENERIC_GPU)
+
+
+def test_an_op_is_timed_once_and_then_read(records: Records) -> None:
+    node = node_of(lambda a: a @ a, torch.ones(64, 64))
+    first = MeasuredSeconds(records, CPU)(node)
+    assert first is not None
+    assert first > 0
+    assert MeasuredSeconds(Records(records.path), CPU)(node) == first
+    assert count(records) == 1
+
+
+def test_longer_ops_are_timed_as_longer(records: Records) -> None:
+    measured = MeasuredSeconds(records, CPU)
+    little, much = (measured(node_of(lambda a: a @ a, torch.ones(n, n))) for n in (32, 768))
+    assert little is not None
+    assert much is not None
+    assert much > 10 * little  # 13,824 times the work
+
+
+@torch.library.custom_op("fxckpt_tests::twice_slowly", mutates_args=())
+def twice_slowly(a: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("nobody knows what else it does: it must not be run for its time")
+
+
+@twice_slowly.register_fake
+def _(a: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(a)
+
+
+def test_what_is_not_torchs_own_is_estimated(records: Records) -> None:
+    node = node_of(lambda a: twice_slowly(a), torch.ones(64))
+    model = cost.MeasuredCost(MeasuredSeconds(records, CPU), cost.GENERIC_GPU)
+    assert MeasuredSeconds(records, CPU)(node) is None
+    assert model.seconds(node) == cost.GENERIC_GPU.seconds(node)
+
+
+def test_measuring_leaves_the_generator_alone(records: Records) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    MeasuredSeconds(records, CPU)(node_of(lambda a: torch.nn.functional.dropout(a), torch.ones(64)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_is_planned_with_measured_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FXCKPT_CACHE_DIR", str(tmp_path))
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(4)))
+    plan = fxckpt.plan(model, torch.ones(256, 32), budget=0.7, cost="measured")
+    assert plan.cost == "measured"
+    assert 0 < plan.recompute_seconds < plan.step_seconds
+    assert fxckpt.plan(model, torch.ones(256, 32), budget=0.7, cost="measured") == plan
