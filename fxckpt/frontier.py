@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 from tqdm import tqdm
 
-from fxckpt.budget import format_bytes
+from fxckpt.budget import Budget, format_bytes, validate
 from fxckpt.capture import capture_joint, is_on_meta
 from fxckpt.cost import CostModel
 from fxckpt.errors import InvalidOption
@@ -96,15 +96,16 @@ class Frontier:
 def frontier(
     model_or_fn: Callable[..., Any],
     *args: Any,
-    points: int = 16,
+    points: int | Sequence[Budget] = 16,
     policy: Callable[..., Any] | None = None,
     cost: str | CostModel = "roofline",
     **kwargs: Any,
 ) -> Frontier:
-    """Return the plans of ``model_or_fn(*args, **kwargs)`` at ``points`` budgets, from the floor to the uncheckpointed peak; nothing is run.
+    """Return the plans of ``model_or_fn(*args, **kwargs)`` at many budgets; the step is not run.
 
-    Budgets are evenly spaced in their logarithm. A progress bar shows on a terminal. Raises :class:`CaptureError` as :func:`fxckpt.plan` does
-    and :class:`InvalidOption` for fewer than 2 points.
+    ``points`` is how many budgets, from the floor to the uncheckpointed peak, evenly spaced in their logarithm; or the budgets themselves, each as
+    :class:`fxckpt.Backend` takes it. A progress bar shows on a terminal. Raises :class:`CaptureError` as :func:`fxckpt.plan` does,
+    :class:`BudgetInfeasible` for a budget below the floor and :class:`InvalidOption` for fewer than 2 points or no budgets.
 
     Examples
     --------
@@ -115,13 +116,21 @@ def frontier(
     >>> [row.recompute_seconds for row in curve.rows] == sorted((row.recompute_seconds for row in curve.rows), reverse=True)
     True
     """
-    if not isinstance(points, int) or points < 2:
+    if isinstance(points, int):
+        count, is_legal = points, points >= 2
+    else:
+        is_legal = isinstance(points, Sequence) and not isinstance(points, str) and len(points) > 0
+        count = len(points) if is_legal else 0
+    if not is_legal:
         raise InvalidOption(
-            f"points={points!r}: a frontier has at least 2 points, the floor and the uncheckpointed plan. Example: points=16."
+            f"points={points!r}: a frontier has at least 2 points, the floor and the uncheckpointed plan, or a list of budgets. "
+            "Examples: points=16, points=['8GiB', '6GiB', 0.5]."
         )
+    for budget in () if isinstance(points, int) else points:
+        validate(budget)
     planner = Planner(None, as_node_policy(policy), cost, measure_scratch=not is_on_meta(model_or_fn, args, kwargs))
     joint = capture_joint(model_or_fn, args, kwargs)
     normalize(joint.module)
-    with tqdm(total=points, desc="frontier", disable=None) as bar:
+    with tqdm(total=count, desc="frontier", disable=None) as bar:
         plans = planner.frontier(joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=points, tick=bar.update)
     return Frontier(plans)

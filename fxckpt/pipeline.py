@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from fxckpt.passes.facts import Facts, NodePolicy, collect, no_scratch, tensors
 from fxckpt.passes.liveness import inner_bytes
 from fxckpt.passes.normalize import normalize
 from fxckpt.passes.partition import partition
-from fxckpt.passes.price_search import PriceSearch
+from fxckpt.passes.price_search import Candidate, PriceSearch, evenly_spaced
 from fxckpt.passes.rematerialize import rematerialize
 from fxckpt.passes.verify import verify
 from fxckpt.plan import Plan
@@ -42,22 +42,37 @@ class Planner:
         budget_bytes, floor = found.limit, found.floor.simulation.peak_bytes
         if found.best is None:
             assert budget_bytes is not None
-            raise BudgetInfeasible(
-                f"budget={self.budget!r} is {budget_bytes} bytes ({budgets.format_bytes(budget_bytes)}), below the least peak "
-                f"of this graph, {floor} bytes ({budgets.format_bytes(floor)}); its uncheckpointed peak is "
-                f"{budgets.format_bytes(found.baseline.simulation.peak_bytes)}. "
-                f"Raise the budget to at least '{floor}B', or make the batch smaller.",
-                floor_bytes=floor,
-                budget_bytes=budget_bytes,
-            )
+            raise infeasible(self.budget, budget_bytes, floor, found.baseline.simulation.peak_bytes)
         return facts, describe(facts, found, found.best, budget_bytes=budget_bytes, cost=cost)
 
     def frontier(
-        self, joint: fx.GraphModule, *, num_fwd_outputs: int, points: int, tick: Callable[[], object] = lambda: None
+        self,
+        joint: fx.GraphModule,
+        *,
+        num_fwd_outputs: int,
+        points: int | Sequence[budgets.Budget],
+        tick: Callable[[], object] = lambda: None,
     ) -> tuple[Plan, ...]:
-        """Plan a normalized joint graph at ``points`` budgets from the floor to the uncheckpointed peak; ``tick`` is called once a point."""
-        facts, cost = self._read(joint, num_fwd_outputs, device_of(joint.graph), bind_preferences=False)
-        found = self.search.frontier(facts.program, points, tick)
+        """Plan a normalized joint graph at budgets, or at so many from the floor to the uncheckpointed peak; ``tick`` is called once a point.
+
+        Raises :class:`BudgetInfeasible` for a budget below the floor.
+        """
+        device = device_of(joint.graph)
+        facts, cost = self._read(joint, num_fwd_outputs, device, bind_preferences=False)
+
+        def limits(floor: Candidate, baseline: Candidate) -> Sequence[int]:
+            if isinstance(points, int):
+                return evenly_spaced(points, floor, baseline)
+            peak = baseline.simulation.peak_bytes
+            chosen: list[int] = []
+            for budget in points:
+                limit = budgets.resolve(budget, baseline_peak_bytes=peak, device=device)
+                chosen.append(peak if limit is None else limit)
+                if chosen[-1] < floor.simulation.peak_bytes:
+                    raise infeasible(budget, chosen[-1], floor.simulation.peak_bytes, peak)
+            return chosen
+
+        found = self.search.frontier(facts.program, limits, tick)
         return tuple(describe(facts, f, f.best, budget_bytes=f.limit, cost=cost) for f in found if f.best is not None)
 
     def _read(self, joint: fx.GraphModule, num_fwd_outputs: int, device: torch.device, *, bind_preferences: bool) -> tuple[Facts, str]:
@@ -82,6 +97,17 @@ class Planner:
         forward, backward = partition(joint, result, num_fwd_outputs=num_fwd_outputs)
         verify(forward, backward, plan)
         return forward, backward, plan
+
+
+def infeasible(budget: budgets.Budget, budget_bytes: int, floor_bytes: int, baseline_peak_bytes: int) -> BudgetInfeasible:
+    """Return the error for a budget below the floor."""
+    return BudgetInfeasible(
+        f"budget={budget!r} is {budget_bytes} bytes ({budgets.format_bytes(budget_bytes)}), below the least peak "
+        f"of this graph, {floor_bytes} bytes ({budgets.format_bytes(floor_bytes)}); its uncheckpointed peak is "
+        f"{budgets.format_bytes(baseline_peak_bytes)}. Raise the budget to at least '{floor_bytes}B', or make the batch smaller.",
+        floor_bytes=floor_bytes,
+        budget_bytes=budget_bytes,
+    )
 
 
 def device_of(graph: fx.Graph) -> torch.device:

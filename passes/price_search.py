@@ -106,23 +106,31 @@ class PriceSearch:
             search.refine(limit, self.refined)
         return search.found(limit, floor)
 
-    def frontier(self, program: Program, points: int, tick: Callable[[], object] = lambda: None) -> tuple[Found, ...]:
-        """Return the best schedules at ``points`` limits from the floor to the uncheckpointed peak, evenly spaced in their logarithm.
+    def frontier(
+        self, program: Program, limits: Callable[[Candidate, Candidate], Sequence[int]], tick: Callable[[], object] = lambda: None
+    ) -> tuple[Found, ...]:
+        """Return the best schedules at ``limits(floor, baseline)``, ascending. ``tick`` is called once a limit.
 
-        All limits choose from all schedules seen, so the time never rises with the limit. ``tick`` is called once a point.
+        All limits choose from all schedules seen, so the time never rises with the limit.
         """
         search = _Search(self, program)
         search.free()
         floor = search.floor()
+        chosen = sorted(limits(floor, search.baseline))
         search.price_sweep()
-        low, high = floor.simulation.peak_bytes, search.baseline.simulation.peak_bytes
-        limits = [round(p) for p in _between(max(low, 1), max(high, 1), points)][1:-1] if high > low else []
-        limits = [low, *limits, high] if high > low else [low]
         # The plan of one limit is a good start for the next.
-        for limit in reversed(limits):
+        for limit in reversed(chosen):
             search.refine(limit, max(1, self.refined // 2))
             tick()
-        return tuple(search.found(limit, floor) for limit in limits)
+        return tuple(search.found(limit, floor) for limit in chosen)
+
+
+def evenly_spaced(count: int, floor: Candidate, baseline: Candidate) -> tuple[int, ...]:
+    """Return ``count`` limits from the floor's peak to the uncheckpointed one, evenly spaced in their logarithm; one if the two are the same."""
+    low, high = floor.simulation.peak_bytes, baseline.simulation.peak_bytes
+    if high <= low:
+        return (low,)
+    return (low, *(round(p) for p in _between(max(low, 1), high, count)[1:-1]), high)
 
 
 class _Search:

@@ -51,7 +51,18 @@ def test_each_point_is_a_plan_the_backend_could_follow(curve: fxckpt.Frontier) -
     assert "the next 100 MiB save at most" in text
 
 
-@pytest.mark.parametrize("points", [1, 0, "many"])
+def test_at_budgets_of_ones_own() -> None:
+    model, inputs = GPT2.make()
+    curve = fxckpt.frontier(model.train(), *inputs, points=[0.8, "6MiB", None])
+    fraction, most = int(0.8 * curve.plans[0].baseline_peak_bytes), curve.plans[0].baseline_peak_bytes
+    assert [row.budget_bytes for row in curve.rows] == sorted([fraction, 6 * 2**20, most])
+    with pytest.raises(fxckpt.BudgetInfeasible, match="budget='1KiB'"):
+        fxckpt.frontier(model, *inputs, points=["1KiB", 0.9])
+    with pytest.raises(fxckpt.InvalidBudget):
+        fxckpt.frontier(model, *inputs, points=["much"])
+
+
+@pytest.mark.parametrize("points", [1, 0, "many", []])
 def test_too_few_points(points: object) -> None:
     model, inputs = GPT2.make()
     with pytest.raises(fxckpt.InvalidOption, match="at least 2 points"):

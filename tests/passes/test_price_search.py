@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxckpt.passes.fill import Fill
-from fxckpt.passes.price_search import PriceSearch
+from fxckpt.passes.price_search import PriceSearch, evenly_spaced
 from fxckpt.passes.program import IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.passes.references import References
 from fxckpt.passes.schedule import Decisions, emit, save_all
@@ -135,7 +135,7 @@ def test_no_plan_peaks_below_the_bound(program: Program) -> None:
 
 @given(program=programs(), points=st.integers(2, 6))
 def test_along_a_frontier_time_only_falls(program: Program, points: int) -> None:
-    frontier = SEARCH.frontier(program, points)
+    frontier = SEARCH.frontier(program, functools.partial(evenly_spaced, points))
     found = [f.best for f in frontier]
     assert all(f.best.simulation.peak_bytes <= f.limit for f in frontier)
     assert all(a.simulation.extra_seconds >= b.simulation.extra_seconds for a, b in itertools.pairwise(found))
