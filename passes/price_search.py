@@ -26,6 +26,7 @@ from fxckpt.passes.stages import NarrowPlaces
 from fxckpt.passes.trim import Trim
 
 NEXT_BYTES = 100 * 2**20
+PRICE_STEP = 1.25
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,15 @@ class PriceSearch:
     small_ops: int = 150
     small_factors: tuple[float, ...] = (1.0, 1.5, 2.5, 4.0, 0.5, 0.25, 8.0, 16.0, 64.0)
     """The same for programs of at most ``small_ops`` forward ops."""
-    sweep: int = 12
-    """Prices of each shape tried for a whole frontier."""
     floor_shares: tuple[float, ...] = (0.01, 0.001)
     floor_prices: int = 3
     descents: int = 6
     """How often the floor is trimmed further."""
     refined: int = 6
     """How many schedules are brought to a budget by single moves."""
+    refined_along: int = 2
+    """The same for each budget of a frontier of more than ``few`` points."""
+    few: int = 8
     shakes: tuple[float, ...] = (0.9, 0.9, 0.97, 0.98)
     """Shares of the budget that the best schedule is trimmed to before it is filled again."""
     restarts: int = 200
@@ -103,7 +105,7 @@ class PriceSearch:
         # The floor is found before and without the budget, so that asking for just the floor always succeeds.
         if limit is not None and floor.simulation.peak_bytes <= limit < free.simulation.peak_bytes:
             search.fit(limit)
-            search.refine(limit, self.refined)
+            search.refine(limit, self.refined, self.shakes)
         return search.found(limit, floor)
 
     def frontier(
@@ -117,10 +119,11 @@ class PriceSearch:
         search.free()
         floor = search.floor()
         chosen = sorted(limits(floor, search.baseline))
-        search.price_sweep()
         # The plan of one limit is a good start for the next.
+        refined, shakes = (self.refined, self.shakes) if len(chosen) <= self.few else (self.refined_along, self.shakes[:1])
         for limit in reversed(chosen):
-            search.refine(limit, max(1, self.refined // 2))
+            search.fit(limit)
+            search.refine(limit, refined, shakes)
             tick()
         return tuple(search.found(limit, floor) for limit in chosen)
 
@@ -142,8 +145,11 @@ class _Search:
         self.places = NarrowPlaces(program)
         self.layouts: dict[int, Layout] = {}
         self.seen: dict[Schedule, Candidate] = {}
+        self.legal: list[Candidate] = []
+        """Those that save nothing they must not; the uncheckpointed schedule may."""
         self.low, self.high = price_range(program)
         self.bounds = LowerBounds(program, self.low, self.high)
+        self.tried: set[tuple[int, int]] = set()
         self.bound_at: dict[int, Bound] = {}
         self.baseline = self.judge(save_all(program))
         for schedule in References(program, self.places)():
@@ -151,20 +157,17 @@ class _Search:
 
     def judge(self, schedule: Schedule) -> Candidate:
         if schedule not in self.seen:
-            self.seen[schedule] = Candidate(schedule, simulate(self.program, schedule))
+            candidate = self.seen[schedule] = Candidate(schedule, simulate(self.program, schedule))
+            if self.program.tables.is_savable[list(schedule.saved)].all():
+                self.legal.append(candidate)
         return self.seen[schedule]
 
     def within(self, limit: int) -> Iterator[Candidate]:
-        return (c for c in self.legal() if c.simulation.peak_bytes <= limit)
-
-    def legal(self) -> Iterator[Candidate]:
-        """Candidates that save nothing they must not; the uncheckpointed schedule may."""
-        is_savable = self.program.tables.is_savable
-        return (c for c in self.seen.values() if is_savable[list(c.schedule.saved)].all())
+        return (c for c in self.legal if c.simulation.peak_bytes <= limit)
 
     def found(self, limit: int | None, floor: Candidate) -> Found:
         """Return the best seen. Bytes below the limit buy nothing: of the fastest the one of least peak is as good as any."""
-        candidates = self.legal() if limit is None else self.within(limit)
+        candidates = self.legal if limit is None else self.within(limit)
         best = min(candidates, key=lambda c: c.rank, default=None)
         bound = next_bound = Bound(0.0, 0.0)
         if best is not None and limit is not None and best.simulation.extra_seconds > 0:
@@ -186,7 +189,7 @@ class _Search:
     def free(self) -> Candidate:
         """The least extra time there is, and the least peak at it."""
         self.shaped(self.options.stage_counts[0], self.low * 1e-6, 1.0)
-        return min(self.legal(), key=lambda c: c.rank)
+        return min(self.legal, key=lambda c: c.rank)
 
     def floor(self) -> Candidate:
         """The least peak of any schedule seen: at high prices, where one sweep mostly gives less than two, then trimmed further."""
@@ -204,7 +207,7 @@ class _Search:
         return least
 
     def _least_peak(self) -> Candidate:
-        return min(self.legal(), key=lambda c: (c.simulation.peak_bytes, c.rank))
+        return min(self.legal, key=lambda c: (c.simulation.peak_bytes, c.rank))
 
     def fit(self, limit: int) -> None:
         """Look for schedules about ``limit``."""
@@ -212,24 +215,22 @@ class _Search:
         factors = self.options.factors if len(self.program.ops) > self.options.small_ops else self.options.small_factors
         self._shapes(price * factor for factor in factors)
 
-    def price_sweep(self) -> None:
-        """Look for schedules at all prices."""
-        self._shapes(_between(self.low, self.high, self.options.sweep))
-
     def _shapes(self, prices: Iterable[float]) -> None:
-        """Try every number of stages at prices that a value saved through half the stages pays."""
-        for price in prices:
+        """Try every number of stages at prices that a value saved through half the stages pays, rounded so that near budgets share them."""
+        for step in dict.fromkeys(round(math.log(price) / math.log(PRICE_STEP)) for price in prices):
             for count in self.options.stage_counts:
-                self.shaped(count, price / (1 + self.options.share * count / 2), self.options.share)
+                if (step, count) not in self.tried:
+                    self.tried.add((step, count))
+                    self.shaped(count, PRICE_STEP**step / (1 + self.options.share * count / 2), self.options.share)
 
-    def refine(self, limit: int, count: int) -> None:
+    def refine(self, limit: int, count: int, shakes: Sequence[float]) -> None:
         """Bring the most promising schedules to ``limit`` by single moves."""
         enough = (1 + self.options.enough) * self.bound(limit).seconds
         for candidate in self._promising(limit, count):
             if self._best(limit) <= enough:
                 return
             self._bring(candidate, limit, limit)
-        for share in self.options.shakes:
+        for share in shakes:
             best = min(self.within(limit), key=lambda c: c.rank, default=None)
             if best is None or best.simulation.extra_seconds <= enough:
                 return
@@ -243,7 +244,7 @@ class _Search:
             best = min(self.within(limit), key=lambda c: c.rank, default=None)
             if best is None or best.simulation.extra_seconds <= enough:
                 return
-            start = random.choice(list(self.legal())) if k % 3 == 0 else best
+            start = random.choice(self.legal) if k % 3 == 0 else best
             # What is free has a little weight too, so that it takes turns.
             least = self.program.step_seconds / 1000
             seconds = [(s + least) * random.lognormvariate(0, options.noise) for s in self.program.tables.seconds[: len(self.program.ops)]]
@@ -263,7 +264,7 @@ class _Search:
         chosen: dict[Schedule, Candidate] = {}
         for times in (1.0, 4.0):
             scores: dict[float, Candidate] = {}
-            for c in self.legal():
+            for c in self.legal:
                 scores.setdefault(c.simulation.extra_seconds + times * price * (c.simulation.peak_bytes - limit), c)
             chosen.update((scores[score].schedule, scores[score]) for score in sorted(scores)[: count // 2 or 1])
         return list(chosen.values())

@@ -8,6 +8,7 @@ counted. A recomputed value is a new version of its storage: it lives from its r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class Simulation:
     extra_seconds: float
     extra_flops: int
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         """Most bytes live at once."""
         return max(self.profile, default=0)

@@ -23,7 +23,7 @@ from fxckpt.passes.stages import NarrowPlaces
 from fxckpt.passes.trim import Trim
 from tests.passes.programs import interpret, programs
 
-SEARCH = PriceSearch(stage_counts=(2, 5), small_factors=(1.0, 4.0), floor_prices=2, sweep=4, refined=2, shakes=(0.9,), restarts=3)
+SEARCH = PriceSearch(stage_counts=(2, 5), small_factors=(1.0, 4.0), floor_prices=2, refined=2, shakes=(0.9,), restarts=3)
 
 
 @st.composite
