@@ -22,10 +22,20 @@ class Judged:
     seconds: float
 
 
-def judge(forward: fx.GraphModule, backward: fx.GraphModule, cost: CostModel, *, num_fwd_outputs: int) -> Judged:
-    """Return what a forward and a backward cost, read from the graphs alone."""
+def judge(
+    forward: fx.GraphModule, backward: fx.GraphModule, cost: CostModel, *, num_fwd_outputs: int, with_gradients: bool = True
+) -> Judged:
+    """Return what a forward and a backward cost, read from the graphs alone; without the gradients they return if so asked."""
     seconds = sum(cost.seconds(n) for g in (forward, backward) for n in g.graph.nodes if allocates(n))
-    return Judged(emitted_peak(forward, backward, num_fwd_outputs=num_fwd_outputs), seconds)
+    uncounted = frozenset[str]() if with_gradients else returned(backward)
+    return Judged(emitted_peak(forward, backward, num_fwd_outputs=num_fwd_outputs, uncounted=uncounted), seconds)
+
+
+def returned(backward: fx.GraphModule) -> frozenset[str]:
+    """Return the names of nodes that hold a storage the backward returns."""
+    (output,) = backward.graph.find_nodes(op="output")
+    ids = {storage_id(t) for arg in output.all_input_nodes for t in tensors(arg.meta.get("val"))}
+    return frozenset(n.name for n in backward.graph.nodes if any(storage_id(t) in ids for t in tensors(n.meta.get("val"))))
 
 
 def allocates(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ Instance = tuple[int, fx.Node]
 def live_bytes(graph: fx.Graph, *, start: int, free: frozenset[str], pinned: frozenset[str]) -> tuple[list[int], int]:
     """Return the live bytes at every op that allocates, and what is live when the graph returns.
 
-    ``start`` is added to all. Placeholders in ``free`` are not counted, those in ``pinned`` stay to the end.
+    ``start`` is added to all. Storages made by nodes in ``free`` are not counted, placeholders in ``pinned`` stay to the end.
     """
     holds: dict[fx.Node, tuple[Instance, ...]] = {}
     size: dict[Instance, int] = {}
@@ -42,7 +42,7 @@ def live_bytes(graph: fx.Graph, *, start: int, free: frozenset[str], pinned: fro
             sid = storage_id(tensor)
             instance = known.get(sid, (sid, node))
             if instance not in size:
-                uncounted = node.op == "get_attr" or (node.op == "placeholder" and node.name in free)
+                uncounted = node.op == "get_attr" or node.name in free
                 size[instance] = 0 if uncounted else storage_bytes(tensor)
                 variables[instance] = 0
                 live += size[instance]
@@ -84,8 +84,13 @@ def _body_peak(body: fx.GraphModule) -> int:
     return max(profile, default=0)
 
 
-def emitted_peak(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int) -> int:
-    """Return the peak bytes of running ``forward``, then ``backward``, with the forward's outputs held by the user throughout."""
+def emitted_peak(
+    forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int, uncounted: frozenset[str] = frozenset()
+) -> int:
+    """Return the peak bytes of running ``forward``, then ``backward``, with the forward's outputs held by the user throughout.
+
+    Storages made by the backward's nodes in ``uncounted`` are left out.
+    """
     primals = frozenset(n.name for n in forward.graph.find_nodes(op="placeholder"))
     first, _ = live_bytes(forward.graph, start=0, free=primals, pinned=frozenset())
     (output,) = forward.graph.find_nodes(op="output")
@@ -98,5 +103,5 @@ def emitted_peak(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_o
     inputs = backward.graph.find_nodes(op="placeholder")
     same = frozenset(n.name for n in inputs if any(storage_id(t) in owned or storage_id(t) in free_ids for t in tensors(n.meta.get("val"))))
     tangents = frozenset(n.name for n in inputs if str(n.target).startswith("tangents"))
-    second, _ = live_bytes(backward.graph, start=sum(held.values()), free=primals | same, pinned=tangents)
+    second, _ = live_bytes(backward.graph, start=sum(held.values()), free=primals | same | uncounted, pinned=tangents)
     return max([*first, *second, 0])

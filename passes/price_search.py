@@ -26,7 +26,7 @@ from fxckpt.passes.stages import NarrowPlaces
 from fxckpt.passes.trim import Trim
 
 NEXT_BYTES = 100 * 2**20
-PRICE_STEP = 1.25
+PRICE_STEP = 1.1
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,114 @@
+"""The planner at given budgets, beside plans made by hand and torch's partitioner, on the same graphs, by the same liveness and the same cost.
+
+python bench/targets.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from models import gpt2, llama_style
+from peers import allocates, judge, torch_partition
+from tabulate import tabulate
+
+from fxckpt.capture import Joint, capture_joint
+from fxckpt.cost import CostModel, FlopCost, Roofline, checked
+from fxckpt.passes.facts import collect
+from fxckpt.passes.normalize import normalize
+from fxckpt.passes.price_search import PriceSearch
+from fxckpt.passes.program import IN_BACKWARD, Program
+
+TORCH_BUDGETS = (1.0, 0.5, 0.2, 0.05, 0.0)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One graph and the budgets it is planned at."""
+
+    name: str
+    joint: Joint
+    cost: CostModel
+    megabytes: tuple[float, ...]
+    by_hand: tuple[tuple[str, float, float], ...] = ()
+    """Plans made by hand: name, peak in MB, extra time in percent."""
+    with_gradients: bool = True
+    """Count what the backward returns."""
+
+    def program(self) -> Program:
+        """Return the graph as planning sees it."""
+        facts = collect(self.joint.module, num_fwd_outputs=self.joint.num_fwd_outputs, cost=checked(self.cost))
+        return facts.program if self.with_gradients else without_gradients(facts.program)
+
+
+def without_gradients(program: Program) -> Program:
+    """Return ``program`` with the storages that the backward returns at no bytes."""
+    returned = {s for s in program.backward[-1].reads if program.storages[s].producer == IN_BACKWARD}
+    return replace(program, storages=tuple(replace(s, bytes=0) if i in returned else s for i, s in enumerate(program.storages)))
+
+
+def rows(target: Target) -> Iterator[tuple[str, ...]]:
+    """Plan a target in one frontier call; then its peers."""
+    program = target.program()
+    step = program.step_seconds
+    begin = time.perf_counter()
+    found = PriceSearch().frontier(program, lambda floor, baseline: [int(mb * 1e6) for mb in target.megabytes])
+    seconds = time.perf_counter() - begin
+    for f in reversed(found):
+        assert f.best is not None and f.limit is not None
+        extra, least = f.best.simulation.extra_seconds, f.bound.seconds
+        gap = f"{extra / least - 1:+.1%}" if least else ""
+        peak = f.best.simulation.peak_bytes
+        yield f"fxckpt {f.limit / 1e6:.1f}", f"{peak / 1e6:.1f}", f"{extra / step:+.2%}", f"{least / step:+.2%}", gap
+    floor, bound = found[0].floor.simulation, found[0].floor_bound_bytes
+    yield "fxckpt, the floor", f"{floor.peak_bytes / 1e6:.1f}", f"{floor.extra_seconds / step:+.2%}", f"no peak below {bound / 1e6:.1f}", ""
+    for name, peak, percent in target.by_hand:
+        yield f"by hand: {name}", f"{peak:.1f}", f"{percent:+.2f}%", "", ""
+    graph_seconds = sum(target.cost.seconds(n) for n in target.joint.module.graph.nodes if allocates(n))
+    for budget in TORCH_BUDGETS:
+        forward, backward = torch_partition(target.joint.module, budget, num_fwd_outputs=target.joint.num_fwd_outputs)
+        judged = judge(forward, backward, target.cost, num_fwd_outputs=target.joint.num_fwd_outputs, with_gradients=target.with_gradients)
+        yield f"torch {budget}", f"{judged.peak_bytes / 1e6:.1f}", f"{judged.seconds / graph_seconds - 1:+.2%}", "", ""
+    yield "fxckpt's search, all budgets", "", f"{seconds:.1f} s", "", ""
+
+
+def captured(name: str) -> Joint:
+    """Return a normalized joint graph."""
+    model, inputs = {"gpt2": gpt2, "llama": llama_style}[name]()
+    joint = capture_joint(model, (), inputs)
+    normalize(joint.module)
+    return joint
+
+
+def main() -> None:
+    """Print one table a target."""
+    targets = (
+        Target(
+            "Llama-style, 32 layers, d 256, 2048 tokens, FLOPs, without parameter gradients",
+            captured("llama"),
+            FlopCost(),
+            (966.3, 963.6, 573.6, 181.4, 125.9, 79.9),
+            (
+                ("save matmuls and attention", 963.6, 0.0),
+                ("every second matmul, attention", 573.6, 5.8),
+                ("save attention", 181.4, 11.5),
+                ("checkpoint every block", 125.9, 26.9),
+            ),
+            with_gradients=False,
+        ),
+        Target(
+            "GPT-2, 12 layers, d 768, 4 x 256 tokens, dropout, 100 TFLOP/s and 1.5 TB/s",
+            captured("gpt2"),
+            Roofline(100e12, 1.5e12, 0.0),
+            (1594, 1396, 1138, 1000, 900, 850),
+        ),
+    )
+    for target in targets:
+        print(f"\n{target.name}")
+        head = ("plan", "peak MB", "extra time", "least possible", "gap")
+        print(tabulate(list(rows(target)), head, disable_numparse=True, colalign=("left", *["right"] * 4)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
