@@ -182,6 +182,11 @@ def resolve(cost: str | CostModel, device: torch.device | None) -> CostModel:
     return cost
 
 
+LEAST_SECONDS, MOST_SECONDS = 1e-30, 1e12
+MOST_FLOPS = 10**18
+"""Beyond these, sums and ratios of costs would overflow."""
+
+
 @dataclass(frozen=True)
 class Checked:
     """A cost model whose every answer is checked. Raises :class:`InvalidCost`."""
@@ -194,18 +199,20 @@ class Checked:
         return self.model.name
 
     def seconds(self, node: fx.Node) -> float:
-        """The model's seconds, finite and not negative."""
-        return float(self._check(node, "seconds", self.model.seconds(node)))
+        """The model's seconds, finite and not negative; what is less than any op can take is free."""
+        seconds = float(self._check(node, "seconds", self.model.seconds(node), MOST_SECONDS))
+        return seconds if seconds >= LEAST_SECONDS else 0.0
 
     def flops(self, node: fx.Node) -> int:
         """The model's FLOPs, finite and not negative."""
-        return int(self._check(node, "flops", self.model.flops(node)))
+        return int(self._check(node, "flops", self.model.flops(node), MOST_FLOPS))
 
-    def _check(self, node: fx.Node, what: str, answer: Any) -> Any:
-        if not isinstance(answer, (int, float)) or not math.isfinite(answer) or answer < 0:
+    def _check(self, node: fx.Node, what: str, answer: Any, most: float) -> Any:
+        # Not math.isfinite: an int may be too large for a float.
+        if not isinstance(answer, (int, float)) or not 0 <= answer <= most:
             raise InvalidCost(
                 f"cost model {self.model.name!r} says {what}={answer!r} for node {node.name!r} ({node.target}). "
-                "It must be a finite number that is not negative; return 0 for what is free."
+                f"It must be a number from 0 to {most:g}; return 0 for what is free. To keep an op from running again, use a policy."
             )
         return answer
 

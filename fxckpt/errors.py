@@ -18,7 +18,7 @@ class InvalidOption(FxckptError, ValueError):
 
 
 class InvalidCost(FxckptError, ValueError):
-    """A cost model returned NaN, a negative or an infinite time."""
+    """A cost model returned what is no time: NaN, negative, infinite, or beyond what can be added up."""
 
 
 class InnerCompilerMissing(FxckptError):

@@ -196,7 +196,7 @@ def test_graph_break_in_plan_is_explained() -> None:
         fxckpt.plan(broken, torch.ones(3, requires_grad=True))
 
 
-@pytest.mark.parametrize("answer", [float("nan"), -1.0, float("inf")])
+@pytest.mark.parametrize("answer", [float("nan"), -1.0, float("inf"), 1e300, 10**400])
 def test_wrong_cost_names_the_node(answer: float) -> None:
     class Odd:
         name = "odd"
