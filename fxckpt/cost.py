@@ -7,6 +7,7 @@ alone. ``measured``: each distinct op is timed on this machine. One of your own 
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -209,7 +210,7 @@ class Checked:
 
     def _check(self, node: fx.Node, what: str, answer: Any, most: float) -> Any:
         # Not math.isfinite: an int may be too large for a float.
-        if not isinstance(answer, (int, float)) or not 0 <= answer <= most:
+        if not isinstance(answer, numbers.Real) or not 0 <= answer <= most:  # type: ignore[operator]  # numbers.Real orders
             raise InvalidCost(
                 f"cost model {self.model.name!r} says {what}={answer!r} for node {node.name!r} ({node.target}). "
                 f"It must be a number from 0 to {most:g}; return 0 for what is free. To keep an op from running again, use a policy."

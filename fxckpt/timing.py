@@ -49,18 +49,30 @@ class Records:
         """Return the figure of ``key``, or None."""
         if not self.path.exists():
             return None
-        with closing(sqlite3.connect(self.path, timeout=30)) as db:
+        with closing(self._open()) as db:
             row = db.execute("select figure from records where key = ?", (key,)).fetchone()
-        return None if row is None else float(row[0])
+        return row[0] if row is not None and isinstance(row[0], float) and row[0] > 0 else None
 
     def keep(self, key: str, figure: float) -> float:
         """Store a figure and return the one that holds: another process may have been first."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with closing(sqlite3.connect(self.path, timeout=30)) as db, db:
-            db.execute("create table if not exists records (key text primary key, figure real not null)")
-            db.execute("insert or ignore into records values (?, ?)", (key, figure))
-            row = db.execute("select figure from records where key = ?", (key,)).fetchone()
-        return float(row[0])
+        with closing(self._open()) as db, db:
+            db.execute(
+                "insert into records values (?, ?) on conflict (key) do update set figure = excluded.figure "
+                "where typeof(figure) != 'real' or figure <= 0",
+                (key, figure),
+            )
+        return self.get(key) or figure
+
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, timeout=5)
+        try:
+            with db:
+                db.execute("create table if not exists records (key text primary key, figure real not null)")
+        except sqlite3.Error:
+            db.close()
+            raise
+        return db
 
 
 def machine(device: torch.device) -> str:
@@ -75,11 +87,19 @@ def cpu_figures(records: Records) -> tuple[float, float, float]:
     """Return FLOP/s of an fp32 matrix product, bytes/s of an addition, and seconds of the least op; measured in about a second the first time."""
     names = ("flops", "bandwidth", "launch")
     prefix = machine(torch.device("cpu"))
-    known = [records.get(f"{prefix} {name}") for name in names]
+    known = [_known(records, f"{prefix} {name}") for name in names]
     if None in known:
         known = [_kept(records, f"{prefix} {name}", figure) for name, figure in zip(names, _calibrate(), strict=True)]
     flops, bandwidth, launch = (float(figure or 0.0) for figure in known)
     return flops, bandwidth, launch
+
+
+def _known(records: Records, key: str) -> float | None:
+    try:
+        return records.get(key)
+    except (OSError, sqlite3.Error) as error:
+        log.warning("%s cannot be read (%s): figures are measured again. Remove it, or set FXCKPT_CACHE_DIR.", records.path, error)
+        return None
 
 
 def _kept(records: Records, key: str, figure: float) -> float:
@@ -103,7 +123,8 @@ def _calibrate() -> tuple[float, float, float]:
 
 def _seconds(statement: str, names: dict[str, object], at_least: float) -> float:
     timer = Timer(statement, globals={"torch": torch, **names}, num_threads=torch.get_num_threads())
-    return float(timer.blocked_autorange(min_run_time=at_least).median)
+    # Whatever else the machine does only adds to a time.
+    return float(min(timer.blocked_autorange(min_run_time=at_least).times))
 
 
 class MeasuredSeconds:
@@ -121,7 +142,7 @@ class MeasuredSeconds:
             return None
         key = f"{machine(self.device)} {trial.key}"
         if key not in self._known:
-            known = self.records.get(key)
+            known = _known(self.records, key)
             if known is None:
                 known = _measure(trial)
                 known = None if known is None else _kept(self.records, key, known)

@@ -43,8 +43,8 @@ class Moment:
         problem, ops, values = needed_cut(self.program, range(self.position, len(self.program.backward)), len(self.program.ops))
         return Network.side_by_side([problem]), np.asarray(ops, dtype=np.int64), np.asarray(values, dtype=np.int64)
 
-    def least(self, price: float) -> tuple[float, int]:
-        """Return seconds and bytes held of the least ``seconds + price * held``."""
+    def least(self, price: float) -> tuple[float, int, float]:
+        """Return seconds and bytes held of the least ``seconds + price * held``, and by how much the sum may be above the least for rounding."""
         tables = self.program.tables
         network, ops, values = self._cut
         # The first run of what only the backward needs may be the uncheckpointed step's own.
@@ -59,16 +59,16 @@ class Moment:
             kept, runs = network.solve(run_price, keep_price)
         except Unbounded as error:
             raise no_way(self.program, int(values[error.value])) from error
-        return float(seconds[runs].sum()), int(nbytes[kept].sum())
+        return float(seconds[runs].sum()), int(nbytes[kept].sum()), network.error(run_price, keep_price)
 
     def bound(self, room: int, low: float, high: float, steps: int) -> Bound:
         """Return the greatest bound of prices between ``low`` and ``high``, for at most ``room`` bytes held."""
         best = Bound(0.0, 0.0)
         for _ in range(steps):
             price = (low * high) ** 0.5
-            seconds, held = self.least(price)
-            if seconds + price * (held - room) > best.seconds:
-                best = Bound(seconds + price * (held - room), price)
+            seconds, held, error = self.least(price)
+            if seconds + price * (held - room) - error > best.seconds:
+                best = Bound(seconds + price * (held - room) - error, price)
             if held <= room:
                 high = price
             else:

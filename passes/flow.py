@@ -31,6 +31,8 @@ SOURCE, SINK = "source", "sink"
 FINITE_SUM = 2**30
 """Finite capacities are scaled so that they add up to this: int32 is what scipy's solvers take."""
 INFINITE = 2**31 - 1
+NOTHING = 1e-250
+"""Prices that add up to less are all the same: scaled, they would overflow."""
 
 
 @dataclass(frozen=True)
@@ -239,14 +241,23 @@ class Network:
         self._check(kept, runs, wanted, run_price, keep_price)
         return kept, runs
 
+    def error(self, run_price: FloatArray, keep_price: FloatArray) -> float:
+        """Return by how much the cut of :meth:`solve` may be dearer than the least, from rounding."""
+        count, scale = self._scale(run_price, keep_price)
+        return float((count / scale).sum())
+
+    def _scale(self, run_price: FloatArray, keep_price: FloatArray) -> tuple[IntArray, FloatArray]:
+        """Return, per problem, how many prices it has and what they are multiplied by."""
+        parts = len(self.problems)
+        total = np.bincount(self.part_of_op, weights=np.where(np.isfinite(run_price), run_price, 0.0), minlength=parts)
+        total += np.bincount(self.part_of_value, weights=np.where(np.isfinite(keep_price), keep_price, 0.0), minlength=parts)
+        count = np.bincount(self.part_of_op, minlength=parts) + np.bincount(self.part_of_value, minlength=parts)
+        return count, (FINITE_SUM - count) / np.where(total > NOTHING, total, 1.0)
+
     def _whole(self, run_price: FloatArray, keep_price: FloatArray) -> tuple[IntArray, IntArray]:
         """Scale prices to int32, each problem on its own; infinite ones become greater than the sum of all finite ones."""
+        _, scale = self._scale(run_price, keep_price)
         finite_run, finite_keep = np.isfinite(run_price), np.isfinite(keep_price)
-        parts = len(self.problems)
-        total = np.bincount(self.part_of_op, weights=np.where(finite_run, run_price, 0.0), minlength=parts)
-        total += np.bincount(self.part_of_value, weights=np.where(finite_keep, keep_price, 0.0), minlength=parts)
-        count = np.bincount(self.part_of_op, minlength=parts) + np.bincount(self.part_of_value, minlength=parts)
-        scale = (FINITE_SUM - count) / np.where(total > 0, total, 1.0)
         run = np.where(finite_run, np.ceil(np.where(finite_run, run_price, 0.0) * scale[self.part_of_op]), INFINITE)
         keep = np.where(finite_keep, np.ceil(np.where(finite_keep, keep_price, 0.0) * scale[self.part_of_value]), INFINITE)
         return run.astype(np.int32), keep.astype(np.int32)

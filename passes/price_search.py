@@ -102,8 +102,8 @@ class PriceSearch:
         limit = budget(search.baseline.simulation.peak_bytes)
         free = search.free()
         floor = search.floor()
-        # The floor is found before and without the budget, so that asking for just the floor always succeeds.
-        if limit is not None and floor.simulation.peak_bytes <= limit < free.simulation.peak_bytes:
+        # The floor is found before and without the budget, so that asking for just the floor always succeeds; less may be found too.
+        if limit is not None and search.bounds.peak_bytes <= limit < free.simulation.peak_bytes:
             search.fit(limit)
             search.refine(limit, self.refined, self.shakes)
         return search.found(limit, floor)

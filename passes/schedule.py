@@ -91,18 +91,21 @@ def save_all(program: Program) -> Schedule:
 
 
 def with_runs(program: Program, runs: tuple[int, ...], before: tuple[int, ...]) -> Schedule:
-    """Return the schedule of these runs: what they and the backward read before it is made again is saved."""
-    saved: set[int] = set()
-    made: set[int] = set()
-    at = 0
-    for j, reads in enumerate(program.forward_reads):
-        while at < len(runs) and before[at] == j:
+    """Return the schedule of these runs, without those that nobody reads: what is read before it is made again is saved."""
+    wanted: set[int] = set()
+    kept: list[int] = []
+    at = len(runs) - 1
+    for j in range(len(program.backward) - 1, -1, -1):
+        wanted.update(program.forward_reads[j])
+        while at >= 0 and before[at] == j:
             op = program.ops[runs[at]]
-            saved.update([s for s in op.needs if s not in made])
-            made.update(op.writes)
-            at += 1
-        saved.update([s for s in reads if s not in made])
-    return Schedule(tuple(sorted(saved)), runs, before)
+            if not wanted.isdisjoint(op.writes):
+                kept.append(at)
+                wanted.difference_update(op.writes)
+                wanted.update(op.needs)
+            at -= 1
+    kept.reverse()
+    return Schedule(tuple(sorted(wanted)), tuple([runs[i] for i in kept]), tuple([before[i] for i in kept]))
 
 
 def forward_ops(program: Program, saved: tuple[int, ...]) -> list[int]:

@@ -48,6 +48,23 @@ def test_calibration_goes_on_without_a_disk(tmp_path: Path, caplog: pytest.LogCa
     assert "FXCKPT_CACHE_DIR" in caplog.text
 
 
+def test_calibration_goes_on_with_a_broken_file(records: Records, caplog: pytest.LogCaptureFixture) -> None:
+    records.path.parent.mkdir()
+    records.path.write_text("no database, but long enough to be taken for one by its first bytes")
+    with caplog.at_level(logging.WARNING, "fxckpt"):
+        assert all(figure > 0 for figure in cpu_figures(records))
+    assert "cannot be read" in caplog.text
+
+
+def test_a_figure_that_cannot_be_is_measured_again(records: Records) -> None:
+    records.keep("time", 1.0)
+    with sqlite3.connect(records.path) as db:
+        db.execute("update records set figure = 0")
+    assert records.get("time") is None
+    assert records.keep("time", 2.0) == 2.0
+    assert records.keep("time", 3.0) == 2.0
+
+
 def test_the_gpu_table_is_ordered_as_the_devices_are() -> None:
     rates = [cost.DEVICES[name].bytes_per_second for name in ("H200", "H100", "A100")]
     assert rates == sorted(rates, reverse=True)

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxckpt.passes.fill import Fill
+from fxckpt.passes.oracle import exhaustive
 from fxckpt.passes.price_search import PriceSearch, evenly_spaced
 from fxckpt.passes.program import IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.passes.references import References
-from fxckpt.passes.schedule import Decisions, emit, save_all
+from fxckpt.passes.schedule import Decisions, emit, save_all, with_runs
 from fxckpt.passes.simulate import simulate
 from fxckpt.passes.staged_cut import StagedCut
 from fxckpt.passes.stages import NarrowPlaces
@@ -84,6 +85,29 @@ def test_trimming_gives_up_what_is_cheapest_to_make_again() -> None:
     assert trimmed.runs == (0,)
     assert trimmed.before == (1,)
     assert simulate(program, trimmed).peak_bytes <= 12
+
+
+@pytest.mark.parametrize("dear", [1.0, 1e3, 1e6, 1e9])
+def test_bound_holds_whatever_the_range_of_times(dear: float) -> None:
+    """An op of ``dear`` seconds beside three of microseconds: rounding of the cut's capacities must not end up in the bound."""
+    cheap = [Op(f"c{i}", Side.FORWARD, 1e-6, 1, (), (i,)) for i in range(3)]
+    ops = (*cheap, Op("dear", Side.FORWARD, dear, 1, (), (3,)))
+    storages = tuple(Storage(f"v{i}", 4, i) for i in range(4)) + tuple(Storage(f"g{i}", 1, IN_BACKWARD) for i in range(4))
+    backward = tuple(Op(f"b{i}", Side.BACKWARD, 1e-6, 1, (3 - i, *((3 + i,) if i else ())), (4 + i,)) for i in range(4))
+    program = Program(ops, backward, storages, 0)
+    for limit in range(5, 20):
+        best = exhaustive(program, limit)
+        found = SEARCH(program, functools.partial(lambda limit, baseline: limit, limit))
+        if best is not None and found.best is not None:
+            assert found.bound.seconds <= best * (1 + 1e-9)
+
+
+@given(program=programs(), share=st.floats(0.0, 1.0))
+def test_no_run_is_for_nothing(program: Program, share: float) -> None:
+    found = SEARCH(program, lambda baseline: int(share * baseline))
+    if found.best is not None:
+        schedule = found.best.schedule
+        assert with_runs(program, schedule.runs, schedule.before) == schedule
 
 
 @given(program=programs(), share=st.floats(0.0, 1.0))
