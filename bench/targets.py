@@ -21,6 +21,8 @@ from fxckpt.passes.price_search import PriceSearch
 from fxckpt.passes.program import IN_BACKWARD, Program
 
 TORCH_BUDGETS = (1.0, 0.5, 0.2, 0.05, 0.0)
+ROUNDING = 0.0499
+"""MB: the targets are known to one decimal."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def rows(target: Target) -> Iterator[tuple[str, ...]]:
     program = target.program()
     step = program.step_seconds
     begin = time.perf_counter()
-    found = PriceSearch().frontier(program, lambda floor, baseline: [int(mb * 1e6) for mb in target.megabytes])
+    found = PriceSearch().frontier(program, lambda floor, baseline: [int((mb + ROUNDING) * 1e6) for mb in target.megabytes])
     seconds = time.perf_counter() - begin
     for f in reversed(found):
         assert f.best is not None and f.limit is not None

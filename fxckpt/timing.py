@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import platformdirs
 import torch
 from torch import fx
 from torch.utils.benchmark import Timer
+from torch.utils.benchmark.utils.timer import timer as default_timer
 
 from fxckpt.torch_private import outside_trace
 from fxckpt.trial import REFUSED, Trial, devices
@@ -121,8 +123,8 @@ def _calibrate() -> tuple[float, float, float]:
     return flops, bandwidth, launch
 
 
-def _seconds(statement: str, names: dict[str, object], at_least: float) -> float:
-    timer = Timer(statement, globals={"torch": torch, **names}, num_threads=torch.get_num_threads())
+def _seconds(statement: str, names: dict[str, object], at_least: float, clock: Callable[[], float] = default_timer) -> float:
+    timer = Timer(statement, timer=clock, globals={"torch": torch, **names}, num_threads=torch.get_num_threads())
     # Whatever else the machine does only adds to a time.
     return float(min(timer.blocked_autorange(min_run_time=at_least).times))
 
@@ -130,9 +132,10 @@ def _seconds(statement: str, names: dict[str, object], at_least: float) -> float
 class MeasuredSeconds:
     """Measures ops once each on the device they are planned for."""
 
-    def __init__(self, records: Records, device: torch.device) -> None:
+    def __init__(self, records: Records, device: torch.device, clock: Callable[[], float] = default_timer) -> None:
         self.records = records
         self.device = device
+        self.clock = clock
         self._known: dict[str, float | None] = {}
 
     def __call__(self, node: fx.Node) -> float | None:
@@ -144,17 +147,17 @@ class MeasuredSeconds:
         if key not in self._known:
             known = _known(self.records, key)
             if known is None:
-                known = _measure(trial)
+                known = _measure(trial, self.clock)
                 known = None if known is None else _kept(self.records, key, known)
             self._known[key] = known
         return self._known[key]
 
 
-def _measure(trial: Trial) -> float | None:
+def _measure(trial: Trial, clock: Callable[[], float]) -> float | None:
     try:
         with trial.call() as call:
             call()
-            return _seconds("call()", {"call": call}, TRIAL_SECONDS)
+            return _seconds("call()", {"call": call}, TRIAL_SECONDS, clock)
     except REFUSED as error:
         log.info("%s not timed, estimated instead: %s", trial.op, error)
         return None

@@ -4,8 +4,9 @@ The peak constraint is dualized into prices per byte: one at the forward's end, 
 Around the price of the lower bound a few prices and shares are cut at several numbers of stages. Cuts flip whole classes of identical layers at
 once, so the most promising schedules, over the budget or under it, are then brought to it by single moves: :mod:`~fxckpt.passes.trim` gives up
 copies until the peak fits, :mod:`~fxckpt.passes.fill` drops runs that the slack pays for. The best is shaken a few times: trimmed below the
-budget and filled again; small programs are searched from random starts too. The simulator judges every schedule. The search ends after a
-fixed number of steps and reads no clock and no true randomness, so the same graph always gets the same plan.
+budget and filled again; small programs are searched from random starts too, and the smallest by an integer program. The simulator judges
+every schedule. The search ends after a fixed number of steps and reads no clock and no true randomness, so the same graph always gets the
+same plan.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from random import Random
 
 from fxckpt.passes.bounds import Bound, LowerBounds
 from fxckpt.passes.fill import Fill
+from fxckpt.passes.integer_program import in_forward, optimum
 from fxckpt.passes.program import Program
 from fxckpt.passes.references import References
-from fxckpt.passes.schedule import Schedule, emit, save_all
+from fxckpt.passes.schedule import Schedule, emit, save_all, with_runs
 from fxckpt.passes.simulate import Simulation, simulate
 from fxckpt.passes.staged_cut import Layout, StagedCut
 from fxckpt.passes.stages import NarrowPlaces
@@ -70,6 +72,8 @@ class PriceSearch:
     """Price of each stage beside that of the forward's end."""
     factors: tuple[float, ...] = (1.0, 1.5, 2.5, 4.0)
     """Prices tried for one budget, beside the price of its lower bound."""
+    factors_along: tuple[float, ...] = (1.5,)
+    """The same for each budget of a frontier of more than ``few`` points."""
     small_ops: int = 150
     small_factors: tuple[float, ...] = (1.0, 1.5, 2.5, 4.0, 0.5, 0.25, 8.0, 16.0, 64.0)
     """The same for programs of at most ``small_ops`` forward ops."""
@@ -92,6 +96,10 @@ class PriceSearch:
     """Standard deviation of the logarithm of what the ops' seconds are multiplied by for a restart."""
     depths: tuple[float, ...] = (0.9, 0.7, 0.5, 0.97)
     """Shares of the budget that restarts trim to, in turn."""
+    exact_size: int = 320
+    """Forward ops times backward ops up to which an integer program is solved."""
+    exact_nodes: int = 2000
+    """Nodes of its search tree at most."""
     enough: float = 0.005
     """No more moves for a schedule that is certified to be this near to the best, relatively."""
     cut: StagedCut = field(default_factory=StagedCut)
@@ -104,7 +112,7 @@ class PriceSearch:
         floor = search.floor()
         # The floor is found before and without the budget, so that asking for just the floor always succeeds; less may be found too.
         if limit is not None and search.bounds.peak_bytes <= limit < free.simulation.peak_bytes:
-            search.fit(limit)
+            search.fit(limit, self.factors)
             search.refine(limit, self.refined, self.shakes)
         return search.found(limit, floor)
 
@@ -120,9 +128,11 @@ class PriceSearch:
         floor = search.floor()
         chosen = sorted(limits(floor, search.baseline))
         # The plan of one limit is a good start for the next.
-        refined, shakes = (self.refined, self.shakes) if len(chosen) <= self.few else (self.refined_along, self.shakes[:1])
+        refined, shakes, factors = self.refined, self.shakes, self.factors
+        if len(chosen) > self.few:
+            refined, shakes, factors = self.refined_along, self.shakes[:1], self.factors_along
         for limit in reversed(chosen):
-            search.fit(limit)
+            search.fit(limit, factors)
             search.refine(limit, refined, shakes)
             tick()
         return tuple(search.found(limit, floor) for limit in chosen)
@@ -209,10 +219,10 @@ class _Search:
     def _least_peak(self) -> Candidate:
         return min(self.legal, key=lambda c: (c.simulation.peak_bytes, c.rank))
 
-    def fit(self, limit: int) -> None:
+    def fit(self, limit: int, factors: Sequence[float]) -> None:
         """Look for schedules about ``limit``."""
         price = self.bound(limit).price or self.low
-        factors = self.options.factors if len(self.program.ops) > self.options.small_ops else self.options.small_factors
+        factors = factors if len(self.program.ops) > self.options.small_ops else self.options.small_factors
         self._shapes(price * factor for factor in factors)
 
     def _shapes(self, prices: Iterable[float]) -> None:
@@ -235,19 +245,36 @@ class _Search:
             if best is None or best.simulation.extra_seconds <= enough:
                 return
             self._bring(best, int(limit * share), limit)
-        self._restart(limit, enough)
+        if len(self.program.ops) * len(self.program.backward) <= self.options.exact_size:
+            self._solve(limit, enough)
+        else:
+            self._restart(limit, enough)
+
+    def _solve(self, limit: int, enough: float) -> None:
+        """Look for the optimum itself."""
+        if self._best(limit) <= enough:
+            return
+        schedule = optimum(in_forward(self.program), limit, seconds=math.inf, nodes=self.options.exact_nodes).schedule
+        if schedule is not None:
+            # An op that may run on either side costs nothing if the forward has no need of it.
+            self.judge(with_runs(self.program, schedule.runs, schedule.before))
 
     def _restart(self, limit: int, enough: float) -> None:
         """Look farther from what single moves reach (compare GRASP, Feo and Resende 1995)."""
         options, random, ops = self.options, Random(0), max(len(self.program.ops), 1)
+        # What is free has a little weight too, so that it takes turns.
+        plain = [s + self.program.step_seconds / 1000 for s in self.program.tables.seconds[: len(self.program.ops)]]
         for k in range(min(options.restarts, options.restart_ops // ops) if ops <= options.small_ops else 0):
             best = min(self.within(limit), key=lambda c: c.rank, default=None)
             if best is None or best.simulation.extra_seconds <= enough:
                 return
             start = random.choice(self.legal) if k % 3 == 0 else best
-            # What is free has a little weight too, so that it takes turns.
-            least = self.program.step_seconds / 1000
-            seconds = [(s + least) * random.lognormvariate(0, options.noise) for s in self.program.tables.seconds[: len(self.program.ops)]]
+            if k % 2:
+                seconds = list(plain)
+                for o in random.choices(range(ops), k=random.randint(1, 3)):
+                    seconds[o] *= random.choice((1e-3, 1e3))
+            else:
+                seconds = [s * random.lognormvariate(0, options.noise) for s in plain]
             self._bring(start, int(limit * options.depths[k % len(options.depths)]), limit, seconds)
 
     def _best(self, limit: int) -> float:

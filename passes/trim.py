@@ -11,6 +11,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from fxckpt.passes.simulate import Simulation
 
 LONGEST = 64
 """At most so many ops run again for one copy."""
+STALE = 1.01
+"""A price that grew by less since it was last looked at counts as unchanged."""
 NOT_HELD = -1
 
 
@@ -99,15 +102,32 @@ class _Copies:
             self.op_at[place] = len(ops) + j
             place += 1
 
-    def cheapest_first(self, seconds: Sequence[float]) -> list[_Gap]:
-        """Return the gaps by seconds per byte, the longest first among equals."""
-        worth = []
+    def cheapest_first(self, seconds: Sequence[float]) -> Iterator[_Gap]:
+        """Yield the gaps by seconds per byte that is over the limit when their turn comes, the longest first among equals."""
+        queue: list[tuple[float, int, int, int, float, _Gap]] = []
         for gap in self._gaps():
-            chain = self._chain(gap)
-            if chain is not None:
-                price = sum([seconds[o] for o in chain.ops]) / self.program.storages[gap.s].bytes
-                worth.append((price, gap.begin - gap.end, gap.s, gap.begin, gap))
-        return [w[-1] for w in sorted(worth, key=lambda w: w[:-1])]
+            cost = seconds[self.program.storages[gap.s].producer]
+            queue.append((cost / max(self._useful(gap), 1), gap.begin - gap.end, gap.s, gap.begin, -1.0, gap))
+        heapify(queue)
+        while queue:
+            price, length, s, begin, cost, gap = heappop(queue)
+            useful = self._useful(gap)
+            if useful <= 0:
+                continue
+            if cost < 0:  # so far only the op's own seconds were looked at
+                chain = self._chain(gap)
+                if chain is None:
+                    continue
+                cost = sum([seconds[o] for o in chain.ops])
+            if queue and cost / useful > queue[0][0] and cost / useful > price * STALE:
+                heappush(queue, (cost / useful, length, s, begin, cost, gap))
+            else:
+                yield gap
+
+    def _useful(self, gap: _Gap) -> int:
+        """Return how many of the copy's bytes are over the limit somewhere in the gap."""
+        window = self.profile[gap.begin + 1 : gap.end]
+        return min(self.program.storages[gap.s].bytes, (int(window.max()) if len(window) else 0) - self.limit)
 
     def _gaps(self) -> Iterator[_Gap]:
         """Yield the gaps that lie over positions beyond the limit."""

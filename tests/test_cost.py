@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sqlite3
 from pathlib import Path
@@ -80,12 +81,10 @@ def test_an_op_is_timed_once_and_then_read(records: Records) -> None:
     assert count(records) == 1
 
 
-def test_longer_ops_are_timed_as_longer(records: Records) -> None:
-    measured = MeasuredSeconds(records, CPU)
-    little, much = (measured(node_of(lambda a: a @ a, torch.ones(n, n))) for n in (32, 768))
-    assert little is not None
-    assert much is not None
-    assert much > 10 * little  # 13,824 times the work
+def test_a_figure_is_the_seconds_of_one_run(records: Records) -> None:
+    ticks = itertools.count()
+    measured = MeasuredSeconds(records, CPU, clock=lambda: float(next(ticks)))
+    assert measured(node_of(lambda a: a @ a, torch.ones(4, 4))) == 1.0  # whatever runs between two looks at this clock takes a second
 
 
 @torch.library.custom_op("fxckpt_tests::twice_slowly", mutates_args=())

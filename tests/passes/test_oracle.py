@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxckpt.passes.oracle import exhaustive, in_forward, optimum
+from fxckpt.passes.integer_program import in_forward, optimum
+from fxckpt.passes.oracle import exhaustive
 from fxckpt.passes.price_search import PriceSearch
 from fxckpt.passes.program import IN_BACKWARD, Op, Program, Side, Storage
 from tests.passes.programs import interpret, programs
@@ -41,9 +42,10 @@ def test_an_order_within_stages_only_restricts(program: Program, share: float) -
         assert any_order <= in_order.seconds + 1e-6
 
 
+@pytest.mark.parametrize("search", [PriceSearch(), PriceSearch(exact_size=0)], ids=["exact", "heuristic"])
 @given(program=programs(max_ops=5), share=st.floats(0.0, 1.0))
-def test_the_planner_finds_the_optimum_of_tiny_programs(program: Program, share: float) -> None:
-    found = PriceSearch()(program, lambda baseline: int(share * baseline))
+def test_the_planner_finds_the_optimum_of_tiny_programs(search: PriceSearch, program: Program, share: float) -> None:
+    found = search(program, lambda baseline: int(share * baseline))
     limit = int(share * found.baseline.simulation.peak_bytes)
     best = exhaustive(program, limit)
     if found.best is None:
