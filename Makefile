@@ -30,8 +30,9 @@ demo: $(VENV)/.demo  ## train a language model inside three byte budgets, side b
 test: $(VENV)/.test  ## the whole test suite, without the slow sweeps
 	$(BIN)/python -m pytest
 
-sweep: $(VENV)/.test  ## the property tests, a thousand examples each
-	$(BIN)/python -m pytest --hypothesis-profile sweep tests/passes
+sweep: $(VENV)/.test  ## what takes long: every op, every draw, and the property tests with a thousand examples each
+	$(BIN)/python -m pytest -m sweep --timeout 1800 tests
+	$(BIN)/python -m pytest --hypothesis-profile sweep --timeout 7200 tests/passes
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxckpt.cost import CostModel
-from fxckpt.passes.facts import tensors
+from fxckpt.passes.kinds import tensors
 from fxckpt.passes.liveness import emitted_peak
 from fxckpt.torch_private import storage_id
 

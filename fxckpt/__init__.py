@@ -15,6 +15,7 @@ from fxckpt.errors import (
 from fxckpt.frontier import Frontier, frontier
 from fxckpt.measure import measure_peak
 from fxckpt.plan import Decision, Plan, Reason, Recompute, Row
+from fxckpt.registry import register_op
 
 __all__ = [
     "Backend",
@@ -35,5 +36,6 @@ __all__ = [
     "frontier",
     "measure_peak",
     "plan",
+    "register_op",
 ]
 __version__ = "0.1.0"

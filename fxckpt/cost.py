@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,7 +17,8 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fxckpt.errors import InvalidCost, InvalidOption
-from fxckpt.passes.facts import tensors
+from fxckpt.passes.kinds import tensors
+from fxckpt.registry import Count, registered
 from fxckpt.timing import MeasuredSeconds, Records, cpu_figures
 from fxckpt.torch_private import size_hint, storage_id
 
@@ -68,6 +70,9 @@ def _repeat_heads(query: torch.Size, key: torch.Size, value: torch.Size) -> tupl
 
 def node_flops(node: fx.Node) -> int:
     """Return the FLOPs of one run: torch's own formulas where it has them (a multiply-add counts two), else 0."""
+    said = registered(node.target).flops
+    if said is not None:
+        return _said(node, said)
     packet = getattr(node.target, "overloadpacket", None)
     name = str(packet)
     if name == "aten._scaled_dot_product_flash_attention_for_cpu":
@@ -77,13 +82,24 @@ def node_flops(node: fx.Node) -> int:
     formula = flop_registry.get(packet)
     if formula is None:
         return 0
+    return _said(node, partial(formula, out_val=node.meta["val"]))
+
+
+def _said(node: fx.Node, count: Count) -> int:
+    """Return a count, or a formula's answer for the arguments of ``node``."""
+    if not callable(count):
+        return int(count)
     args = fx.map_arg(node.args, lambda n: _concrete(n.meta.get("val")))
     kwargs = fx.map_arg(node.kwargs, lambda n: _concrete(n.meta.get("val")))
-    return size_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
+    answer = count(*args, **kwargs)
+    return size_hint(answer) if isinstance(answer, torch.SymInt) else answer  # type: ignore[return-value]  # checked by Checked
 
 
 def node_bytes(node: fx.Node) -> int:
     """Return the bytes one run reads and writes: each storage once, a broadcast one by what it holds. Views move nothing."""
+    said = registered(node.target).bytes
+    if said is not None:
+        return _said(node, said)
     storages: dict[int, int] = {}
     for value in [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]:
         for tensor in tensors(value):

@@ -12,7 +12,8 @@ from fxckpt import budget as budgets
 from fxckpt.cost import CostModel, checked, resolve
 from fxckpt.errors import BudgetInfeasible
 from fxckpt.passes.describe import describe
-from fxckpt.passes.facts import Facts, NodePolicy, collect, no_scratch, tensors
+from fxckpt.passes.facts import Facts, NodePolicy, collect, no_scratch
+from fxckpt.passes.kinds import tensors
 from fxckpt.passes.liveness import inner_bytes
 from fxckpt.passes.normalize import normalize
 from fxckpt.passes.partition import partition

@@ -34,6 +34,8 @@ class Reason(enum.StrEnum):
     MUTATED_INPUT = "reads an input that is written later"
     EFFECT = "its op has effects or is unknown"
     COLLECTIVE = "a collective"
+    DECISION = "it decides (chooses, sorts, counts): its choice is kept"
+    REGISTERED = "registered with recompute=False"
     SYMBOLIC = "a size or scalar, no bytes"
     POLICY = "the policy says so"
     REGION = "a checkpoint region in the model says so"

@@ -11,7 +11,7 @@ import logging
 import torch
 from torch import fx
 
-from fxckpt.passes.facts import tensors
+from fxckpt.passes.kinds import tensors
 from fxckpt.torch_private import allocation_events, size_hint
 from fxckpt.trial import REFUSED, Trial, devices
 

@@ -13,6 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._higher_order_ops.effects import _get_effect
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -22,6 +23,7 @@ from fxckpt.errors import CaptureError, FxckptError, InnerCompilerMissing
 
 __all__ = [
     "BackendCompilerFailed",
+    "CustomOpDef",
     "CustomPartitionerFn",
     "FakeTensor",
     "FakeTensorMode",

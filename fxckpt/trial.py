@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxckpt.passes.facts import is_collective, is_known_pure, tensors
+from fxckpt.passes.kinds import is_collective, is_torchs_own, tensors
 from fxckpt.torch_private import OpOverload, outside_trace, size_hint
 
 
@@ -28,7 +28,7 @@ class Trial:
     @classmethod
     def of(cls, node: fx.Node) -> Trial | None:
         """Return the trial of a node's op; None for what is not torch's own, has effects, or talks to other ranks."""
-        if not isinstance(node.target, OpOverload) or not is_known_pure(node) or is_collective(node):
+        if not isinstance(node.target, OpOverload) or not is_torchs_own(node) or is_collective(node):
             return None
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         leaves, spec = pytree.tree_flatten((args, kwargs))

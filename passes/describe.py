@@ -9,7 +9,8 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxckpt.passes.facts import Facts, tensors
+from fxckpt.passes.facts import Facts
+from fxckpt.passes.kinds import tensors
 from fxckpt.passes.price_search import Candidate, Found
 from fxckpt.passes.program import Side
 from fxckpt.plan import Decision, Plan, Reason, Recompute, Row

@@ -23,17 +23,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.errors import CaptureError
+from fxckpt.passes.decisions import decisions
+from fxckpt.passes.kinds import has_hidden_effect, is_collective, is_known_pure, is_mutating, is_random, tensors
 from fxckpt.passes.program import FORWARD_ONLY, IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.plan import Reason
-from fxckpt.torch_private import (
-    HigherOrderOperator,
-    OpOverload,
-    has_effect,
-    is_symbolic,
-    partitioner_tag,
-    size_hint,
-    storage_id,
-)
+from fxckpt.registry import registered
+from fxckpt.torch_private import HigherOrderOperator, OpOverload, is_symbolic, partitioner_tag, size_hint, storage_id
 
 RNG_STATE_BYTES = {"cpu": 5056}
 """Bytes of ``torch.get_rng_state()`` (MT19937 and its cache); every other device type stores seed and offset."""
@@ -79,44 +74,6 @@ class Facts:
 def no_scratch(node: fx.Node) -> int:
     """Plan as if no kernel allocated workspace."""
     return 0
-
-
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a node's ``meta["val"]``."""
-    if isinstance(value, torch.Tensor):
-        return iter((value,))
-    if value is None or isinstance(value, (int, float, torch.SymInt)):
-        return iter(())
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def is_random(node: fx.Node) -> bool:
-    """Return whether an op draws from a generator, by its tag and never by its name."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
-def is_mutating(node: fx.Node) -> bool:
-    """Return whether an op's schema writes one of its arguments."""
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Return whether an op communicates with other ranks."""
-    return isinstance(node.target, OpOverload) and node.target.namespace in ("_c10d_functional", "c10d", "c10d_functional")
-
-
-def is_known_pure(node: fx.Node) -> bool:
-    """Return whether an op is one of torch's own, whose second run gives what its first gave."""
-    if node.target is operator.getitem:
-        return True
-    if not isinstance(node.target, OpOverload):
-        return False
-    return node.target.namespace in ("aten", "prims", "quantized", "inductor")
-
-
-def has_hidden_effect(node: fx.Node) -> bool:
-    """Return whether dropping or repeating the op would be visible (asserts, prints, registered effects)."""
-    return has_effect(node.target) or (node.op == "call_function" and not is_collective(node) and node.is_impure(impure_random=False))
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
@@ -250,6 +207,9 @@ class _Reader:
             and (is_random(n) or is_mutating(n) or is_collective(n) or has_hidden_effect(n) or not is_known_pure(n))
         ]
         self.required_forward = _ancestors([*self.fwd_outputs, *effects])
+        self.decisions = decisions(graph)
+        self.requested: set[fx.Node] = set()
+        """What a policy demands to run again."""
         self.mutated = set(written_storages(n for n in (*effects, *self.closure) if is_mutating(n)))
         self.storages: list[Storage] = []
         self.holds: dict[fx.Node, tuple[int, ...]] = {}
@@ -355,10 +315,10 @@ class _Reader:
         state = None
         if not in_backward and is_random(node) and pinned is None:
             nbytes = RNG_STATE_BYTES.get(_device_type(node), RNG_STATE_BYTES_OTHER)
-            if sum(self.storages[i].bytes for i in writes) <= nbytes:
-                pinned = Reason.SMALLER_THAN_STATE
+            if node not in self.requested and sum(self.storages[i].bytes for i in writes) <= nbytes:
                 for i in writes:
                     self.storages[i] = replace(self.storages[i], is_savable=True)
+                pinned = Reason.SMALLER_THAN_STATE
             else:
                 state = len(self.storages)
                 self.storages.append(Storage(f"{node.name}.rng_state", nbytes, FORWARD_ONLY))
@@ -367,32 +327,59 @@ class _Reader:
         (self.backward if in_backward else self.ops).append(op)
 
     def _placement(self, node: fx.Node) -> tuple[Reason | None, bool]:
-        """Return (why it may not run again, whether its value may be saved)."""
-        if is_collective(node):
-            return Reason.COLLECTIVE, True
-        if is_mutating(node) or has_hidden_effect(node) or not is_known_pure(node):
-            return Reason.EFFECT, True
-        if is_random(node) and node.kwargs.get("generator") is not None:
-            return Reason.RANDOM_WITHOUT_STATE, True
-        if any(storage_id(t) in self.mutated for a in node.all_input_nodes for t in tensors(a.meta.get("val"))):
-            return Reason.MUTATED_INPUT, True
-        decided = self.policy(node) if self.policy is not None else None
-        if decided is CheckpointPolicy.MUST_SAVE:
-            return Reason.POLICY, True
-        if decided is CheckpointPolicy.MUST_RECOMPUTE:
-            return None, False
-        return self._region(node)
+        """Return (why it may not run again, whether its value may be saved).
 
-    def _region(self, node: fx.Node) -> tuple[Reason | None, bool]:
-        tag = node.meta.get("recompute")
-        if tag is CheckpointPolicy.MUST_SAVE:
-            return Reason.REGION, True
-        if tag not in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
+        What must not run twice comes first; then the user's policy, the model's own checkpoint regions, and last what only prefers.
+        """
+        decided = self.policy(node) if self.policy is not None else None
+        must_run = decided is CheckpointPolicy.MUST_RECOMPUTE or self._awaits_requested(node)
+        reason = self._never_twice(node) or (None if must_run else self._not_unasked(node, decided))
+        if reason is not None:
+            return reason, True
+        if must_run:
+            self.requested.add(node)
+            return None, False
+        if decided is CheckpointPolicy.PREFER_RECOMPUTE:
+            return None, not self.bind_preferences
+        if decided is CheckpointPolicy.PREFER_SAVE:
             return None, True
+        return None, self._is_savable_in_region(node)
+
+    def _never_twice(self, node: fx.Node) -> Reason | None:
+        """Return why a second run would be wrong."""
+        if is_mutating(node) or has_hidden_effect(node) or not (is_known_pure(node) or is_collective(node)):
+            return Reason.EFFECT
+        if is_random(node) and node.kwargs.get("generator") is not None:
+            return Reason.RANDOM_WITHOUT_STATE
+        if any(storage_id(t) in self.mutated for a in node.all_input_nodes for t in tensors(a.meta.get("val"))):
+            return Reason.MUTATED_INPUT
+        return None
+
+    def _not_unasked(self, node: fx.Node, decided: CheckpointPolicy | None) -> Reason | None:
+        """Return why an op is run again only where a policy demands it."""
+        if is_collective(node):
+            return Reason.COLLECTIVE
+        if decided is CheckpointPolicy.MUST_SAVE:
+            return Reason.POLICY
+        if registered(node.target).recompute is False:
+            return Reason.REGISTERED
+        tag = node.meta.get("recompute") if decided is None else None
+        if tag is CheckpointPolicy.MUST_SAVE:
+            return Reason.REGION
+        return Reason.DECISION if node in self.decisions and tag is not CheckpointPolicy.MUST_RECOMPUTE else None
+
+    def _awaits_requested(self, node: fx.Node) -> bool:
+        """Return whether a collective belongs to one that is to run again: the wait is run again with what it waits for."""
+        return is_collective(node) and any(arg in self.requested for arg in node.all_input_nodes)
+
+    def _is_savable_in_region(self, node: fx.Node) -> bool:
+        tag = node.meta.get("recompute")
+        if tag not in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
+            return True
         region = node.meta.get("ac_graph_id")
         leaves = any(u not in self.closure and u.meta.get("ac_graph_id") != region for u in _through_views(node))
         binds = tag is CheckpointPolicy.MUST_RECOMPUTE or self.bind_preferences
-        return None, leaves or not binds
+        return leaves or not binds
 
 
 def _through_views(node: fx.Node) -> Iterator[fx.Node]:

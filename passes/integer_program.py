@@ -18,6 +18,9 @@ from fxckpt.passes.program import Program, Side
 from fxckpt.passes.schedule import Schedule, with_runs
 from fxckpt.passes.simulate import backward_own_profile
 
+MOST_NODES = 2**31 - 1
+"""As good as no limit."""
+
 
 @dataclass(frozen=True)
 class Optimum:
@@ -42,7 +45,7 @@ def in_forward(program: Program) -> Program:
     return replace(program, ops=tuple(replace(op, side=Side.FORWARD) for op in program.ops))
 
 
-def optimum(program: Program, limit: int, *, seconds: float = 60.0, nodes: int | None = None) -> Optimum:
+def optimum(program: Program, limit: int, *, seconds: float = 60.0, nodes: int = MOST_NODES) -> Optimum:
     """Return the least extra time within ``limit`` bytes, after at most ``seconds`` of solving and ``nodes`` of the solver's search tree.
 
     Raises :class:`ValueError` if an op may run on either side (see :func:`in_forward`).
@@ -71,7 +74,7 @@ class _Model:
         """Column of whether storage ``s`` is there at a point; at point -1: saved."""
         return self.column.setdefault(("there", point, s), len(self.column))
 
-    def solve(self, seconds: float, nodes: int | None) -> Optimum:
+    def solve(self, seconds: float, nodes: int) -> Optimum:
         self.there(-1, 0)  # never no column at all
         self._build()
         tables, size = self.program.tables, len(self.column)
@@ -90,7 +93,7 @@ class _Model:
             integrality=integral,
             bounds=Bounds(0, upper),
             constraints=constraint,
-            options={"time_limit": seconds, "mip_rel_gap": 0} | ({} if nodes is None else {"node_limit": nodes}),
+            options={"time_limit": seconds, "mip_rel_gap": 0, "node_limit": nodes},
         )
         if answer.status == 2:
             return Optimum(self.limit, None, 0.0)

@@ -10,7 +10,8 @@ import operator
 
 from torch import fx
 
-from fxckpt.passes.facts import storage_bytes, tensors
+from fxckpt.passes.facts import storage_bytes
+from fxckpt.passes.kinds import tensors
 from fxckpt.torch_private import run_with_rng_state, storage_id
 
 Instance = tuple[int, fx.Node]

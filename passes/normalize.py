@@ -15,7 +15,8 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxckpt.passes.facts import graph_outputs, has_hidden_effect, is_known_pure, is_mutating, is_random, tensors
+from fxckpt.passes.facts import graph_outputs
+from fxckpt.passes.kinds import has_hidden_effect, is_known_pure, is_mutating, is_random, tensors
 from fxckpt.torch_private import OpOverload, storage_id
 
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from torch import fx
 
-from fxckpt.passes.facts import Facts, is_random, tensors
+from fxckpt.passes.facts import Facts
+from fxckpt.passes.kinds import is_random, tensors
 from fxckpt.plan import Plan, Recompute
 from fxckpt.torch_private import fake_rng_state, is_symbolic, run_and_save_rng_state, run_with_rng_state, tag_side
 

@@ -11,7 +11,7 @@ from collections import Counter
 from torch import fx
 
 from fxckpt.errors import VerifyError
-from fxckpt.passes.facts import is_random
+from fxckpt.passes.kinds import is_random
 from fxckpt.passes.rematerialize import FIRST_RUN_OF, RECOMPUTE_OF, RUNS_AGAIN
 from fxckpt.plan import Plan
 from fxckpt.torch_private import is_symbolic, run_and_save_rng_state, run_with_rng_state

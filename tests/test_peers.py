@@ -11,7 +11,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from fxckpt.capture import Joint, capture_joint
 from fxckpt.cost import GENERIC_GPU
-from fxckpt.passes.facts import tensors
+from fxckpt.passes.kinds import tensors
 from fxckpt.passes.liveness import emitted_peak
 from fxckpt.passes.normalize import normalize
 from fxckpt.pipeline import Planner

@@ -1,0 +1,102 @@
+"""What users say about ops: their cost, and whether they may run again.
+
+The word about an op is kept on the op itself (an ``OpOverload`` lives as long as its library), so there is no table here to keep in step.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxckpt.errors import InvalidOption
+from fxckpt.torch_private import CustomOpDef, HigherOrderOperator, OpOverload, has_effect
+
+Count = int | float | Callable[..., int | float]
+_ATTRIBUTE = "_fxckpt_registered"
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What was said about one op; None where nothing was."""
+
+    flops: Count | None = None
+    bytes: Count | None = None
+    recompute: bool | None = None
+
+
+NOTHING = Registered()
+
+
+def register_op(op: Any, *, flops: Count | None = None, bytes: Count | None = None, recompute: bool | None = None) -> None:
+    """Tell the planner about an op, most often one of your own.
+
+    Without a word about it, an op outside of torch's own namespaces is never run again, counts no FLOPs, and moves the bytes of its arguments
+    and results. A second call replaces what the first said.
+
+    Parameters
+    ----------
+    op:
+        What ``torch.library.custom_op`` returned, ``torch.ops.mylib.myop``, one overload of it (``.default``), or a higher-order op.
+    flops, bytes:
+        FLOPs of one run, and bytes that it reads and writes: numbers, or functions of the op's own arguments (fake tensors: shapes and dtypes, no
+        values).
+    recompute:
+        True: a second run with the same arguments gives the same values and does nothing else. False: it must not be run again.
+
+    Raises
+    ------
+    InvalidOption
+        For what is no op, a count that is negative or not finite, and ``recompute=True`` for an op that writes its arguments or has effects.
+
+    Examples
+    --------
+    >>> import torch, fxckpt
+    >>> @torch.library.custom_op("docs::triple", mutates_args=())
+    ... def triple(x: torch.Tensor) -> torch.Tensor:
+    ...     return 3 * x
+    >>> fxckpt.register_op(triple, flops=lambda x: x.numel(), recompute=True)
+    """
+    said = Registered(_count("flops", flops), _count("bytes", bytes), recompute)
+    if recompute not in (None, True, False):
+        raise InvalidOption(f"recompute={recompute!r} is neither True nor False.")
+    for overload in _overloads(op):
+        if recompute and (has_effect(overload) or (isinstance(overload, OpOverload) and overload._schema.is_mutable)):
+            raise InvalidOption(
+                f"{overload} writes its arguments or has effects: a second run would be visible, so it cannot be registered with "
+                "recompute=True. Make it functional (return the result, mutates_args=()), or leave recompute out."
+            )
+        setattr(overload, _ATTRIBUTE, said)
+
+
+def registered(op: Any) -> Registered:
+    """Return what was said about an op."""
+    said = getattr(op, _ATTRIBUTE, NOTHING)
+    return said if isinstance(said, Registered) else NOTHING
+
+
+def _count(name: str, count: Count | None) -> Count | None:
+    if count is None or callable(count):
+        return count
+    if not isinstance(count, numbers.Real) or not math.isfinite(count) or count < 0:
+        raise InvalidOption(
+            f"{name}={count!r} is not a count. Give a number from 0 up, or a function of the op's arguments that returns one."
+        )
+    return count
+
+
+def _overloads(op: Any) -> list[OpOverload | HigherOrderOperator]:
+    if isinstance(op, (OpOverload, HigherOrderOperator)):
+        return [op]
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return [getattr(op, name) for name in op.overloads()]
+    if isinstance(op, CustomOpDef):
+        return [op._opoverload]
+    raise InvalidOption(
+        f"{op!r} is not an op. Give what torch.library.custom_op returned, or torch.ops.<namespace>.<name>; a plain function is captured "
+        "op by op and needs no registration."
+    )

@@ -1,0 +1,57 @@
+"""Kinds: what sort of op a node is, by its tags, its schema and what its author said, never by its name."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxckpt.registry import registered
+from fxckpt.torch_private import OpOverload, has_effect
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a node's ``meta["val"]``."""
+    if isinstance(value, torch.Tensor):
+        return iter((value,))
+    if value is None or isinstance(value, (int, float, torch.SymInt)):
+        return iter(())
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return whether an op draws from a generator, by its tag and never by its name."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Return whether an op's schema writes one of its arguments."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Return whether an op communicates with other ranks."""
+    return isinstance(node.target, OpOverload) and node.target.namespace in ("_c10d_functional", "c10d", "c10d_functional")
+
+
+def is_torchs_own(node: fx.Node) -> bool:
+    """Return whether an op is one of torch's functional ones, of which all is known."""
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload):
+        return False
+    return node.target.namespace in ("aten", "prims", "quantized", "inductor")
+
+
+def is_known_pure(node: fx.Node) -> bool:
+    """Return whether a second run of an op gives what its first gave: one of torch's own, or its author said so."""
+    return is_torchs_own(node) or registered(node.target).recompute is True
+
+
+def has_hidden_effect(node: fx.Node) -> bool:
+    """Return whether dropping or repeating the op would be visible (asserts, prints, registered effects)."""
+    return has_effect(node.target) or (node.op == "call_function" and not is_collective(node) and node.is_impure(impure_random=False))
