@@ -10,6 +10,7 @@ from fxckpt.errors import (
     InvalidBudget,
     InvalidCost,
     InvalidOption,
+    RecomputeMismatch,
     VerifyError,
 )
 from fxckpt.frontier import Frontier, frontier
@@ -31,6 +32,7 @@ __all__ = [
     "Plan",
     "Reason",
     "Recompute",
+    "RecomputeMismatch",
     "Row",
     "VerifyError",
     "frontier",

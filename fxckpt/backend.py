@@ -28,6 +28,7 @@ from fxckpt.torch_private import (
     boxed,
     guard_sizes,
     inductor_backend,
+    inline_regions,
     keep_saved_values,
     make_boxed,
     through_dynamo,
@@ -37,7 +38,7 @@ log = logging.getLogger("fxckpt")
 
 InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 INNER_NAMES = ("inductor", "aot_eager")
-OPTIONS = ("budget", "policy", "inner", "cost")
+OPTIONS = ("budget", "policy", "inner", "cost", "verify")
 
 
 class Backend:
@@ -55,7 +56,11 @@ class Backend:
         Who compiles the two halves: ``"inductor"``, ``"aot_eager"`` or a callable ``(gm, example_inputs) -> callable``, given the forward
         graph, then the backward graph.
     cost:
-        ``"roofline"``, ``"flops"`` or a cost model object (see :class:`fxckpt.cost.CostModel`).
+        ``"roofline"``, ``"flops"``, ``"measured"`` or a cost model object (see :class:`fxckpt.cost.CostModel`).
+    verify:
+        ``"exact"``, for debugging: every value that the backward makes again is compared, bit by bit, with a hash of what the forward made;
+        :class:`RecomputeMismatch` names the first op that differs. Takes time and memory beyond the plan, and not with ``inner="inductor"``, which
+        compiles the two runs of an op differently. None: costs nothing.
 
     Raises
     ------
@@ -80,24 +85,32 @@ class Backend:
         policy: Callable[..., Any] | None = None,
         inner: str | InnerCompiler = "inductor",
         cost: str | CostModel = "roofline",
+        verify: str | None = None,
     ) -> None:
         budgets.validate(budget)
+        if verify not in (None, "exact"):
+            raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
         if not callable(inner) and inner not in INNER_NAMES:
             raise InvalidOption(
                 f"inner={inner!r} is not an inner compiler. Use one of {', '.join(map(repr, INNER_NAMES))}, "
                 'or a callable (gm, example_inputs) -> callable. Example: fxckpt.Backend(inner="aot_eager").'
             )
+        if verify == "exact" and inner == "inductor":
+            raise InvalidOption(
+                "verify='exact' compares bits, and Inductor compiles the two runs of an op separately, so that they may differ in the last one. "
+                "Look for the op with inner='aot_eager': fxckpt.Backend(inner='aot_eager', verify='exact')."
+            )
         resolve_cost(cost, None)
-        self._planner = Planner(budget=budget, policy=as_node_policy(policy), cost=cost)
+        self._planner = Planner(budget=budget, policy=as_node_policy(policy), cost=cost, exact=verify == "exact")
         self._inner = inner
         self._plans: list[Plan] = []
-        self._options = (budget, policy, inner, cost)
+        self._options = (budget, policy, inner, cost, verify)
         # Dynamo prints this name in its own errors.
         self.__name__ = "fxckpt"
 
     def __repr__(self) -> str:
-        budget, policy, inner, cost = self._options
-        return f"Backend(budget={budget!r}, policy={policy!r}, inner={inner!r}, cost={cost!r})"
+        given = zip(OPTIONS, self._options, strict=True)
+        return f"Backend({', '.join(f'{name}={value!r}' for name, value in given)})"
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -110,6 +123,7 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one captured graph; called by Dynamo."""
+        gm = inline_regions(gm)
         try:
             if self._inner == "inductor":
                 compiled: Callable[..., Any] = inductor_backend(gm, example_inputs, _InductorPartitioner(self))

@@ -33,6 +33,10 @@ class VerifyError(FxckptError):
     """An emitted graph breaks an invariant: a defect of fxckpt, stopped before it could give a wrong number."""
 
 
+class RecomputeMismatch(FxckptError):
+    """With ``verify="exact"``: an op's second run gave other values than its first."""
+
+
 class BudgetInfeasible(FxckptError):
     """No plan fits the budget. ``floor_bytes`` is the least peak the planner reached, ``budget_bytes`` what was asked."""
 

@@ -12,6 +12,7 @@ from fxckpt import budget as budgets
 from fxckpt.cost import CostModel, checked, resolve
 from fxckpt.errors import BudgetInfeasible
 from fxckpt.passes.describe import describe
+from fxckpt.passes.exact import insert_checks
 from fxckpt.passes.facts import Facts, NodePolicy, collect, no_scratch
 from fxckpt.passes.kinds import tensors
 from fxckpt.passes.liveness import inner_bytes
@@ -33,6 +34,8 @@ class Planner:
     cost: str | CostModel = "roofline"
     measure_scratch: bool = True
     """Run each distinct CPU op once on made-up values to learn its kernel's workspace."""
+    exact: bool = False
+    """Compare all that runs again with a hash of what the forward made."""
     search: PriceSearch = field(default_factory=PriceSearch)
 
     def plan(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[Facts, Plan]:
@@ -95,6 +98,8 @@ class Planner:
         normalize(joint)
         facts, plan = self.plan(joint, num_fwd_outputs=num_fwd_outputs)
         result = rematerialize(joint, facts, plan, num_fwd_outputs=num_fwd_outputs)
+        if self.exact:
+            result = insert_checks(joint, result, num_fwd_outputs=num_fwd_outputs)
         forward, backward = partition(joint, result, num_fwd_outputs=num_fwd_outputs)
         verify(forward, backward, plan)
         return forward, backward, plan

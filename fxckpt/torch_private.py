@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -149,11 +150,29 @@ def guard_sizes(joint: fx.GraphModule) -> None:
                 bool(size <= size.node.hint)  # evaluating a symbolic comparison records it as a guard
 
 
+def fake_like(value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a fake tensor on the device of ``value``, of the same trace if that is fake."""
+    with value.fake_mode if isinstance(value, FakeTensor) else FakeTensorMode():
+        return torch.empty(shape, dtype=dtype, device=value.device)
+
+
 def fake_rng_state(drawn: torch.Tensor) -> torch.Tensor:
     """Return, as a fake tensor, the state of the generator that ``drawn`` was drawn from: of the same trace as ``drawn``, if it is fake."""
     mode = drawn.fake_mode if isinstance(drawn, FakeTensor) else FakeTensorMode()
     with mode:
         return torch.empty(5056 if drawn.device.type == "cpu" else 16, dtype=torch.uint8)
+
+
+def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a Dynamo graph without ``nested_compile_region`` calls: a plan spans all of them.
+
+    AOTAutograd would partition each region on its own, without a view of the whole. Before torch 2.13 there is nothing to inline them with.
+    """
+    if importlib.util.find_spec("torch._higher_order_ops.passes.inline_invoke_subgraph") is None:
+        return gm
+    from torch._higher_order_ops.passes.inline_invoke_subgraph import inline_invoke_subgraph
+
+    return inline_invoke_subgraph(gm)
 
 
 def make_boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,7 +259,7 @@ def capture_whole(
     from torch.utils import _pytree as pytree
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        receive(gm, inputs)
+        receive(inline_regions(gm), inputs)
         leave_capture()
 
     mode = _PlacedFakeTensorMode(allow_non_fake_inputs=True)

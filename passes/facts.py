@@ -127,7 +127,8 @@ def _closure(graph: fx.Graph, written: frozenset[int]) -> set[fx.Node]:
     return closure
 
 
-def _ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return ``roots`` and all they depend on."""
     seen: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -206,7 +207,7 @@ class _Reader:
             and n not in self.closure
             and (is_random(n) or is_mutating(n) or is_collective(n) or has_hidden_effect(n) or not is_known_pure(n))
         ]
-        self.required_forward = _ancestors([*self.fwd_outputs, *effects])
+        self.required_forward = ancestors([*self.fwd_outputs, *effects])
         self.decisions = decisions(graph)
         self.requested: set[fx.Node] = set()
         """What a policy demands to run again."""

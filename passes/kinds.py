@@ -1,4 +1,4 @@
-"""Kinds: what sort of op a node is, by its tags, its schema and what its author said, never by its name."""
+"""Kinds: what sort of op a node is, by its tags, its schema and what its author said; by its name only where nothing else tells."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 
 from fxckpt.registry import registered
 from fxckpt.torch_private import OpOverload, has_effect
+
+UNINITIALIZED = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -55,3 +57,8 @@ def is_known_pure(node: fx.Node) -> bool:
 def has_hidden_effect(node: fx.Node) -> bool:
     """Return whether dropping or repeating the op would be visible (asserts, prints, registered effects)."""
     return has_effect(node.target) or (node.op == "call_function" and not is_collective(node) and node.is_impure(impure_random=False))
+
+
+def is_uninitialized(node: fx.Node) -> bool:
+    """Return whether an op gives memory as it finds it."""
+    return isinstance(node.target, OpOverload) and node.target._opname in UNINITIALIZED

@@ -30,6 +30,8 @@ RUNS_AGAIN = "fxckpt_runs_again"
 """Metadata of a copy that does work, not of a view."""
 FIRST_RUN_OF = "fxckpt_first_run_of"
 """Metadata of the run that gives out its generator state: the name of the op."""
+DIGEST_OF = "fxckpt_digest_of"
+"""Metadata of a hash that the forward gives out: the name of the op whose value it is of."""
 
 
 def _callable(op: fx.Node) -> Any:

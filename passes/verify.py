@@ -12,7 +12,7 @@ from torch import fx
 
 from fxckpt.errors import VerifyError
 from fxckpt.passes.kinds import is_random
-from fxckpt.passes.rematerialize import FIRST_RUN_OF, RECOMPUTE_OF, RUNS_AGAIN
+from fxckpt.passes.rematerialize import DIGEST_OF, FIRST_RUN_OF, RECOMPUTE_OF, RUNS_AGAIN
 from fxckpt.plan import Plan
 from fxckpt.torch_private import is_symbolic, run_and_save_rng_state, run_with_rng_state
 
@@ -61,6 +61,6 @@ def _verify_saved(backward: fx.GraphModule, plan: Plan) -> None:
     allowed = set(plan.saved)
     for node in backward.graph.find_nodes(op="placeholder"):
         is_input = str(node.target).startswith(("primals", "tangents", "bwd_", "fwd_"))
-        if is_input or is_symbolic(node) or node.name in allowed:
+        if is_input or is_symbolic(node) or node.name in allowed or DIGEST_OF in node.meta:
             continue
         raise VerifyError(f"the backward reads {node.name!r}, which the plan does not save")

@@ -246,7 +246,9 @@ class Sharded(nn.Module):
 
 
 def gathers_again(ctx: object, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_RECOMPUTE if "all_gather" in str(op) else CheckpointPolicy.PREFER_SAVE
+    """Nor may their cosine, which the backward needs, be saved in their place."""
+    again = any(name in str(op) for name in ("all_gather", "cos"))
+    return CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.PREFER_SAVE
 
 
 def test_a_collective_runs_once_unless_a_policy_asks(one_rank: None) -> None:
@@ -254,7 +256,9 @@ def test_a_collective_runs_once_unless_a_policy_asks(one_rank: None) -> None:
     for plan in same_at_every_budget(make):
         assert not any("gather" in name or "wait" in name for name in plan.recomputed)
     (asked,) = same_at_every_budget(make, (None,), policy=gathers_again)
-    assert {name.rstrip("_0123456789") for name in asked.recomputed} >= {"all_gather_into_tensor", "wait_tensor"}
+    again = [run.name for run in asked.schedule]
+    assert any(name.startswith("all_gather") for name in again)
+    assert sum(name.startswith("all_gather") for name in again) == sum(name.startswith("wait_tensor") for name in again)
 
 
 def conditional(x: Tensor, weight: Tensor) -> Tensor:
@@ -268,7 +272,7 @@ def scanned(x: Tensor, weight: Tensor) -> Tensor:
 
     def step(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
         carry = (carry @ weight).tanh() + row
-        return carry, carry.sin()
+        return carry, carry.clone()
 
     _, rows = scan(step, torch.zeros(x.shape[1]), x.sin())
     return (rows @ weight).tanh().sin()
