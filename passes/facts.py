@@ -376,18 +376,19 @@ class _Reader:
     def _is_savable_in_region(self, node: fx.Node) -> bool:
         tag = node.meta.get("recompute")
         if tag not in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
-            return True
+            # What only the backward asks for would be saved in place of what the region gives up.
+            return node in self.required_forward or all(self.storages[i].is_savable for i in self._reads(node))
         region = node.meta.get("ac_graph_id")
-        leaves = any(u not in self.closure and u.meta.get("ac_graph_id") != region for u in _through_views(node))
+        leaves = any(u in self.required_forward and u.meta.get("ac_graph_id") != region for u in _through_views(node))
         binds = tag is CheckpointPolicy.MUST_RECOMPUTE or self.bind_preferences
         return leaves or not binds
 
 
 def _through_views(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield what reads a value, be it through views."""
+    held = {storage_id(t) for t in tensors(node.meta.get("val"))}
     for user in node.users:
-        if user.op == "output":
-            yield user
-        elif user.target is operator.getitem:
+        if user.op == "call_function" and any(storage_id(t) in held for t in tensors(user.meta.get("val"))):
             yield from _through_views(user)
         else:
             yield user

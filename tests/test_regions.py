@@ -1,0 +1,142 @@
+"""Who decides: an explicit policy, then the model's own checkpoint regions, then the budget."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import fxckpt
+from fxckpt import Reason
+from tests.steps import FLOOR, same_at_every_budget
+
+WIDTH = 32
+
+Policy = Callable[..., CheckpointPolicy]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh().sin())
+
+
+class Stack(nn.Module):
+    """Blocks; with ``policy``, each in a selective checkpoint; with ``mark``, each in a plain one."""
+
+    def __init__(self, *, mark: bool = False, policy: Policy | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.mark = mark
+        self.policy = policy
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.policy is not None:
+                contexts = functools.partial(create_selective_checkpoint_contexts, self.policy)
+                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            elif self.mark:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return x
+
+
+def stack(**options: Any) -> Callable[[], tuple[nn.Module, tuple[Tensor]]]:
+    return lambda: (Stack(**options), (torch.randn(128, WIDTH),))
+
+
+def must_save_products(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def must_recompute_products(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_SAVE
+
+
+def saved_and_again(plan: fxckpt.Plan, name: str) -> tuple[int, int]:
+    return sum(n.startswith(name) for n in plan.saved), sum(n.startswith(name) for n in plan.recomputed)
+
+
+def test_a_plain_region_is_recomputed_where_there_is_no_budget() -> None:
+    (plan,) = same_at_every_budget(stack(mark=True), (None,))
+    assert saved_and_again(plan, "tanh") == (0, 4)
+    assert {row.reason for row in plan.rows if row.op == "tanh"} == {Reason.REGION}
+
+
+class Reshaped(Block):
+    """Its result leaves as a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(-1, WIDTH)).view(2, -1, WIDTH)
+
+
+def test_a_region_whose_result_is_a_view_is_run_again_once() -> None:
+    def make() -> tuple[nn.Module, tuple[Tensor]]:
+        model = Stack(mark=True)
+        model.blocks = nn.ModuleList(Reshaped() for _ in range(4))
+        return model, (torch.randn(2, 64, WIDTH),)
+
+    (plan,) = same_at_every_budget(make, (None,))
+    runs = [run.name for run in plan.schedule if run.name.startswith("tanh")]
+    assert len(runs) == len(set(runs)) == 4
+
+
+def test_a_plain_region_only_prefers_where_there_is_a_budget() -> None:
+    (plan,) = same_at_every_budget(stack(mark=True), (1.0,))
+    assert saved_and_again(plan, "addmm")[1] == 0
+
+
+def test_what_a_region_must_save_is_saved_at_any_budget() -> None:
+    for plan in same_at_every_budget(stack(policy=must_save_products), (None, 0.9, FLOOR)):
+        assert saved_and_again(plan, "addmm")[1] == 0, plan.budget_bytes
+
+
+def test_what_a_region_must_recompute_is_recomputed_at_any_budget() -> None:
+    for plan in same_at_every_budget(stack(policy=must_recompute_products), (None, 1.0, FLOOR)):
+        inner = [row for row in plan.rows if row.op == "addmm" and row.module.endswith("up")]
+        assert not any(row.decision is fxckpt.Decision.SAVED for row in inner), plan.budget_bytes
+
+
+@pytest.mark.parametrize("budget", [None, 1.0])
+def test_an_explicit_policy_goes_before_a_region(budget: float | None) -> None:
+    (plan,) = same_at_every_budget(stack(policy=must_save_products), (budget,), policy=must_recompute_products)
+    assert not any(row.op == "addmm" and row.decision is fxckpt.Decision.SAVED for row in plan.rows if row.reason is not Reason.OUTPUT)
+
+
+def test_an_explicit_policy_binds_at_any_budget() -> None:
+    for plan in same_at_every_budget(stack(), (None, 0.9, FLOOR), policy=must_save_products):
+        assert saved_and_again(plan, "addmm")[1] == 0
+    for plan in same_at_every_budget(stack(), (None, 1.0), policy=must_recompute_products):
+        assert saved_and_again(plan, "addmm")[0] == 0
+
+
+def test_what_a_policy_prefers_is_done_without_a_budget_and_weighed_with_one() -> None:
+    (free,) = same_at_every_budget(stack(), (None,), policy=must_save_products)
+    assert saved_and_again(free, "tanh") == (0, 4)
+    (weighed,) = same_at_every_budget(stack(), (1.0,), policy=must_save_products)
+    assert weighed.recompute_seconds == 0.0
+
+
+@pytest.mark.parametrize("options", [{"mark": True}, {"policy": must_save_products}], ids=["plain", "selective"])
+def test_a_budget_never_raises_the_peak_of_a_checkpointed_model(options: dict[str, Any]) -> None:
+    (regions,) = same_at_every_budget(stack(**options), (None,))
+    tight = same_at_every_budget(stack(**options), (regions.peak_bytes, FLOOR))
+    assert all(plan.peak_bytes <= regions.peak_bytes for plan in tight)
+    assert tight[0].recompute_seconds <= regions.recompute_seconds
+
+
+def test_the_pieces_of_a_budget_that_no_policy_allows_are_explained() -> None:
+    with pytest.raises(fxckpt.BudgetInfeasible, match="least peak"):
+        same_at_every_budget(stack(), (None,), policy=must_save_products)
+        model, (x,) = stack()()
+        torch._dynamo.reset()
+        torch.compile(model, backend=fxckpt.Backend(budget=1024, inner="aot_eager", policy=must_save_products))(x)
