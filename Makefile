@@ -32,7 +32,7 @@ test: $(VENV)/.test  ## the whole test suite, without the slow sweeps
 
 sweep: $(VENV)/.test  ## what takes long: every op, every draw, and the property tests with a thousand examples each
 	$(BIN)/python -m pytest -m sweep --timeout 1800 tests
-	$(BIN)/python -m pytest --hypothesis-profile sweep --timeout 7200 tests/passes
+	$(BIN)/python -m pytest --hypothesis-profile sweep --timeout 7200 tests/passes tests/test_dags.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,0 +1,107 @@
+"""Every op that torch differentiates, at the least peak there is, against no checkpoint at all."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import aot_function, default_partition, make_boxed_func
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+import fxckpt
+from fxckpt.passes.normalize import normalize
+from fxckpt.pipeline import Planner
+from tests.steps import differing, loss_of
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+SAMPLES = 2
+EVERY = 24
+"""So many ops of the database to one in the fast tests."""
+DIFFERENTIABLE = [op for op in op_db if op.supports_autograd and op.supports_dtype(torch.float64, "cpu")]
+
+
+def at_the_floor(plans: list[fxckpt.Plan]) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
+    def split(joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        normalize(joint)
+        planner = Planner(budget=1, measure_scratch=False)
+        try:
+            planner.plan(joint, num_fwd_outputs=num_fwd_outputs)
+        except fxckpt.BudgetInfeasible as error:
+            planner = replace(planner, budget=error.floor_bytes)
+        found = planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
+        plans.append(found[2])
+        return found[0], found[1]
+
+    return split
+
+
+def step(function: Callable[..., Any], leaves: Sequence[Any]) -> dict[str, Tensor]:
+    """Run a forward and a backward, always from the same values and the same generator."""
+    given = [leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    torch.manual_seed(7)
+    outputs = [t for t in function(*given) if isinstance(t, Tensor)]
+    loss_of(outputs).backward()
+    seen = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    seen |= {f"gradient {i}": t.grad for i, t in enumerate(given) if isinstance(t, Tensor) and t.grad is not None}
+    return seen | {"generator": torch.get_rng_state()}
+
+
+def surrounded(op: OpInfo, sample: SampleInput) -> tuple[Callable[..., tuple[Any, ...]], list[Any]]:
+    """An op between products by one, which keep its arguments in its domain and need them for their own gradients."""
+    leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    one = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def function(one: Tensor, *given: Tensor) -> tuple[Any, ...]:
+        filled = list(leaves)
+        for i, tensor in zip(at, given, strict=True):
+            filled[i] = tensor * one * one if tensor.is_floating_point() or tensor.is_complex() else tensor
+        first, args, kwargs = pytree.tree_unflatten(filled, spec)
+        outputs = pytree.tree_leaves(op(first, *args, **kwargs))
+        return tuple(t * one if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) else t for t in outputs)
+
+    return function, [one, *(leaves[i] for i in at)]
+
+
+def check(op: OpInfo) -> None:
+    compared = 0
+    refusals = []
+    for sample in list(op.sample_inputs("cpu", torch.float64, requires_grad=True))[:SAMPLES]:
+        function, leaves = surrounded(op, sample)
+        plans: list[fxckpt.Plan] = []
+        boxed = lambda gm, inputs: make_boxed_func(gm.forward)  # noqa: E731
+        compiled = partial(aot_function, function, fw_compiler=boxed, bw_compiler=boxed)
+        try:
+            step(function, leaves)
+            expected = step(compiled(partition_fn=default_partition), leaves)
+        except Exception as error:  # whatever torch itself refuses to compile or to differentiate says nothing about plans
+            refusals.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:150])
+            continue
+        assert differing(expected, step(compiled(partition_fn=at_the_floor(plans)), leaves)) == [], f"{op.name}: {sample}"
+        compared += 1
+    if not compared:
+        pytest.skip(f"torch refuses {op.formatted_name}: {refusals[0] if refusals else 'no samples'}")
+
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE[::EVERY], ids=lambda op: op.formatted_name)
+def test_an_op_in_so_many(op: OpInfo) -> None:
+    check(op)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=lambda op: op.formatted_name)
+def test_every_op(op: OpInfo) -> None:
+    check(op)
