@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -314,21 +315,31 @@ def outside_trace() -> Iterator[None]:
         yield
 
 
-def _run_and_save(device_type: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+def _generator_of(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
+    """Return how to get and how to set the state of a device's default generator."""
+    if device.type in ("cpu", "mps"):
+        module = torch if device.type == "cpu" else torch.mps
+        return module.get_rng_state, module.set_rng_state
+    module = torch.get_device_module(device)
+    return partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
+
+
+def _run_and_save(device: torch.device, op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
     """Run a random op and return the generator state from before it, as ``run_and_save_rng_state`` does."""
-    state = torch.get_rng_state() if device_type == "cpu" else torch.get_device_module(device_type).get_rng_state()
+    get, _ = _generator_of(device)
+    state = get()
     return state, op(*args, **kwargs)
 
 
-def _run_with(device_type: str, state: torch.Tensor, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_with(device: torch.device, state: torch.Tensor, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a random op under a generator state and put the generator back, as ``run_with_rng_state`` does."""
-    generator = torch if device_type == "cpu" else torch.get_device_module(device_type)
-    now = generator.get_rng_state()
-    generator.set_rng_state(state)
+    get, put = _generator_of(device)
+    now = get()
+    put(state)
     try:
         return op(*args, **kwargs)
     finally:
-        generator.set_rng_state(now)
+        put(now)
 
 
 def lower_rng(graph: fx.Graph) -> None:
@@ -341,5 +352,5 @@ def lower_rng(graph: fx.Graph) -> None:
         if node.target in plain:
             value = node.meta["val"][1] if node.target is run_and_save_rng_state else node.meta["val"]
             first = value if isinstance(value, torch.Tensor) else value[0]
-            node.args = (first.device.type, *node.args)
+            node.args = (first.device, *node.args)
             node.target = plain[node.target]

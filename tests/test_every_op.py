@@ -50,10 +50,17 @@ def step(function: Callable[..., Any], leaves: Sequence[Any]) -> dict[str, Tenso
     given = [leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     torch.manual_seed(7)
     outputs = [t for t in function(*given) if isinstance(t, Tensor)]
+    drawn = torch.get_rng_state()
     loss_of(outputs).backward()
     seen = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     seen |= {f"gradient {i}": t.grad for i, t in enumerate(given) if isinstance(t, Tensor) and t.grad is not None}
-    return seen | {"generator": torch.get_rng_state()}
+    return seen | {"generator after the forward": drawn, "generator": torch.get_rng_state()}
+
+
+def second_step(function: Callable[..., Any], leaves: Sequence[Any]) -> dict[str, Tensor]:
+    """The first call traces, which moves the generator."""
+    step(function, leaves)
+    return step(function, leaves)
 
 
 def surrounded(op: OpInfo, sample: SampleInput) -> tuple[Callable[..., tuple[Any, ...]], list[Any]]:
@@ -83,11 +90,14 @@ def check(op: OpInfo) -> None:
         compiled = partial(aot_function, function, fw_compiler=boxed, bw_compiler=boxed)
         try:
             step(function, leaves)
-            expected = step(compiled(partition_fn=default_partition), leaves)
+            expected = second_step(compiled(partition_fn=default_partition), leaves)
         except Exception as error:  # whatever torch itself refuses to compile or to differentiate says nothing about plans
             refusals.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:150])
             continue
-        assert differing(expected, step(compiled(partition_fn=at_the_floor(plans)), leaves)) == [], f"{op.name}: {sample}"
+        got = second_step(compiled(partition_fn=at_the_floor(plans)), leaves)
+        # Torch's default partitioner leaves dead draws in the backward (of rrelu, for one), so that its generator ends elsewhere than eager's.
+        assert set(differing(expected, got)) <= {"generator"}, f"{op.name}: {sample}"
+        assert torch.equal(got["generator"], got["generator after the forward"])
         compared += 1
     if not compared:
         pytest.skip(f"torch refuses {op.formatted_name}: {refusals[0] if refusals else 'no samples'}")
