@@ -51,7 +51,10 @@ class Backend:
         (``"2GiB"``), a fraction of the uncheckpointed peak in (0, 1], ``"auto"`` (free device memory less a margin), or None
         (recompute only what is free).
     policy:
-        Called once per forward op as ``policy(ctx, op, *args, **kwargs)``, returns a ``torch.utils.checkpoint.CheckpointPolicy``.
+        Called once per forward op as ``policy(ctx, op, *args, **kwargs)``, returns a ``torch.utils.checkpoint.CheckpointPolicy``. MUST_SAVE and
+        MUST_RECOMPUTE bind at any budget; what must not run twice (mutation, effects, unknown ops) is saved all the same, and the plan says why.
+        PREFER_SAVE and PREFER_RECOMPUTE are done without a budget, and weighed with one. A policy goes before the checkpoint regions in the
+        model.
     inner:
         Who compiles the two halves: ``"inductor"``, ``"aot_eager"`` or a callable ``(gm, example_inputs) -> callable``, given the forward
         graph, then the backward graph.

@@ -50,7 +50,8 @@ def capture_joint(model_or_fn: Callable[..., Any], args: Sequence[Any], kwargs: 
         capture_whole(model_or_fn, tuple(args), kwargs, compile_graph)
     if not found:
         raise CaptureError(
-            "nothing to plan: no output needs a gradient. Give parameters or inputs that require grad, and call outside no_grad()."
+            "nothing to plan: no output needs a gradient, or all that do are views of inputs. Give parameters or inputs that require grad, "
+            "and do not detach what is made of them."
         )
     return found[0]
 

@@ -324,14 +324,14 @@ def _generator_of(device: torch.device) -> tuple[Callable[[], torch.Tensor], Cal
     return partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
 
 
-def _run_and_save(device: torch.device, op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+def _run_and_save(device: torch.device, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
     """Run a random op and return the generator state from before it, as ``run_and_save_rng_state`` does."""
     get, _ = _generator_of(device)
     state = get()
     return state, op(*args, **kwargs)
 
 
-def _run_with(device: torch.device, state: torch.Tensor, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_with(device: torch.device, state: torch.Tensor, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run a random op under a generator state and put the generator back, as ``run_with_rng_state`` does."""
     get, put = _generator_of(device)
     now = get()

@@ -26,8 +26,21 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Return whether an op draws from a generator, by its tag and never by its name."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Return whether an op draws from a generator: by its tag, unless it is attention without dropout."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    return argument(node, "dropout_p") != 0.0
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """Return the argument of an op's schema called ``name``, given or by default; None if it has none of that name."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    for position, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name:
+            given = node.args[position] if position < len(node.args) and not declared.kwarg_only else node.kwargs.get(name)
+            return declared.default_value if given is None else given
+    return None
 
 
 def is_mutating(node: fx.Node) -> bool:

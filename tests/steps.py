@@ -24,12 +24,14 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def outcome(model: Callable[..., Any], forward: Callable[..., Any], inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """Run a forward and a backward; return all that must be equal: outputs, gradients, buffers, inputs, the generator."""
+    """Run a forward and a backward; return all that must be equal: outputs, gradients, buffers, inputs, generators."""
     torch.manual_seed(1)
     outputs = forward(*inputs)
     seen = {f"output {i}": t.detach().clone() for i, t in enumerate(pytree.tree_leaves(outputs)) if isinstance(t, Tensor)}
     loss_of(outputs).backward()
     seen["generator"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        seen |= {f"generator of GPU {i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
     if isinstance(model, nn.Module):
         seen |= {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
         seen |= {f"buffer {n}": b.clone() for n, b in model.named_buffers()}

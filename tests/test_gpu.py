@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from tests.steps import FLOOR, same_at_every_budget
 from tests.test_models import Trial, compiled, same
+from tests.test_random import DRAWS, Residual
 from tests.zoo import ENTRIES, Entry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -25,3 +28,26 @@ def test_same_step_and_peak_inside_the_budget(entry: Entry) -> None:
         assert same(expected, got) == [], f"budget {budget}"
         if plan.budget_bytes is not None:
             assert trial.peak(forward) <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("name", ["dropout", "bernoulli", "randn_like", "rrelu", "exponential_", "attention"])
+def test_a_draw_is_repeated(name: str) -> None:
+    same_at_every_budget(lambda: (Residual(DRAWS[name]).cuda(), (torch.randn(512, 16, device="cuda"),)), (None, 0.8, FLOOR))
+
+
+class TwoGenerators(nn.Module):
+    """Draws on the CPU and on the GPU in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            noise = torch.rand(x.shape).to(x.device)
+            x = (layer(x).tanh() * noise).sin() * torch.rand_like(x)
+        return x
+
+
+def test_draws_on_two_devices() -> None:
+    same_at_every_budget(lambda: (TwoGenerators().cuda(), (torch.randn(512, 64, device="cuda"),)), (None, 0.8, FLOOR))
