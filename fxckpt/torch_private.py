@@ -36,6 +36,7 @@ __all__ = [
     "has_effect",
     "inductor_backend",
     "is_symbolic",
+    "laid_over",
     "leave_capture",
     "partitioner_tag",
     "run_and_save_rng_state",
@@ -155,6 +156,14 @@ def fake_like(value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -
     """Return a fake tensor on the device of ``value``, of the same trace if that is fake."""
     with value.fake_mode if isinstance(value, FakeTensor) else FakeTensorMode():
         return torch.empty(shape, dtype=dtype, device=value.device)
+
+
+def laid_over(base: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor with the geometry of ``tensor`` over the storage of ``base``."""
+    with base.fake_mode if isinstance(base, FakeTensor) else contextlib.nullcontext():
+        if tensor.dtype != base.dtype:
+            base = torch.view_as_real(base) if base.is_complex() and not tensor.is_complex() else base.view(tensor.dtype)
+        return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def fake_rng_state(drawn: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fxckpt.passes.facts import graph_outputs
 from fxckpt.passes.kinds import has_hidden_effect, is_known_pure, is_mutating, is_random, tensors
-from fxckpt.torch_private import OpOverload, storage_id
+from fxckpt.torch_private import OpOverload, laid_over, storage_id
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
@@ -34,14 +34,29 @@ def merge_common_subexpressions(graph: fx.Graph) -> None:
     apart = {storage_id(t) for n in (*written, *graph_outputs(graph)) if isinstance(n, fx.Node) for t in tensors(n.meta.get("val"))}
     apart -= {storage_id(t) for n in graph.find_nodes(op="placeholder") if n not in written for t in tensors(n.meta.get("val"))}
     seen: dict[Any, fx.Node] = {}
+    moved: dict[int, Tensor] = {}
+    """Tensors that stand for the storages of merged ones."""
     for node in list(graph.nodes):
+        if moved and node.op == "call_function":
+            _retie(node, moved)
         if not _can_merge(node, apart):
             continue
         key = _key(node)
         first = seen.setdefault(key, node)
         if first is not node:
+            merged = zip(tensors(node.meta.get("val")), tensors(first.meta.get("val")), strict=True)
+            moved.update((storage_id(old), new) for old, new in merged if storage_id(old) != storage_id(new))
             node.replace_all_uses_with(first)
             graph.erase_node(node)
+
+
+def _retie(node: fx.Node, moved: dict[int, Tensor]) -> None:
+    """Let the fake values of a node share storages with those that its inputs were merged with: who shares what is read from them."""
+    value = node.meta.get("val")
+    if any(storage_id(t) in moved for t in tensors(value)):
+        node.meta["val"] = pytree.tree_map_only(
+            Tensor, lambda t: laid_over(moved[storage_id(t)], t) if storage_id(t) in moved else t, value
+        )
 
 
 def _can_merge(node: fx.Node, apart: set[int]) -> bool:

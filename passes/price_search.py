@@ -90,7 +90,7 @@ class PriceSearch:
     """Shares of the budget that the best schedule is trimmed to before it is filled again."""
     restarts: int = 200
     """How often a small program's schedules are brought to a budget by moves in an order drawn at random."""
-    restart_ops: int = 3000
+    restart_ops: int = 1500
     """Restarts times forward ops at most."""
     noise: float = 1.5
     """Standard deviation of the logarithm of what the ops' seconds are multiplied by for a restart."""

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import fxckpt
 from fxckpt.passes.normalize import normalize
+from fxckpt.torch_private import storage_id
 
 
 def calls(f: Callable[..., object], *inputs: Tensor) -> list[str]:
@@ -31,6 +32,22 @@ def test_arguments_of_other_types_differ() -> None:
 def test_random_ops_stay() -> None:
     ops = calls(lambda x: F.dropout(x) + F.dropout(x), torch.ones(3))
     assert sum("dropout" in op or "bernoulli" in op for op in ops) == 2
+
+
+def test_what_a_merged_value_shared_its_storage_with_is_known() -> None:
+    """Items and views of the second call belong to the first one now."""
+
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        return x.topk(2).indices * 1, x.topk(2).values.view(4) * 1, x.sin() * 1, x.sin()[0].view(3) * 1
+
+    traced = make_fx(f, tracing_mode="fake")(torch.ones(2, 3))
+    normalize(traced)
+    for node in traced.graph.nodes:
+        if str(node.target).startswith(("aten.view", "aten.select")):
+            assert storage_id(node.meta["val"]) == storage_id(node.args[0].meta["val"]), node
+        if "getitem" in node.name:
+            parent, item = node.args
+            assert storage_id(node.meta["val"]) == storage_id(parent.meta["val"][item])
 
 
 def test_reads_around_a_write_stay() -> None:
