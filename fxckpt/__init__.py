@@ -10,6 +10,7 @@ from fxckpt.errors import (
     InvalidBudget,
     InvalidCost,
     InvalidOption,
+    PlanningFailed,
     RecomputeMismatch,
     VerifyError,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "InvalidCost",
     "InvalidOption",
     "Plan",
+    "PlanningFailed",
     "Reason",
     "Recompute",
     "RecomputeMismatch",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import fx
 from fxckpt import budget as budgets
 from fxckpt.cost import CostModel
 from fxckpt.cost import resolve as resolve_cost
-from fxckpt.errors import FxckptError, InvalidOption
+from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed
 from fxckpt.pipeline import Planner
 from fxckpt.plan import Plan
 from fxckpt.policies import as_node_policy
@@ -32,6 +33,7 @@ from fxckpt.torch_private import (
     keep_saved_values,
     make_boxed,
     through_dynamo,
+    unbounded_sizes,
 )
 
 log = logging.getLogger("fxckpt")
@@ -154,7 +156,21 @@ class Backend:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self._planner.budget is not None:
             guard_sizes(joint)
-        forward, backward, plan = self._planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
+            if unbounded := unbounded_sizes(joint.graph):
+                warnings.warn(
+                    f"budget={self._planner.budget!r} cannot be promised: {', '.join(unbounded)} are known only when the step runs, and were planned "
+                    "as 1. Give them an upper bound: torch._check(size <= n) in the model, or mark_unbacked(x, dim, max=n).",
+                    stacklevel=2,
+                )
+        try:
+            forward, backward, plan = self._planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
+        except FxckptError:
+            raise
+        except Exception as error:
+            # Dynamo takes some exceptions as a reason to run the model as it is, without a word and without a budget.
+            raise PlanningFailed(
+                f"planning failed, which is a defect of fxckpt: {type(error).__name__}: {error}\nThe model runs without backend='fxckpt'."
+            ) from error
         self._plans.append(plan)
         for name, figure in plan.explain().summary():
             log.info("graph %d: %s: %s", len(self._plans), name, figure)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -88,7 +89,7 @@ def node_flops(node: fx.Node) -> int:
 def _said(node: fx.Node, count: Count) -> int:
     """Return a count, or a formula's answer for the arguments of ``node``."""
     if not callable(count):
-        return int(count)
+        return count  # type: ignore[return-value]  # checked by Checked
     args = fx.map_arg(node.args, lambda n: _concrete(n.meta.get("val")))
     kwargs = fx.map_arg(node.kwargs, lambda n: _concrete(n.meta.get("val")))
     answer = count(*args, **kwargs)
@@ -217,14 +218,21 @@ class Checked:
 
     def seconds(self, node: fx.Node) -> float:
         """The model's seconds, finite and not negative; what is less than any op can take is free."""
-        seconds = float(self._check(node, "seconds", self.model.seconds(node), MOST_SECONDS))
+        seconds = float(self._check(node, "seconds", self.model.seconds, MOST_SECONDS))
         return seconds if seconds >= LEAST_SECONDS else 0.0
 
     def flops(self, node: fx.Node) -> int:
         """The model's FLOPs, finite and not negative."""
-        return int(self._check(node, "flops", self.model.flops(node), MOST_FLOPS))
+        return int(self._check(node, "flops", self.model.flops, MOST_FLOPS))
 
-    def _check(self, node: fx.Node, what: str, answer: Any, most: float) -> Any:
+    def _check(self, node: fx.Node, what: str, ask: Callable[[fx.Node], Any], most: float) -> Any:
+        try:
+            answer = ask(node)
+        except Exception as error:
+            raise InvalidCost(
+                f"cost model {self.model.name!r} (or a formula given to register_op) raised {type(error).__name__} for {what} of node "
+                f"{node.name!r} ({node.target}): {error}\nIts tensors are fake: shapes and dtypes without values."
+            ) from error
         # Not math.isfinite: an int may be too large for a float.
         if not isinstance(answer, numbers.Real) or not 0 <= answer <= most:  # type: ignore[operator]  # numbers.Real orders
             raise InvalidCost(

@@ -29,6 +29,10 @@ class CaptureError(FxckptError):
     """The model could not be captured as a graph that can be planned."""
 
 
+class PlanningFailed(FxckptError):
+    """Planning raised what it should not: a defect of fxckpt."""
+
+
 class VerifyError(FxckptError):
     """An emitted graph breaks an invariant: a defect of fxckpt, stopped before it could give a wrong number."""
 

@@ -28,7 +28,13 @@ def as_node_policy(policy: Callable[..., Any] | None) -> NodePolicy | None:
     def on_node(node: fx.Node) -> CheckpointPolicy | None:
         args = fx.map_arg(node.args, lambda n: n.meta.get("val"))
         kwargs = fx.map_arg(node.kwargs, lambda n: n.meta.get("val"))
-        answer = policy(SelectiveCheckpointContext(is_recompute=False), node.target, *args, **kwargs)
+        try:
+            answer = policy(SelectiveCheckpointContext(is_recompute=False), node.target, *args, **kwargs)
+        except Exception as error:
+            raise InvalidOption(
+                f"the policy raised {type(error).__name__}: {error}\nAsked about {node.target} (node {node.name!r}). Its arguments are fake tensors: "
+                "shapes and dtypes without values, so that a policy cannot depend on what they hold."
+            ) from error
         if not isinstance(answer, CheckpointPolicy):
             raise InvalidOption(
                 f"the policy returned {answer!r} for {node.target}; it must return a CheckpointPolicy, "

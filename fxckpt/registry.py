@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fxckpt.errors import InvalidOption
-from fxckpt.torch_private import CustomOpDef, HigherOrderOperator, OpOverload, has_effect
+from fxckpt.torch_private import CustomOpDef, OpOverload, has_effect
 
 Count = int | float | Callable[..., int | float]
 _ATTRIBUTE = "_fxckpt_registered"
@@ -41,7 +41,7 @@ def register_op(op: Any, *, flops: Count | None = None, bytes: Count | None = No
     Parameters
     ----------
     op:
-        What ``torch.library.custom_op`` returned, ``torch.ops.mylib.myop``, one overload of it (``.default``), or a higher-order op.
+        What ``torch.library.custom_op`` returned, ``torch.ops.mylib.myop`` (all its overloads that write nothing), or one overload (``.default``).
     flops, bytes:
         FLOPs of one run, and bytes that it reads and writes: numbers, or functions of the op's own arguments (fake tensors: shapes and dtypes, no
         values).
@@ -62,15 +62,22 @@ def register_op(op: Any, *, flops: Count | None = None, bytes: Count | None = No
     >>> fxckpt.register_op(triple, flops=lambda x: x.numel(), recompute=True)
     """
     said = Registered(_count("flops", flops), _count("bytes", bytes), recompute)
-    if recompute not in (None, True, False):
+    if recompute is not None and not isinstance(recompute, bool):
         raise InvalidOption(f"recompute={recompute!r} is neither True nor False.")
-    for overload in _overloads(op):
-        if recompute and (has_effect(overload) or (isinstance(overload, OpOverload) and overload._schema.is_mutable)):
+    overloads = _overloads(op)
+    for overload in overloads:
+        if recompute and _shows(overload):
             raise InvalidOption(
                 f"{overload} writes its arguments or has effects: a second run would be visible, so it cannot be registered with "
                 "recompute=True. Make it functional (return the result, mutates_args=()), or leave recompute out."
             )
+    for overload in overloads:
         setattr(overload, _ATTRIBUTE, said)
+
+
+def _shows(overload: OpOverload) -> bool:
+    """Return whether a second run would be visible."""
+    return bool(has_effect(overload) or overload._schema.is_mutable)
 
 
 def registered(op: Any) -> Registered:
@@ -89,14 +96,15 @@ def _count(name: str, count: Count | None) -> Count | None:
     return count
 
 
-def _overloads(op: Any) -> list[OpOverload | HigherOrderOperator]:
-    if isinstance(op, (OpOverload, HigherOrderOperator)):
+def _overloads(op: Any) -> list[OpOverload]:
+    if isinstance(op, OpOverload):
         return [op]
     if isinstance(op, torch._ops.OpOverloadPacket):
-        return [getattr(op, name) for name in op.overloads()]
+        overloads = [getattr(op, name) for name in op.overloads()]
+        return [overload for overload in overloads if not _shows(overload)] or overloads
     if isinstance(op, CustomOpDef):
         return [op._opoverload]
     raise InvalidOption(
-        f"{op!r} is not an op. Give what torch.library.custom_op returned, or torch.ops.<namespace>.<name>; a plain function is captured "
-        "op by op and needs no registration."
+        f"{op!r} is not an op that can be registered. Give what torch.library.custom_op returned, or torch.ops.<namespace>.<name>. A plain "
+        "function is captured op by op and needs no registration; of a higher-order op nothing can be said but for its body."
     )

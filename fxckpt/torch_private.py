@@ -49,12 +49,53 @@ __all__ = [
 
 
 def size_hint(value: Any) -> int:
-    """Return an int for an int or SymInt, by the hint of the compile; no guard is added. Unbacked sizes count as 1."""
+    """Return an int for an int or SymInt: its upper bound if it has one, else the hint of the compile; no guard is added.
+
+    A bound is what the user marked (``mark_dynamic(x, 0, max=512)``) or what torch knows (``nonzero`` finds at most
+    all). A size that is known only when the step runs, and has no bound, counts as 1.
+    """
     if isinstance(value, int):
         return value
+    bound = upper_bound(value)
+    if bound is not None:
+        return bound
     node = value.node
     hint = node.hint if node.has_hint() else None
     return int(hint) if isinstance(hint, int) else 1
+
+
+MOST = 2**40
+"""A greater bound of a size is none."""
+
+
+def upper_bound(value: torch.SymInt) -> int | None:
+    """Return the greatest value that a size can take, or None."""
+    node = value.node
+    ranges, expr = node.shape_env.var_to_range, node.expr
+    if not all(s in ranges and ranges[s].upper.is_Integer and ranges[s].upper < MOST for s in expr.free_symbols):
+        return None
+    upper = node.shape_env.bound_sympy(expr).upper
+    return int(upper) if upper.is_Integer and upper < MOST else None
+
+
+def unbounded_sizes(graph: fx.Graph) -> list[str]:
+    """Return the sizes in a graph's tensors that are known only when it runs, and have no upper bound."""
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for size in value.shape if isinstance(value, torch.Tensor) else ():
+            if isinstance(size, torch.SymInt) and not size.node.has_hint() and upper_bound(size) is None:
+                found[str(size)] = None
+    return list(found)
+
+
+def written_after(graph: fx.Graph) -> list[fx.Node]:
+    """Return the inputs of a joint graph whose new values are forward outputs, which AOTAutograd's own wrapper then copies into them."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    (output,) = graph.find_nodes(op="output")
+    written = [d.mutated_input for d in output.meta.get("desc") or () if isinstance(d, InputMutationAOTOutput)]
+    return [n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in written] if written else []
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -148,7 +189,7 @@ def guard_sizes(joint: fx.GraphModule) -> None:
         value = node.meta.get("val")
         sizes = list(value.shape) if isinstance(value, torch.Tensor) else [value]
         for size in sizes:
-            if isinstance(size, torch.SymInt) and size.node.hint is not None:
+            if isinstance(size, torch.SymInt) and size.node.hint is not None and upper_bound(size) is None:
                 bool(size <= size.node.hint)  # evaluating a symbolic comparison records it as a guard
 
 

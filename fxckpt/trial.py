@@ -14,6 +14,9 @@ from torch.utils import _pytree as pytree
 from fxckpt.passes.kinds import is_collective, is_torchs_own, tensors
 from fxckpt.torch_private import OpOverload, outside_trace, size_hint
 
+OPAQUE = ("mkldnn", "cudnn", "miopen", "thnn", "nested", "sparse")
+"""Beginnings of the names of ops that read buffers of a layout of their own: made-up ones may crash them."""
+
 
 @dataclass(frozen=True, eq=False)
 class Trial:
@@ -29,6 +32,8 @@ class Trial:
     def of(cls, node: fx.Node) -> Trial | None:
         """Return the trial of a node's op; None for what is not torch's own, has effects, or talks to other ranks."""
         if not isinstance(node.target, OpOverload) or not is_torchs_own(node) or is_collective(node):
+            return None
+        if node.target._opname.lstrip("_").startswith(OPAQUE):
             return None
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         leaves, spec = pytree.tree_flatten((args, kwargs))

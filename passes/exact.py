@@ -30,6 +30,7 @@ def insert_checks(joint: fx.GraphModule, result: Rematerialized, *, num_fwd_outp
     named = {n.name: n for n in graph.nodes}
     outputs = [o for o in graph_outputs(graph)[:num_fwd_outputs] if isinstance(o, fx.Node)]
     in_forward = ancestors([*outputs, *result.saved, *result.symbolic])
+    filled = {n: _fill(graph, n) for n in list(graph.nodes) if n.op == "call_function" and is_uninitialized(n)}
     digests: dict[fx.Node, fx.Node] = {}
     for made in [n for n in graph.nodes if n.meta.get(RUNS_AGAIN)]:
         first = named.get(made.meta[RECOMPUTE_OF])
@@ -39,7 +40,17 @@ def insert_checks(joint: fx.GraphModule, result: Rematerialized, *, num_fwd_outp
             digests[first] = _insert_digest(graph, first)
         _insert_check(graph, made, first, digests[first])
     graph.lint()
-    return replace(result, saved=(*result.saved, *digests.values()))
+    return replace(result, saved=(*(filled.get(n, n) for n in result.saved), *digests.values()))
+
+
+def _fill(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Fill memory that an op gives as it finds it: what is left of it in a value must be the same twice."""
+    with graph.inserting_after(node):
+        zeros = graph.create_node("call_function", torch.ops.aten.fill.Scalar, (node, 0), name=f"{node.name}_filled")
+    zeros.meta = {"val": node.meta["val"], DIGEST_OF: node.name}
+    tag_side(zeros, backward=RECOMPUTE_OF in node.meta or node.meta.get("partitioner_tag") == "must_be_in_backward")
+    node.replace_all_uses_with(zeros, delete_user_cb=lambda user: user is not zeros)
+    return zeros
 
 
 def _insert_digest(graph: fx.Graph, first: fx.Node) -> fx.Node:

@@ -28,7 +28,7 @@ from fxckpt.passes.kinds import has_hidden_effect, is_collective, is_known_pure,
 from fxckpt.passes.program import FORWARD_ONLY, IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.plan import Reason
 from fxckpt.registry import registered
-from fxckpt.torch_private import HigherOrderOperator, OpOverload, is_symbolic, partitioner_tag, size_hint, storage_id
+from fxckpt.torch_private import HigherOrderOperator, OpOverload, is_symbolic, partitioner_tag, size_hint, storage_id, written_after
 
 RNG_STATE_BYTES = {"cpu": 5056}
 """Bytes of ``torch.get_rng_state()`` (MT19937 and its cache); every other device type stores seed and offset."""
@@ -212,6 +212,7 @@ class _Reader:
         self.requested: set[fx.Node] = set()
         """What a policy demands to run again."""
         self.mutated = set(written_storages(n for n in (*effects, *self.closure) if is_mutating(n)))
+        self.mutated |= {storage_id(t) for n in written_after(graph) for t in tensors(n.meta.get("val"))}
         self.storages: list[Storage] = []
         self.holds: dict[fx.Node, tuple[int, ...]] = {}
         self.index: dict[int, int] = {}

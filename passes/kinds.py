@@ -29,7 +29,7 @@ def is_random(node: fx.Node) -> bool:
     """Return whether an op draws from a generator: by its tag, unless it is attention without dropout."""
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    return argument(node, "dropout_p") != 0.0
+    return bool(argument(node, "dropout_p") != 0.0)
 
 
 def argument(node: fx.Node, name: str) -> Any:

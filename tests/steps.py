@@ -38,7 +38,7 @@ def outcome(model: Callable[..., Any], forward: Callable[..., Any], inputs: Sequ
     for i, t in enumerate(pytree.tree_leaves(list(inputs))):
         if isinstance(t, Tensor):
             seen[f"input {i}"] = t.detach().clone()
-            if t.grad is not None:
+            if t.is_leaf and t.grad is not None:
                 seen[f"gradient of input {i}"] = t.grad
     return seen
 

@@ -211,6 +211,39 @@ def test_wrong_cost_names_the_node(answer: float) -> None:
         fxckpt.plan(lambda x: x.sin().sum(), torch.ones(3, requires_grad=True), cost=Odd())
 
 
+@pytest.mark.parametrize("read", [lambda t: t.sum().item(), lambda t: bool(t.max() > 1), lambda t: {}["no"]])
+def test_a_policy_or_cost_that_raises_is_an_error_not_a_run_without_a_budget(read: Callable[[Tensor], Any]) -> None:
+    def policy(ctx: object, op: object, *args: Any, **kwargs: Any) -> Any:
+        return read(next(a for a in args if isinstance(a, Tensor)))
+
+    class Reading:
+        name = "reading"
+
+        def seconds(self, node: fx.Node) -> float:
+            return read(node.meta["val"])
+
+        def flops(self, node: fx.Node) -> int:
+            return 0
+
+    model, x = Net(2), torch.randn(8, 32)
+    with pytest.raises(fxckpt.InvalidOption, match="the policy raised"):
+        torch.compile(model, backend=fxckpt.Backend(budget=0.7, inner="aot_eager", policy=policy))(x)
+    torch._dynamo.reset()
+    with pytest.raises(fxckpt.InvalidCost, match=r"raised .* of node"):
+        torch.compile(model, backend=fxckpt.Backend(budget=0.7, inner="aot_eager", cost=Reading()))(x)
+
+
+def test_a_defect_of_the_planner_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    def broken(*args: object, **kwargs: object) -> object:
+        raise DataDependentOutputException("aten.item")
+
+    monkeypatch.setattr("fxckpt.pipeline.normalize", broken)
+    with pytest.raises(fxckpt.PlanningFailed, match="defect"):
+        torch.compile(Net(2), backend=fxckpt.Backend(inner="aot_eager"))(torch.randn(8, 32))
+
+
 def test_policy_binds() -> None:
     from torch.utils.checkpoint import CheckpointPolicy
 

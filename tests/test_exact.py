@@ -79,6 +79,19 @@ def test_every_dtype_has_a_hash() -> None:
     same_at_every_budget(make, (None,), policy=recompute_all, verify="exact")
 
 
+def test_memory_that_is_filled_in_parts_is_no_false_alarm() -> None:
+    def f(x: Tensor, weight: Tensor) -> Tensor:
+        h = (x @ weight).tanh()
+        parts = x.new_empty(64, 32)
+        parts[:, :16] = h
+        parts[:, 16:] = h.sin()
+        return parts.sigmoid().exp()
+
+    make = lambda: (f, (torch.randn(64, 16), torch.randn(16, 16, requires_grad=True)))  # noqa: E731
+    same_at_every_budget(make, (None,), policy=recompute_all, verify="exact")
+    same_at_every_budget(make, (0.8, FLOOR), verify="exact")
+
+
 def test_off_it_costs_nothing() -> None:
     make = drawing("dropout")
     plain, exact = (same_at_every_budget(make, (FLOOR, FLOOR), verify=verify)[-1] for verify in (None, "exact"))

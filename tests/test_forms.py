@@ -196,6 +196,30 @@ def test_a_marked_dimension_makes_one_plan(budget: float | None) -> None:
     assert len(backend.plans) == 1
 
 
+def test_a_range_of_sizes_is_planned_at_its_end() -> None:
+    model, _ = fresh(lambda: (Blocks(), ()))
+    backend = fxckpt.Backend(budget=0.9, inner="aot_eager")
+    compiled = torch.compile(lambda x: model(x).square().mean(), backend=backend)
+
+    def peak(rows: int) -> int:
+        x = torch.randn(rows, WIDTH)
+        torch._dynamo.mark_dynamic(x, 0, min=2, max=512)
+        compiled(x).backward()
+        model.zero_grad()
+        return fxckpt.measure_peak(lambda: compiled(x).backward())
+
+    peaks = [peak(rows) for rows in (64, 500)]
+    (plan,) = backend.plans
+    assert max(peaks) <= plan.budget_bytes
+
+
+def test_a_budget_over_sizes_without_a_bound_is_said_not_to_hold() -> None:
+    model, (x,) = fresh(lambda: (Blocks(), (torch.randn(64, WIDTH),)))
+    torch._dynamo.decorators.mark_unbacked(x, 0)
+    with pytest.warns(UserWarning, match="cannot be promised"):
+        torch.compile(model, backend=fxckpt.Backend(budget=10**6, inner="aot_eager"))(x).sum().backward()
+
+
 def test_sizes_that_depend_on_data() -> None:
     def f(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         h = (x @ a).tanh().sin()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxckpt
-from tests.steps import FLOOR, differing, fresh, outcome, same_at_every_budget
+from tests.steps import FLOOR, UNCHECKPOINTED, differing, fresh, outcome, same_at_every_budget
 
 WIDTH = 16
 
@@ -103,6 +103,27 @@ def input_written(x: Tensor, weight: Tensor) -> Tensor:
 
 def test_an_input_written_in_the_graph() -> None:
     same_at_every_budget(lambda: (input_written, (torch.rand(64, 64), torch.rand(64, 64, requires_grad=True))))
+
+
+def cached(x: Tensor, weight: Tensor, cache: Tensor) -> Tensor:
+    h = (x @ weight).tanh()
+    kept = cache.sigmoid()
+    cache[:8] = h[:8]
+    return (h * kept).exp() * cache.sum()
+
+
+def overwritten(x: Tensor, weight: Tensor, cache: Tensor) -> Tensor:
+    kept = cache.exp()
+    h = (x @ weight).tanh() * kept.sigmoid()
+    cache.copy_(h)
+    return h.exp() * kept
+
+
+@pytest.mark.parametrize("function", [cached, overwritten], ids=lambda f: f.__name__)
+def test_an_input_written_with_what_needs_a_gradient(function: Callable[..., Tensor]) -> None:
+    """AOTAutograd writes it after the forward graph has run, so that no op of the graph shows it."""
+    make = lambda: (function, (torch.randn(64, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True), torch.rand(64, WIDTH)))  # noqa: E731
+    same_at_every_budget(make, (None, 0.8, FLOOR), reference=UNCHECKPOINTED)
 
 
 class Normed(nn.Module):

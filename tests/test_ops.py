@@ -208,6 +208,8 @@ def test_a_registered_cost_is_the_planner_s() -> None:
         (torch.ops.aten.sin, {"flops": -1}, "not a count"),
         (torch.ops.aten.sin, {"bytes": float("nan")}, "not a count"),
         (torch.ops.aten.sin, {"recompute": "yes"}, "neither True nor False"),
+        (torch.ops.aten.sin, {"recompute": 0}, "neither True nor False"),
+        (torch.ops.higher_order.cond, {"recompute": True}, "higher-order"),
     ],
 )
 def test_what_cannot_be_registered_is_named(op: Any, said: dict[str, Any], says: str) -> None:
@@ -299,6 +301,21 @@ def nested(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [conditional, scanned, nested], ids=lambda f: f.__name__)
 def test_higher_order_ops(function: Callable[..., Tensor]) -> None:
+    same_at_every_budget(lambda: (function, (torch.randn(32, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True))))
+
+
+def chosen_twice(x: Tensor, weight: Tensor) -> Tensor:
+    h = x @ weight
+    return torch.zeros_like(h).scatter(1, h.topk(8, -1).indices, h.topk(8, -1).values).sin()
+
+
+def random_branch(x: Tensor, weight: Tensor) -> Tensor:
+    h = (x @ weight).sin()
+    return torch.cond(h.sum() > 0, lambda t: F.dropout(t, 0.3).exp(), lambda t: F.dropout(t, 0.5).cos(), (h,)).sin()
+
+
+@pytest.mark.parametrize("function", [chosen_twice, random_branch], ids=lambda f: f.__name__)
+def test_calls_with_several_results_or_bodies(function: Callable[..., Tensor]) -> None:
     same_at_every_budget(lambda: (function, (torch.randn(32, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True))))
 
 
