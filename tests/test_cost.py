@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxckpt
 from fxckpt import cost
 from fxckpt.timing import MeasuredSeconds, Records, cpu_figures
+from fxckpt.trial import Trial
 
 CPU = torch.device("cpu")
 
@@ -102,6 +103,12 @@ def test_what_is_not_torchs_own_is_estimated(records: Records) -> None:
     model = cost.MeasuredCost(MeasuredSeconds(records, CPU), cost.GENERIC_GPU)
     assert MeasuredSeconds(records, CPU)(node) is None
     assert model.seconds(node) == cost.GENERIC_GPU.seconds(node)
+
+
+def test_kernels_with_buffers_of_their_own_are_not_tried_on_made_up_ones() -> None:
+    graph = fx.Graph()
+    assert Trial.of(graph.call_function(torch.ops.aten.mkldnn_rnn_layer.default)) is None
+    assert Trial.of(graph.call_function(torch.ops.aten._cudnn_rnn.default)) is None
 
 
 def test_measuring_leaves_the_generator_alone(records: Records) -> None:
