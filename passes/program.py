@@ -98,12 +98,12 @@ class Program:
         """The same as arrays."""
         return Tables.of(self)
 
-    @property
+    @cached_property
     def step_seconds(self) -> float:
         """Seconds of the uncheckpointed step."""
         return sum(op.seconds for op in self.ops) + sum(op.seconds for op in self.backward)
 
-    @property
+    @cached_property
     def step_flops(self) -> int:
         """FLOPs of the uncheckpointed step."""
         return sum(op.flops for op in self.ops) + sum(op.flops for op in self.backward)
