@@ -29,6 +29,7 @@ COST = Roofline(100e12, 1.5e12, 0.0)
 FRACTIONS = (0.9, 0.7, 0.5, 0.3)
 TORCH_BUDGETS = (1.0, 0.5, 0.1, 0.0)
 REPEATS = 3
+POINTS = 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Row:
     graph: str
     nodes: int
     plan: str
-    peak_mb: float
+    peak_mb: float | None
     extra: str
     seconds: str
 
@@ -69,6 +70,9 @@ def rows(name: str, joint: Joint, cost: CostModel) -> Iterator[Row]:
         judged = judge(forward, backward, cost, num_fwd_outputs=joint.num_fwd_outputs)
         extra = f"{judged.seconds / step - 1:+.2%}"
         yield Row(name, nodes, f"fxckpt {fraction}", judged.peak_bytes / 1e6, extra, f"{statistics.median(times):.2f}")
+    begin = time.perf_counter()
+    Planner(None, None, cost, measure_scratch=False).frontier(joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=POINTS)
+    yield Row(name, nodes, f"fxckpt, a frontier of {POINTS}", None, "", f"{time.perf_counter() - begin:.2f}")
     for budget in TORCH_BUDGETS:
         begin = time.perf_counter()
         forward, backward = torch_partition(joint.module, budget, num_fwd_outputs=joint.num_fwd_outputs)
@@ -95,7 +99,7 @@ def main() -> None:
     for name, (model, inputs) in graphs.items():
         table = list(rows(name, captured(model, inputs), COST))
         print(f"\n{name}: {table[0].nodes} joint nodes")
-        cells = [(r.plan, f"{r.peak_mb:.1f}", r.extra, r.seconds) for r in table]
+        cells = [(r.plan, "" if r.peak_mb is None else f"{r.peak_mb:.1f}", r.extra, r.seconds) for r in table]
         print(tabulate(cells, ("plan", "peak MB", "extra time", "planner s"), disable_numparse=True, colalign=("left", *["right"] * 3)))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from fxckpt.torch_private import (
     keep_saved_values,
     make_boxed,
     through_dynamo,
-    unbounded_sizes,
 )
 
 log = logging.getLogger("fxckpt")
@@ -154,17 +152,11 @@ class Backend:
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        if self._planner.budget is not None:
-            guard_sizes(joint)
-            if unbounded := unbounded_sizes(joint.graph):
-                warnings.warn(
-                    f"budget={self._planner.budget!r} cannot be promised: {', '.join(unbounded)} are known only when the step runs, and were planned "
-                    "as 1. Give them an upper bound: torch._check(size <= n) in the model, or mark_unbacked(x, dim, max=n).",
-                    stacklevel=2,
-                )
         try:
+            if self._planner.budget is not None:
+                guard_sizes(joint)
             forward, backward, plan = self._planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
-        except FxckptError:
+        except (FxckptError, Warning):
             raise
         except Exception as error:
             # Dynamo takes some exceptions as a reason to run the model as it is, without a word and without a budget.

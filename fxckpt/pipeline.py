@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from fxckpt.passes.rematerialize import rematerialize
 from fxckpt.passes.verify import verify
 from fxckpt.plan import Plan
 from fxckpt.scratch import MeasuredScratch
+from fxckpt.torch_private import unbounded_sizes
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Planner:
     def plan(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[Facts, Plan]:
         """Plan a normalized joint graph without changing it. Raises :class:`BudgetInfeasible`."""
         device = device_of(joint.graph)
+        if self.budget is not None:
+            warn_of_unbounded_sizes(joint.graph, self.budget)
         facts, cost = self._read(joint, num_fwd_outputs, device, bind_preferences=self.budget is None)
         found = self.search(facts.program, lambda peak: budgets.resolve(self.budget, baseline_peak_bytes=peak, device=device))
         budget_bytes, floor = found.limit, found.floor.simulation.peak_bytes
@@ -103,6 +107,16 @@ class Planner:
         forward, backward = partition(joint, result, num_fwd_outputs=num_fwd_outputs)
         verify(forward, backward, plan)
         return forward, backward, plan
+
+
+def warn_of_unbounded_sizes(graph: fx.Graph, budget: budgets.Budget) -> None:
+    """Warn where a budget cannot be promised: a size that is known only when the step runs was planned as 1."""
+    if unbounded := unbounded_sizes(graph):
+        warnings.warn(
+            f"budget={budget!r} cannot be promised: {', '.join(unbounded)} are known only when the step runs, and were planned "
+            "as 1. Give them an upper bound: torch._check(size <= n) in the model, or mark_unbacked(x, dim, max=n).",
+            stacklevel=2,
+        )
 
 
 def infeasible(budget: budgets.Budget, budget_bytes: int, floor_bytes: int, baseline_peak_bytes: int) -> BudgetInfeasible:

@@ -11,10 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fxckpt.errors import InvalidOption
-from fxckpt.torch_private import CustomOpDef, OpOverload, has_effect
+from fxckpt.torch_private import OpOverload, has_effect, overloads_of
 
 Count = int | float | Callable[..., int | float]
 _ATTRIBUTE = "_fxckpt_registered"
@@ -97,13 +95,11 @@ def _count(name: str, count: Count | None) -> Count | None:
 
 
 def _overloads(op: Any) -> list[OpOverload]:
-    if isinstance(op, OpOverload):
-        return [op]
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        overloads = [getattr(op, name) for name in op.overloads()]
-        return [overload for overload in overloads if not _shows(overload)] or overloads
-    if isinstance(op, CustomOpDef):
-        return [op._opoverload]
+    overloads = overloads_of(op)
+    if len(overloads) > 1:
+        overloads = [overload for overload in overloads if not _shows(overload)] or overloads
+    if overloads:
+        return overloads
     raise InvalidOption(
         f"{op!r} is not an op that can be registered. Give what torch.library.custom_op returned, or torch.ops.<namespace>.<name>. A plain "
         "function is captured op by op and needs no registration; of a higher-order op nothing can be said but for its body."

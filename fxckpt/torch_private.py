@@ -16,7 +16,7 @@ from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._higher_order_ops.effects import _get_effect
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._library.custom_ops import CustomOpDef
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import is_sym_node
@@ -25,7 +25,6 @@ from fxckpt.errors import CaptureError, FxckptError, InnerCompilerMissing
 
 __all__ = [
     "BackendCompilerFailed",
-    "CustomOpDef",
     "CustomPartitionerFn",
     "FakeTensor",
     "FakeTensorMode",
@@ -38,6 +37,7 @@ __all__ = [
     "is_symbolic",
     "laid_over",
     "leave_capture",
+    "overloads_of",
     "partitioner_tag",
     "run_and_save_rng_state",
     "run_with_rng_state",
@@ -122,6 +122,15 @@ def tag_side(node: fx.Node, *, backward: bool) -> None:
 def has_effect(target: Any) -> bool:
     """Return whether an op was registered as having side effects (effect tokens)."""
     return isinstance(target, (OpOverload, HigherOrderOperator)) and _get_effect(target) is not None
+
+
+def overloads_of(op: Any) -> list[OpOverload]:
+    """Return the overloads of what a user calls an op: an overload, a packet of them, or a custom op's definition; none for anything else."""
+    if isinstance(op, OpOverload):
+        return [op]
+    if isinstance(op, OpOverloadPacket):
+        return [getattr(op, name) for name in op.overloads()]
+    return [op._opoverload] if isinstance(op, CustomOpDef) else []
 
 
 def split(

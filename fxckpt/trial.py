@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from fxckpt.torch_private import OpOverload, outside_trace, size_hint
 
 OPAQUE = ("mkldnn", "cudnn", "miopen", "thnn", "nested", "sparse")
 """Beginnings of the names of ops that read buffers of a layout of their own: made-up ones may crash them."""
+
+
+MOST_BYTES = 2**32
+"""Operands whose sizes vary are not tried beyond this: the end of a range may be more than any step has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +42,8 @@ class Trial:
             return None
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        if sum(map(_bytes_at_bound, leaves)) > MOST_BYTES:
+            return None
         return cls(node.target, tuple(leaves), spec, " ".join((str(node.target), *map(_signature, leaves), str(spec))))
 
     @contextmanager
@@ -59,6 +66,13 @@ def devices(node: fx.Node) -> set[str]:
     """Return the types of device that a node's tensors, in and out, are on."""
     values = [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]
     return {t.device.type for v in values for t in tensors(v)}
+
+
+def _bytes_at_bound(leaf: Any) -> int:
+    """Return the bytes of a tensor whose sizes vary, at their upper bounds; 0 for one of fixed sizes, which the step makes as well."""
+    if not isinstance(leaf, torch.Tensor) or all(isinstance(n, int) for n in leaf.shape):
+        return 0
+    return math.prod(size_hint(n) for n in leaf.shape) * leaf.element_size()
 
 
 def _signature(leaf: Any) -> str:

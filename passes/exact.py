@@ -18,7 +18,7 @@ from fxckpt.passes.describe import module_path, op_name, source_line
 from fxckpt.passes.facts import ancestors, graph_outputs
 from fxckpt.passes.kinds import is_uninitialized, tensors
 from fxckpt.passes.rematerialize import DIGEST_OF, RECOMPUTE_OF, RUNS_AGAIN, Rematerialized
-from fxckpt.torch_private import fake_like, tag_side
+from fxckpt.torch_private import fake_like, partitioner_tag, tag_side
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
@@ -48,7 +48,7 @@ def _fill(graph: fx.Graph, node: fx.Node) -> fx.Node:
     with graph.inserting_after(node):
         zeros = graph.create_node("call_function", torch.ops.aten.fill.Scalar, (node, 0), name=f"{node.name}_filled")
     zeros.meta = {"val": node.meta["val"], DIGEST_OF: node.name}
-    tag_side(zeros, backward=RECOMPUTE_OF in node.meta or node.meta.get("partitioner_tag") == "must_be_in_backward")
+    tag_side(zeros, backward=partitioner_tag(node) == "must_be_in_backward")
     node.replace_all_uses_with(zeros, delete_user_cb=lambda user: user is not zeros)
     return zeros
 
@@ -98,6 +98,6 @@ def checked(value: Any, expected: Tensor, place: str) -> Any:
         raise RecomputeMismatch(
             f"{place} gave other values in the backward than in the forward: the gradients would be wrong. All that ran again before it gave "
             "the same, so it is this op that does not repeat itself (or something wrote its inputs in between). Keep its first result: "
-            f"fxckpt.register_op(op, recompute=False), or a policy that returns MUST_SAVE for it."
+            "fxckpt.register_op(op, recompute=False), or a policy that returns MUST_SAVE for it."
         )
     return value

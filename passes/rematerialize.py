@@ -31,7 +31,7 @@ RUNS_AGAIN = "fxckpt_runs_again"
 FIRST_RUN_OF = "fxckpt_first_run_of"
 """Metadata of the run that gives out its generator state: the name of the op."""
 DIGEST_OF = "fxckpt_digest_of"
-"""Metadata of a hash that the forward gives out: the name of the op whose value it is of."""
+"""Metadata of what :mod:`~fxckpt.passes.exact` adds to a forward and may be saved beside the plan: the name of the op that it is of."""
 
 
 def _callable(op: fx.Node) -> Any:
