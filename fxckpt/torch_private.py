@@ -103,6 +103,90 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def remember_storage(tensor: torch.Tensor) -> int:
+    """Keep the address of a tensor's storage from being given to another, though the storage itself may die; undone by :func:`forget_storage`."""
+    return int(tensor.untyped_storage()._weak_ref())
+
+
+def forget_storage(remembered: list[int]) -> None:
+    """Let go of addresses; the list is emptied."""
+    for reference in remembered:
+        torch.UntypedStorage._free_weak_ref(reference)
+    remembered.clear()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells a tensor's storage from others: positive, or negative for a tensor that has none of its own and is told by itself."""
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter or not hasattr(kind, "__tensor_flatten__"):
+        try:
+            return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+        except (NotImplementedError, RuntimeError):  # sparse and opaque layouts
+            pass
+    return -id(tensor)
+
+
+def not_compiled(function: Callable[..., Any]) -> None:
+    """Keep Dynamo out of a function and of all it calls, at no cost for a call."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+def share_version(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias without a history, whose ``_version`` counts the writes to ``tensor`` too, below autograd as above.
+
+    A parameter is returned as it is, which is quicker: it has no history and will get none.
+    """
+    if (tensor.requires_grad and tensor.grad_fn is None) or tensor.is_inference():
+        return tensor
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Run ops without autograd and without autocast, as they ran below both."""
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        yield
+
+
+def current_backward() -> object | None:
+    """Return what tells the running backward from others: its ``GraphExecGroup``, or its number; None outside of any."""
+    group = torch._C._get_graph_exec_group()
+    if group is not None:
+        return group
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` at the end of the running backward, unless it belongs to a ``GraphExecGroup``, of which there may be more."""
+    if torch._C._get_graph_exec_group() is None:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def laid_out(data: torch.Tensor, geometry: tuple[Any, ...]) -> torch.Tensor:
+    """Return the tensor of a geometry (offset, sizes, strides, dtype, conjugate, negative) over the storage of ``data``."""
+    offset, shape, stride, dtype, is_conj, is_neg = geometry
+    tensor = torch.empty(0, dtype=dtype, device=data.device).set_(data.untyped_storage(), offset, shape, stride)
+    tensor = torch._neg_view(tensor) if is_neg else tensor
+    return torch._conj(tensor) if is_conj else tensor
+
+
+def surrounding_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Return the hooks for saved tensors that are in force: pack and unpack."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
+def selective_policy(context: Any) -> Callable[..., Any] | None:
+    """Return the policy that torch's ``create_selective_checkpoint_contexts`` was given, for the first context it returned."""
+    from torch.utils.checkpoint import _CachingTorchDispatchMode
+
+    return context.policy_fn if type(context) is _CachingTorchDispatchMode else None
+
+
 def is_symbolic(node: fx.Node) -> bool:
     """Return whether ``node`` is a size or a scalar, which AOTAutograd saves apart from tensors."""
     return bool(is_sym_node(node)) or isinstance(node.meta.get("val"), (bool, int, float))
