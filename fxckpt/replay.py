@@ -96,7 +96,7 @@ def replay(tape: Tape, handles: Iterable[Handle]) -> dict[Handle, Tensor]:
         for handle in wanted.get(place, ()):
             made[handle] = tensor.clone() if todo.is_written_after(place) else tensor
 
-    with below_autograd(), _Generators() as generators:
+    with tape.context, below_autograd(), _Generators() as generators:
         for place in wanted:
             if place.call is None:
                 made_now(place, tensor_of(place))
@@ -105,7 +105,13 @@ def replay(tape: Tape, handles: Iterable[Handle]) -> dict[Handle, Tensor]:
             if call.draw is not None:
                 generators.rewind(call.draw)
             out = call.op(*_filled(call.args, tensor_of), **_filled_kwargs(call.kwargs, tensor_of))
-            for place, result in zip(call.outputs, flatten(out), strict=True):
+            results = tuple(flatten(out))
+            if len(results) != len(call.outputs):
+                raise CheckpointError(
+                    f"{call.op} returned {len(call.outputs)} tensors in the forward and {len(results)} when it was replayed. "
+                    "Keep what it returns: fxckpt.register_op(op, recompute=False), or run the region with engine='rerun'."
+                )
+            for place, result in zip(call.outputs, results, strict=True):
                 if place is not None and place.call == step.number and place.carried is None:
                     made_now(place, result)
             for place in step.carries:

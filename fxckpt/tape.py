@@ -13,9 +13,11 @@ garbage collector.
 
 from __future__ import annotations
 
+import enum
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -38,8 +40,19 @@ from fxckpt.torch_private import (
     storage_key,
 )
 
-Keep = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], bool]
-"""Whether the results of an op are kept: asked with the op, its arguments and its results after it ran."""
+
+
+class Kept(enum.IntEnum):
+    """Where the results of an op stay."""
+
+    NOWHERE = 0
+    ON_DEVICE = 1
+    ON_CPU = 2
+
+
+Keep = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], Kept]
+"""Where the results of an op stay: asked with the op, its arguments and its results after it ran."""
+NOTHING_AROUND: AbstractContextManager[None] = nullcontext()
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 Hooks = tuple[Pack, Unpack]
@@ -48,6 +61,8 @@ ZEROS = frozenset(("zeros", "zeros_like", "new_zeros"))
 """Memory that extension kernels are given to fill, beside memory that is not initialized at all."""
 HIDDEN_WRITES = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
 """Arguments that an op writes although its schema does not say so: running statistics."""
+LOOKING_AT_GRAD = frozenset(("_sparse_mm_reduce_impl",))
+"""Ops whose kernel makes less of tensors that need no gradient, as those of a replay do not."""
 OVERWRITING = frozenset(
     ("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_", "uniform_", "zero_")
 )
@@ -95,7 +110,7 @@ def traits_of(op: Any) -> Traits:
     name = op._opname if op.namespace == "aten" else ""
     aliases = any(r.alias_info is not None for r in op._schema.returns)
     # set_ takes the storage of another tensor, or of none on the tape.
-    never_twice = name in CHOOSING or name == "set_" or not may_run_twice(op)
+    never_twice = name in CHOOSING or name in LOOKING_AT_GRAD or name == "set_" or not may_run_twice(op)
     positions = {a.name: i for i, a in enumerate(arguments) if not a.kwarg_only}
     is_random = torch.Tag.nondeterministic_seeded in op.tags
     writes = (*declared, *HIDDEN_WRITES.get(name, ()))
@@ -230,15 +245,16 @@ class Handle:
 class Tape:
     """What a region did. ``calls`` has None for what no backward can ask for."""
 
-    __slots__ = ("calls", "handles", "lock", "program", "run")
+    __slots__ = ("__weakref__", "calls", "context", "handles", "lock", "run")
 
-    def __init__(self) -> None:
+    def __init__(self, context: AbstractContextManager[Any]) -> None:
+        self.context = context
+        """What a replay runs under."""
         self.calls: list[Call | None] = []
         self.handles: list[weakref.ref[Handle]] = []
         self.lock = threading.RLock()
         self.run: Any = None
         """The backward that the cached tensors of the handles belong to."""
-        self.program: Any = None
 
     def live(self) -> list[Handle]:
         """Return the handles that autograd still holds."""
@@ -263,8 +279,9 @@ class Recorder(TorchDispatchMode):
         keep_draws: bool = False,
         check_versions: bool = True,
         locate: Callable[[], str] | None = None,
+        replay_context: AbstractContextManager[Any] = NOTHING_AROUND,
     ) -> None:
-        self.tape = Tape()
+        self.tape = Tape(replay_context)
         self._keep = keep
         self._around = around
         self._keep_draws = keep_draws
@@ -341,12 +358,15 @@ class Recorder(TorchDispatchMode):
         """Ask whether the results of an op are kept, and where it ran."""
         if self._locate is not None:
             call.source = self._locate()
-        if self._keep is None or not traits_of(op).reads or not self._keep(op, args, kwargs, out):
+        if self._keep is None or not traits_of(op).reads:
             return
+        where = self._keep(op, args, kwargs, out)
         for place, tensor in zip(call.outputs, flatten(out), strict=True):
-            if place is not None and place.kept is None:
+            if where and place is not None and place.kept is None:
                 self._hold(place, tensor)
                 place.is_chosen = True
+                if where is Kept.ON_CPU:
+                    offload(place)
 
     def finish(self) -> Tape:
         """End the recording: what no handle can ask for is dropped, and what stays goes through the hooks around the region."""
@@ -365,7 +385,7 @@ class Recorder(TorchDispatchMode):
         if self._around is not None:
             pack, unpack = self._around
             for place in places:
-                if place.kept is not None:
+                if place.kept is not None and place.unpack is None:
                     place.kept, place.unpack = pack(place.kept), unpack
         return tape
 
@@ -392,7 +412,11 @@ class Recorder(TorchDispatchMode):
         if memory is None:
             memory = self._add_memory(key, tensor, is_external=True, doubt=CERTAIN)
         geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()) if key > 0 else None
-        place = memory.places.get(geometry)
+        try:
+            place = memory.places.get(geometry)
+        except TypeError:  # symbolic sizes have no hash
+            geometry = str(geometry)
+            place = memory.places.get(geometry)
         if place is None:
             place = self._seen(memory, geometry, tensor)
         if memory.doubt and reads and place.kept is None:
@@ -420,7 +444,11 @@ class Recorder(TorchDispatchMode):
         if memory is None:
             memory = self._add_memory(key, tensor, is_external=False, doubt=doubt)
         geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()) if key > 0 else None
-        place = memory.places.get(geometry)
+        try:
+            place = memory.places.get(geometry)
+        except TypeError:  # symbolic sizes have no hash
+            geometry = str(geometry)
+            place = memory.places.get(geometry)
         if place is None:
             place = memory.places[geometry] = Place(memory.number, geometry, call)
         return place
@@ -461,9 +489,12 @@ class Recorder(TorchDispatchMode):
             successor = memory.places[geometry] = Place(memory.number, geometry, call, carried=place)
             if place.is_chosen:
                 # What was chosen to be kept is now the written value, and the old one can be had from the tape.
-                self._hold(successor, place.kept)
-                successor.is_chosen = True
-                place.kept, place.is_shared, place.is_chosen, place.version = None, False, False, None
+                is_here = place.unpack is None
+                place.is_chosen = False
+                if is_here:
+                    self._hold(successor, place.kept)
+                    successor.is_chosen = True
+                    place.kept, place.is_shared, place.version = None, False, None
 
 
 def _doubt_after(memory: Memory, *, is_whole: bool) -> int:
@@ -473,6 +504,13 @@ def _doubt_after(memory: Memory, *, is_whole: bool) -> int:
     if memory.doubt == SUSPECT or (memory.doubt == BLANK and is_whole):
         return CERTAIN
     return memory.doubt
+
+
+def offload(place: Place) -> None:
+    """Move what is kept to the memory of the CPU."""
+    device = place.kept.device
+    place.kept, place.is_shared, place.version = place.kept.to("cpu", copy=True), False, None
+    place.unpack = lambda tensor: tensor.to(device)
 
 
 def recorded(tape: Tape, number: int) -> Call:

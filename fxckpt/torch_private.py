@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+import torch.utils.checkpoint
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
@@ -146,8 +151,11 @@ def share_version(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
-    """Run ops without autograd and without autocast, as they ran below both."""
-    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+    """Run ops without autograd and without autocast, as they ran below both.
+
+    Grad mode is on as it was in the region: some kernels look at it (mkldnn's LSTM makes its workspace only then).
+    """
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         yield
 
 
@@ -180,11 +188,47 @@ def surrounding_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], 
     return found
 
 
-def selective_policy(context: Any) -> Callable[..., Any] | None:
-    """Return the policy that torch's ``create_selective_checkpoint_contexts`` was given, for the first context it returned."""
-    from torch.utils.checkpoint import _CachingTorchDispatchMode
+@dataclass(frozen=True)
+class Selective:
+    """What ``create_selective_checkpoint_contexts`` was given."""
 
-    return context.policy_fn if type(context) is _CachingTorchDispatchMode else None
+    function: Callable[..., Any]
+    allows_writes: bool
+
+
+def selective_policy(contexts: tuple[Any, Any]) -> Selective | None:
+    """Return the policy behind the contexts that torch's ``create_selective_checkpoint_contexts`` returned; None for other contexts."""
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    forward, recompute = contexts
+    if type(forward) is not _CachingTorchDispatchMode or type(recompute) is not _CachedTorchDispatchMode:
+        return None
+    return Selective(forward.policy_fn, recompute.allow_cache_entry_mutation)
+
+
+def debug_override(debug: bool) -> bool:
+    """Return whether to debug: as ``set_checkpoint_debug_enabled`` says, else ``debug``."""
+    override = torch.utils.checkpoint._checkpoint_debug_enabled
+    return debug if override is None else bool(override)
+
+
+def is_traced() -> bool:
+    """Return whether ops are traced into a graph, by ``make_fx`` or AOTAutograd."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def is_transformed() -> bool:
+    """Return whether a ``torch.func`` transform is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def calling_line() -> str:
+    """Return the line of the user's code that runs, ``"file.py:12"``: the innermost that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    while frame is not None and frame.f_code.co_filename.startswith(inside):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def is_symbolic(node: fx.Node) -> bool:
