@@ -11,11 +11,14 @@ from fxckpt.errors import (
     InvalidCost,
     InvalidOption,
     PlanningFailed,
+    PolicyConflict,
+    PolicyMatchesNothing,
     RecomputeMismatch,
     VerifyError,
 )
 from fxckpt.frontier import Frontier, frontier
 from fxckpt.measure import measure_peak
+from fxckpt.naming import name
 from fxckpt.plan import Decision, Plan, Reason, Recompute, Row
 from fxckpt.registry import register_op
 
@@ -32,6 +35,8 @@ __all__ = [
     "InvalidOption",
     "Plan",
     "PlanningFailed",
+    "PolicyConflict",
+    "PolicyMatchesNothing",
     "Reason",
     "Recompute",
     "RecomputeMismatch",
@@ -39,6 +44,7 @@ __all__ = [
     "VerifyError",
     "frontier",
     "measure_peak",
+    "name",
     "plan",
     "register_op",
 ]

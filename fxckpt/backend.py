@@ -20,7 +20,7 @@ from fxckpt.cost import resolve as resolve_cost
 from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed
 from fxckpt.pipeline import Planner
 from fxckpt.plan import Plan
-from fxckpt.policies import as_node_policy
+from fxckpt.policies import as_policy
 from fxckpt.report import Report
 from fxckpt.torch_private import (
     CustomPartitionerFn,
@@ -104,7 +104,7 @@ class Backend:
                 "Look for the op with inner='aot_eager': fxckpt.Backend(inner='aot_eager', verify='exact')."
             )
         resolve_cost(cost, None)
-        self._planner = Planner(budget=budget, policy=as_node_policy(policy), cost=cost, exact=verify == "exact")
+        self._planner = Planner(budget=budget, policy=as_policy(policy), cost=cost, exact=verify == "exact")
         self._inner = inner
         self._plans: list[Plan] = []
         self._options = (budget, policy, inner, cost, verify)

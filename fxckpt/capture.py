@@ -20,7 +20,7 @@ from fxckpt.errors import CaptureError
 from fxckpt.passes.normalize import normalize
 from fxckpt.pipeline import Planner
 from fxckpt.plan import Plan
-from fxckpt.policies import as_node_policy
+from fxckpt.policies import as_policy
 from fxckpt.torch_private import aot_autograd, boxed, capture_whole, leave_capture
 
 
@@ -87,7 +87,7 @@ def plan(
     """
     budgets.validate(budget)
     # A model on the meta device may be far too large for this machine: its kernels are not tried out.
-    planner = Planner(budget, as_node_policy(policy), cost, measure_scratch=not is_on_meta(model_or_fn, args, kwargs))
+    planner = Planner(budget, as_policy(policy), cost, measure_scratch=not is_on_meta(model_or_fn, args, kwargs))
     joint = capture_joint(model_or_fn, args, kwargs)
     normalize(joint.module)
     _, plan = planner.plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)

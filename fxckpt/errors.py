@@ -25,6 +25,14 @@ class InnerCompilerMissing(FxckptError):
     """Inductor has no working compiler on this machine."""
 
 
+class PolicyConflict(FxckptError, ValueError):
+    """Two policies say MUST of one value, and oppose each other."""
+
+
+class PolicyMatchesNothing(FxckptError, ValueError):
+    """A policy names modules, ops or values that the graph does not have."""
+
+
 class CaptureError(FxckptError):
     """The model could not be captured as a graph that can be planned."""
 

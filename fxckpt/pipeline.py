@@ -8,21 +8,24 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt import budget as budgets
-from fxckpt.cost import CostModel, checked, resolve
+from fxckpt.cost import CostModel, FlopCost, checked, resolve
 from fxckpt.errors import BudgetInfeasible
 from fxckpt.passes.describe import describe
 from fxckpt.passes.exact import insert_checks
-from fxckpt.passes.facts import Facts, NodePolicy, collect, no_scratch
+from fxckpt.passes.facts import Facts, collect, no_scratch
 from fxckpt.passes.kinds import tensors
 from fxckpt.passes.liveness import inner_bytes
 from fxckpt.passes.normalize import normalize
 from fxckpt.passes.partition import partition
 from fxckpt.passes.price_search import Candidate, PriceSearch, evenly_spaced
 from fxckpt.passes.rematerialize import rematerialize
+from fxckpt.passes.values import values_of
 from fxckpt.passes.verify import verify
 from fxckpt.plan import Plan
+from fxckpt.policy import Policy, decide_all
 from fxckpt.scratch import MeasuredScratch
 from fxckpt.torch_private import unbounded_sizes
 
@@ -32,7 +35,7 @@ class Planner:
     """Everything a user chose, in one immutable value."""
 
     budget: budgets.Budget = None
-    policy: NodePolicy | None = None
+    policy: Policy | None = None
     cost: str | CostModel = "roofline"
     measure_scratch: bool = True
     """Run each distinct CPU op once on made-up values to learn its kernel's workspace."""
@@ -91,11 +94,20 @@ class Planner:
             joint,
             num_fwd_outputs=num_fwd_outputs,
             cost=cost,
-            policy=self.policy,
+            policy=self._decided(joint, num_fwd_outputs).get,
             scratch=lambda node: measured(node) + inner_bytes(node),
             bind_preferences=bind_preferences,
         )
         return facts, cost.name
+
+    def _decided(self, joint: fx.GraphModule, num_fwd_outputs: int) -> dict[fx.Node, CheckpointPolicy | None]:
+        """Return what the policy says of each op of the forward."""
+        if self.policy is None:
+            return {}
+        facts = collect(joint, num_fwd_outputs=num_fwd_outputs, cost=checked(FlopCost()))
+        values = values_of(facts)
+        answers = decide_all(self.policy, values)
+        return {facts.op_node[value.node]: answer for value, answer in zip(values, answers, strict=True)}
 
     def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
         """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is used up."""

@@ -34,9 +34,11 @@ __all__ = [
     "boxed",
     "has_effect",
     "inductor_backend",
+    "is_recording",
     "is_symbolic",
     "laid_over",
     "leave_capture",
+    "name_op",
     "overloads_of",
     "partitioner_tag",
     "run_and_save_rng_state",
@@ -46,6 +48,37 @@ __all__ = [
     "storage_id",
     "tag_side",
 ]
+
+
+NAME = "fxckpt::named"
+"""The op behind :func:`fxckpt.name`. It returns nothing, so that neither autograd nor functionalization sees an alias in it."""
+torch.library.define(NAME, "(Tensor value, str label) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+@torch.library.impl(NAME, "CompositeExplicitAutograd")
+def _name(value: torch.Tensor, label: str) -> None:
+    """Do nothing: a name is for those who capture."""
+
+
+@torch.library.register_fake(NAME)
+def _name_fake(value: torch.Tensor, label: str) -> None:
+    """Make nothing."""
+
+
+@torch.library.impl(NAME, "FuncTorchBatched")
+def _name_batched(value: torch.Tensor, label: str) -> None:
+    """Name what lies under the batch."""
+    name_op(torch._C._functorch.get_unwrapped(value), label)
+
+
+name_op: OpOverload = torch.ops.fxckpt.named.default
+# Nobody uses what it returns, and yet dead code elimination must leave it alone.
+fx.node.has_side_effect(name_op)
+
+
+def is_recording() -> bool:
+    """Return whether a dispatch mode is active: a trace of ATen ops, a tape, a counter."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def size_hint(value: Any) -> int:
