@@ -1,5 +1,6 @@
 """Activation checkpointing for PyTorch as an FX graph-rewriting pass, within a budget of peak bytes."""
 
+from fxckpt import policies
 from fxckpt.backend import Backend
 from fxckpt.capture import plan
 from fxckpt.errors import (
@@ -46,6 +47,7 @@ __all__ = [
     "measure_peak",
     "name",
     "plan",
+    "policies",
     "register_op",
 ]
 __version__ = "0.1.0"

@@ -191,7 +191,10 @@ class Function(Policy):
     function: Callable[..., Any]
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
-        """Ask the function. Raises :class:`InvalidOption` if it raises, or returns anything but a ``CheckpointPolicy`` or, as torch allows, a bool."""
+        """Ask the function.
+
+        Raises :class:`InvalidOption` if it raises, or returns anything but a ``CheckpointPolicy`` or, as torch allows, a bool.
+        """
         context = SelectiveCheckpointContext(is_recompute=False, op_output=value.output)
         try:
             answer = self.function(context, value.op, *value.args, **value.kwargs)

@@ -60,7 +60,7 @@ def _name(value: torch.Tensor, label: str) -> None:
     """Do nothing: a name is for those who capture."""
 
 
-@torch.library.register_fake(NAME)
+@torch.library.register_fake(NAME)  # type: ignore[untyped-decorator]
 def _name_fake(value: torch.Tensor, label: str) -> None:
     """Make nothing."""
 

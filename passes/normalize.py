@@ -20,7 +20,6 @@ from fxckpt.passes.facts import graph_outputs
 from fxckpt.passes.kinds import has_hidden_effect, is_known_pure, is_mutating, is_random, tensors
 from fxckpt.torch_private import OpOverload, laid_over, name_op, storage_id
 
-
 NAME = "fxckpt_name"
 """Metadata of an op: what the user calls its value."""
 
