@@ -97,7 +97,7 @@ def frontier(
     model_or_fn: Callable[..., Any],
     *args: Any,
     points: int | Sequence[Budget] = 16,
-    policy: Callable[..., Any] | None = None,
+    policy: Any = None,
     cost: str | CostModel = "roofline",
     **kwargs: Any,
 ) -> Frontier:
