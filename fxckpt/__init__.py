@@ -24,6 +24,7 @@ from fxckpt.measure import measure_peak
 from fxckpt.naming import name
 from fxckpt.plan import Decision, Plan, Reason, Recompute, Row
 from fxckpt.registry import register_op
+from fxckpt.rewrite import rewrite
 
 __all__ = [
     "Backend",
@@ -53,5 +54,6 @@ __all__ = [
     "plan",
     "policies",
     "register_op",
+    "rewrite",
 ]
 __version__ = "0.1.0"

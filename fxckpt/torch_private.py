@@ -20,6 +20,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import is_sym_node
+from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 
 from fxckpt.errors import CaptureError, FxckptError, InnerCompilerMissing
 
@@ -30,6 +31,7 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "PyTreeCodeGen",
     "aot_autograd",
     "boxed",
     "has_effect",
@@ -294,6 +296,17 @@ def through_dynamo(error: Exception) -> Exception:
     wrapped.__dict__.update(error.__dict__)
     wrapped.first_useful_frame = None  # type: ignore[attr-defined]
     return wrapped
+
+
+def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function as one graph, anew for every shape, apart from whatever else compiles it."""
+    import inspect
+
+    # Since torch 2.13; before, all that compile one function share one limit.
+    newer = {"recompile_limit": 64, "isolate_recompiles": True}
+    known = inspect.signature(torch.compile).parameters
+    options: dict[str, Any] = {name: value for name, value in newer.items() if name in known}
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False, **options)
 
 
 @contextlib.contextmanager
