@@ -27,6 +27,22 @@ class InnerCompilerMissing(FxckptError):
     """Inductor has no working compiler on this machine."""
 
 
+class PolicyConflict(FxckptError, ValueError):
+    """Two policies say MUST of one value, and oppose each other."""
+
+
+class PolicyMatchesNothing(FxckptError, ValueError):
+    """A policy names modules, ops or values that the graph does not have."""
+
+
+class InvalidPlan(FxckptError, ValueError):
+    """A text that is no plan, or one of another version."""
+
+
+class PlanMismatch(FxckptError, ValueError):
+    """A plan was made for another graph than the one it is to be applied to."""
+
+
 class CaptureError(FxckptError):
     """The model could not be captured as a graph that can be planned."""
 

@@ -16,7 +16,7 @@ from fxckpt.errors import InvalidOption
 from fxckpt.passes.normalize import normalize
 from fxckpt.pipeline import Planner
 from fxckpt.plan import Plan
-from fxckpt.policies import as_node_policy
+from fxckpt.policies import as_policy
 from fxckpt.report import format_seconds
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def frontier(
     model_or_fn: Callable[..., Any],
     *args: Any,
     points: int | Sequence[Budget] = 16,
-    policy: Callable[..., Any] | None = None,
+    policy: Any = None,
     cost: str | CostModel = "roofline",
     **kwargs: Any,
 ) -> Frontier:
@@ -128,7 +128,7 @@ def frontier(
         )
     for budget in () if isinstance(points, int) else points:
         validate(budget)
-    planner = Planner(None, as_node_policy(policy), cost, measure_scratch=not is_on_meta(model_or_fn, args, kwargs))
+    planner = Planner(None, as_policy(policy), cost, measure_scratch=not is_on_meta(model_or_fn, args, kwargs))
     joint = capture_joint(model_or_fn, args, kwargs)
     normalize(joint.module)
     with tqdm(total=count, desc="frontier", disable=None) as bar:

@@ -25,6 +25,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import is_sym_node
+from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 
 from fxckpt.errors import CaptureError, FxckptError, InnerCompilerMissing
 
@@ -35,13 +36,16 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "PyTreeCodeGen",
     "aot_autograd",
     "boxed",
     "has_effect",
     "inductor_backend",
+    "is_recording",
     "is_symbolic",
     "laid_over",
     "leave_capture",
+    "name_op",
     "overloads_of",
     "partitioner_tag",
     "run_and_save_rng_state",
@@ -51,6 +55,37 @@ __all__ = [
     "storage_id",
     "tag_side",
 ]
+
+
+NAME = "fxckpt::named"
+"""The op behind :func:`fxckpt.name`. It returns nothing, so that neither autograd nor functionalization sees an alias in it."""
+torch.library.define(NAME, "(Tensor value, str label) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+@torch.library.impl(NAME, "CompositeExplicitAutograd")
+def _name(value: torch.Tensor, label: str) -> None:
+    """Do nothing: a name is for those who capture."""
+
+
+@torch.library.register_fake(NAME)  # type: ignore[untyped-decorator]
+def _name_fake(value: torch.Tensor, label: str) -> None:
+    """Make nothing."""
+
+
+@torch.library.impl(NAME, "FuncTorchBatched")
+def _name_batched(value: torch.Tensor, label: str) -> None:
+    """Name what lies under the batch."""
+    name_op(torch._C._functorch.get_unwrapped(value), label)
+
+
+name_op: OpOverload = torch.ops.fxckpt.named.default
+# Nobody uses what it returns, and yet dead code elimination must leave it alone.
+fx.node.has_side_effect(name_op)
+
+
+def is_recording() -> bool:
+    """Return whether a dispatch mode is active: a trace of ATen ops, a tape, a counter."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def size_hint(value: Any) -> int:
@@ -389,6 +424,17 @@ def through_dynamo(error: Exception) -> Exception:
     wrapped.__dict__.update(error.__dict__)
     wrapped.first_useful_frame = None  # type: ignore[attr-defined]
     return wrapped
+
+
+def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function as one graph, anew for every shape, apart from whatever else compiles it."""
+    import inspect
+
+    # Since torch 2.13; before, all that compile one function share one limit.
+    newer = {"recompile_limit": 64, "isolate_recompiles": True}
+    known = inspect.signature(torch.compile).parameters
+    options: dict[str, Any] = {name: value for name, value in newer.items() if name in known}
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False, **options)
 
 
 @contextlib.contextmanager

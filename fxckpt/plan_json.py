@@ -1,0 +1,46 @@
+"""Plans as JSON: every figure of a plan under its own name, with the version of the form."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from typing import Any
+
+from fxckpt.errors import InvalidPlan
+from fxckpt.plan import Decision, Plan, Reason, Recompute, Row
+
+FORM = "fxckpt plan 1"
+
+
+def dump(plan: Plan, *, indent: int | None = None) -> str:
+    """Return a plan as JSON text."""
+    return json.dumps({"form": FORM, **asdict(plan)}, indent=indent)
+
+
+def load(text: str) -> Plan:
+    """Return the plan of a JSON text. Raises :class:`InvalidPlan` for a text of another form."""
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, TypeError) as error:
+        raise InvalidPlan(f"the text is not JSON: {error}. Give what plan.to_json() returned.") from error
+    found = data.get("form") if isinstance(data, dict) else None
+    if found != FORM:
+        raise InvalidPlan(
+            f"the text is of form {found!r}, this version of fxckpt reads {FORM!r}. Plan again, or read it with the version that wrote it."
+        )
+    try:
+        return _plan({key: value for key, value in data.items() if key != "form"})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidPlan(f"the text has the form {FORM!r}, but not its fields: {type(error).__name__}: {error}.") from error
+
+
+def _plan(data: dict[str, Any]) -> Plan:
+    rows = tuple(
+        Row(**{**row, "shape": tuple(row["shape"]), "decision": Decision(row["decision"]), "reason": Reason(row["reason"])})
+        for row in data["rows"]
+    )
+    schedule = tuple(Recompute(**run) for run in data["schedule"])
+    plain: dict[str, Any] = {f.name: tuple(data[f.name]) if isinstance(data[f.name], list) else data[f.name] for f in fields(Plan)}
+    if unknown := data.keys() - plain.keys():
+        raise ValueError(f"unknown field {min(unknown)!r}")
+    return Plan(**(plain | {"rows": rows, "schedule": schedule}))
