@@ -33,7 +33,12 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
+from fxckpt.budget import Budget
+from fxckpt.cost import CostModel
+from fxckpt.course import Course
 from fxckpt.errors import CheckpointError, InvalidOption
+from fxckpt.pipeline import planner_of
+from fxckpt.planned import MEMORY, Follower, plan_region
 from fxckpt.replay import unpack
 from fxckpt.tape import Keep, Kept, Recorder
 from fxckpt.torch_private import (
@@ -41,6 +46,7 @@ from fxckpt.torch_private import (
     debug_override,
     is_traced,
     is_transformed,
+    modules_of,
     selective_policy,
     surrounding_hooks,
 )
@@ -70,6 +76,9 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
     engine: str = "replay",
+    policy: Any = None,
+    budget: Budget = None,
+    cost: str | CostModel = "roofline",
     **kwargs: Any,
 ) -> Any:
     """Return ``function(*args, **kwargs)``, and keep little of what it made until the backward.
@@ -98,11 +107,19 @@ def checkpoint(
     engine:
         ``"replay"``, or ``"rerun"`` for torch's own implementation: for regions with kernels that write, unknown to PyTorch, into tensors that
         hold values already. Into memory from ``torch.empty``, or into zeros, they may write under either.
+    policy:
+        What the region keeps: one of :mod:`fxckpt.policies`, a function in torch's form, or a list of ops to save. Asked when the region is planned,
+        which is at its first call and whenever it does something new.
+    budget, cost:
+        As for :class:`fxckpt.Backend`, for this region: peak bytes of its own forward and backward, beyond what was allocated when it began.
+        The first call, which is planned when it ends, then makes what is to be kept a second time.
 
     Raises
     ------
-    InvalidOption
+    InvalidOption, InvalidBudget
         For options that cannot be meant, and a policy that returns no ``CheckpointPolicy``.
+    BudgetInfeasible, PolicyConflict, PolicyMatchesNothing
+        At a call that is planned.
     CheckpointError
         In the backward, where a tensor that the region took from outside was written since.
 
@@ -143,22 +160,30 @@ def checkpoint(
             stacklevel=2,
         )
         return function(*args, **kwargs)
-    contexts, policy = NO_CONTEXTS, None
+    contexts, selective = NO_CONTEXTS, None
     if context_fn is not noop_context_fn:
         contexts = context_fn()
-        policy = selective_policy(contexts)
-        if policy is not None:
+        selective = selective_policy(contexts)
+        if selective is not None:
             contexts = NO_CONTEXTS
-    recorder = Recorder(
-        keep=None if policy is None else _keep_by(policy.function),
-        around=surrounding_hooks(),
+    options = {
+        "around": surrounding_hooks(),
         # A traced graph cannot hold the state of a generator.
-        keep_draws=not preserve_rng_state or is_traced(),
-        check_versions=policy is None or not policy.allows_writes,
-        locate=calling_line if debug_override(debug) else None,
-        replay_context=contexts[1],
-    )
-    return _record(recorder, contexts[0], function, args, kwargs)
+        "keep_draws": not preserve_rng_state or is_traced(),
+        "check_versions": selective is None or not selective.allows_writes,
+        "replay_context": contexts[1],
+    }
+    if policy is None and budget is None:
+        keep = None if selective is None else _keep_by(selective.function)
+        locate = (lambda: (calling_line(), "")) if debug_override(debug) else None
+        return _record(Recorder(keep=keep, locate=locate, **options), contexts[0], function, args, kwargs)
+    if selective is not None:
+        raise InvalidOption("context_fn and policy (or budget) were given: both say what the region keeps. Give the policy alone: policy=...")
+    planner = planner_of(budget, policy, cost)
+    follower = Follower(MEMORY.courses(function, budget, planner.policy, cost))
+    with modules_of(function) if follower.is_new else nullcontext(lambda: "") as module:
+        recorder = Recorder(keep=follower, locate=(lambda: (calling_line(), module())) if follower.is_new else None, **options)
+        return _record(recorder, contexts[0], function, args, kwargs, lambda result: plan_region(recorder, follower, result, planner))
 
 
 def _called(context_fn: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -172,21 +197,27 @@ def _record(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    plan: Callable[[Any], Course | None] | None = None,
 ) -> Any:
     """Run a region on a recorder, which is on top of all modes: it sees ops as the region calls them, and replays them so."""
+    course = None
     try:
         with torch.autograd.graph.saved_tensors_hooks(recorder.pack, unpack), context, recorder:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if plan is not None:
+            course = plan(result)
+        return result
     except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is None and kwargs:
+        if kwargs and error.__traceback__ is not None and error.__traceback__.tb_next is None:
             raise InvalidOption(_unknown_keyword(function, kwargs, error)) from error
         raise
+    except UnboundLocalError as error:
+        raise CheckpointError(
+            "the context for the region, from context_fn, suppressed an exception that the region raised, so that there is no result. "
+            "Let exceptions pass through that context."
+        ) from error
     finally:
-        recorder.finish()
-    raise CheckpointError(
-        "the context for the region, from context_fn, suppressed an exception that the region raised, so that there is no result. "
-        "Let exceptions pass through that context."
-    )
+        recorder.finish(course)
 
 
 def _unknown_keyword(function: Callable[..., Any], kwargs: Mapping[str, Any], error: TypeError) -> str:
@@ -201,7 +232,7 @@ def _unknown_keyword(function: Callable[..., Any], kwargs: Mapping[str, Any], er
 def _keep_by(policy: Callable[..., Any]) -> Keep:
     """Return, for a policy in torch's form, where results stay."""
 
-    def keep(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Kept:
+    def keep(number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Kept:
         if op in SAC_IGNORED_OPS:
             return Kept.NOWHERE
         answer = policy(SelectiveCheckpointContext(is_recompute=False, op_output=out), op, *args, **kwargs)

@@ -257,6 +257,37 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+@contextlib.contextmanager
+def modules_of(function: Callable[..., Any]) -> Iterator[Callable[[], str]]:
+    """Yield what tells the path of the module that is running, from the module that ``function`` is, is a method of, or closes over."""
+    root = _module_behind(function)
+    names = {} if root is None else {module: name for name, module in root.named_modules()}
+    stack: list[str] = []
+
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        stack.append(names.get(module, stack[-1] if stack else ""))
+
+    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+        stack.pop()
+
+    hooks = torch.nn.modules.module
+    entering = hooks.register_module_forward_pre_hook(enter)
+    leaving = hooks.register_module_forward_hook(leave, always_call=True)
+    try:
+        yield lambda: stack[-1] if stack else ""
+    finally:
+        entering.remove()
+        leaving.remove()
+
+
+def _module_behind(function: Any) -> torch.nn.Module | None:
+    while isinstance(function, partial):
+        function = function.func
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    candidates = [function, getattr(function, "__self__", None), *cells]
+    return next((c for c in candidates if isinstance(c, torch.nn.Module)), None)
+
+
 def calling_line() -> str:
     """Return the line of the user's code that runs, ``"file.py:12"``: the innermost that is neither torch's nor ours."""
     frame: FrameType | None = sys._getframe(1)
@@ -460,6 +491,27 @@ class _CaptureDone(ShortenTraceback):
 def leave_capture() -> NoReturn:
     """Abandon the compile that :func:`capture_whole` began, with success."""
     raise _CaptureDone(first_useful_frame=None)
+
+
+def trace_joint(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], receive: Callable[..., Any]) -> None:
+    """Give the joint graph of ``gm`` on fake inputs to ``receive``, which is called as a partition function; nothing is executed.
+
+    Raises :class:`CaptureError` where torch cannot trace it. ``receive`` is not called where no output needs a gradient.
+    """
+
+    def partition(joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any) -> NoReturn:
+        receive(joint, num_fwd_outputs)
+        leave_capture()
+
+    compile_graph = aot_autograd(fw_compiler=boxed, inference_compiler=boxed, partition_fn=partition, keep_inference_input_mutations=True)
+    try:
+        compile_graph(gm, list(inputs))
+    except _CaptureDone:
+        return
+    except FxckptError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"torch could not trace the gradient of the region: {type(error).__name__}: {error}") from error
 
 
 class _PlacedFakeTensorMode(FakeTensorMode):
