@@ -6,6 +6,7 @@ whichever door the model came through, and is asked once per value. This file ho
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from fxckpt.errors import InvalidOption, PolicyConflict
+from fxckpt.errors import InvalidOption, PolicyConflict, PolicyMatchesNothing
+
+log = logging.getLogger("fxckpt")
 
 MUST = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
 SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -85,6 +88,14 @@ class Policy(ABC):
         """
         return self
 
+    def lenient(self) -> Policy:
+        """Return the policy for one graph of several: what it names may be in another one, so that no match is no error."""
+        return Lenient(self)
+
+    def without_match(self, values: Sequence[Value]) -> Policy:
+        """Return the policy for a graph that has nothing of what it names."""
+        return self
+
     def __or__(self, other: Any) -> Policy:
         return Either(self, other) if isinstance(other, Policy) else NotImplemented
 
@@ -120,6 +131,10 @@ class Either(Policy):
         """Bind both."""
         return Either(self.a.bind(values), self.b.bind(values))
 
+    def lenient(self) -> Policy:
+        """Make each part lenient."""
+        return Either(self.a.lenient(), self.b.lenient())
+
     def __repr__(self) -> str:
         return f"({self.a!r} | {self.b!r})"
 
@@ -143,6 +158,10 @@ class Both(Policy):
         """Bind both."""
         return Both(self.a.bind(values), self.b.bind(values))
 
+    def lenient(self) -> Policy:
+        """Make each part lenient."""
+        return Both(self.a.lenient(), self.b.lenient())
+
     def __repr__(self) -> str:
         return f"({self.a!r} & {self.b!r})"
 
@@ -162,6 +181,10 @@ class Opposite(Policy):
         """Bind ``a``."""
         return Opposite(self.a.bind(values))
 
+    def lenient(self) -> Policy:
+        """Make each part lenient."""
+        return Opposite(self.a.lenient())
+
     def __repr__(self) -> str:
         return f"~{self.a!r}"
 
@@ -180,8 +203,34 @@ class FirstMatch(Policy):
         """Bind all."""
         return FirstMatch(tuple(p.bind(values) for p in self.policies))
 
+    def lenient(self) -> Policy:
+        """Make each part lenient."""
+        return FirstMatch(tuple(p.lenient() for p in self.policies))
+
     def __repr__(self) -> str:
         return f"first_match({', '.join(map(repr, self.policies))})"
+
+
+@dataclass(frozen=True)
+class Lenient(Policy):
+    """A policy that need not find what it names."""
+
+    policy: Policy
+
+    def decide(self, value: Value) -> CheckpointPolicy | None:
+        """What the policy says."""
+        return self.policy.decide(value)
+
+    def bind(self, values: Sequence[Value]) -> Policy:
+        """Bind the policy, if what it names is here."""
+        try:
+            return self.policy.bind(values)
+        except PolicyMatchesNothing as error:
+            log.info("in one graph of several: %s", error)
+            return self.policy.without_match(values)
+
+    def __repr__(self) -> str:
+        return repr(self.policy)
 
 
 @dataclass(frozen=True)

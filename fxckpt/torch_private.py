@@ -16,7 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, Unsupported
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._higher_order_ops.effects import _get_effect
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -429,6 +429,11 @@ def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
     return inline_invoke_subgraph(gm)
 
 
+def is_cut_short(gm: fx.GraphModule) -> bool:
+    """Return whether a Dynamo graph ends at a graph break: more of the model is in other graphs."""
+    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+
+
 def make_boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an inner compiler so that what it returns takes its arguments in a list (AOTAutograd's fast convention)."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -465,7 +470,23 @@ def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> 
     newer = {"recompile_limit": 64, "isolate_recompiles": True}
     known = inspect.signature(torch.compile).parameters
     options: dict[str, Any] = {name: value for name, value in newer.items() if name in known}
-    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False, **options)
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False, **options)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except Unsupported as error:
+            raise no_whole_graph(error) from error
+
+    return run
+
+
+def no_whole_graph(error: Unsupported) -> CaptureError:
+    """Return the error for a model that Dynamo cannot capture as one graph."""
+    return CaptureError(
+        f"the model does not capture as one graph: {error}\n"
+        "Remove the graph break, or compile with fxckpt.Backend and read backend.plans: one plan a graph."
+    )
 
 
 @contextlib.contextmanager
@@ -540,7 +561,7 @@ def capture_whole(
     """
     import copy
 
-    from torch._dynamo.exc import TorchDynamoException, Unsupported
+    from torch._dynamo.exc import TorchDynamoException
     from torch._subclasses.fake_tensor import FakeCopyMode
     from torch.utils import _pytree as pytree
 
@@ -565,10 +586,7 @@ def capture_whole(
     except _CaptureDone:
         return
     except Unsupported as error:
-        raise CaptureError(
-            f"the model does not capture as one graph: {error}\n"
-            "Remove the graph break, or compile with fxckpt.Backend and read backend.plans: one plan a graph."
-        ) from error
+        raise no_whole_graph(error) from error
     except TorchDynamoException as error:
         if isinstance(error, FxckptError):
             raise
