@@ -83,13 +83,17 @@ def plan_region(recorder: Recorder, follower: Follower, result: Any, planner: Pl
     course = follower.course()
     follower.courses.is_lost = course is None and not follower.is_new
     if course is None and follower.is_new:
-        outputs = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-        course = course_of(recorder.calls, recorder.places_of(outputs), follower.did, planner)
+        course = course_of(recorder.calls, recorder.places_of(differentiable(result)), follower.did, planner)
         if course is not None:
             follower.courses.add(course)
     if follower.is_new and course is not None:
         recorder.keep_made(make(recorder.tape, recorder.latest(course.kept)))
     return course
+
+
+def differentiable(result: Any) -> list[Tensor]:
+    """Return the tensors in what a region returned that have a gradient."""
+    return [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _kind(function: Callable[..., Any]) -> Any:

@@ -22,6 +22,7 @@ from fxckpt.tape import Call, Place
 from fxckpt.tape_graph import CALL, graph_of
 from fxckpt.torch_private import trace_joint
 
+
 def course_of(calls: Sequence[Call], outputs: Sequence[Place], did: Sequence[Seen], planner: Planner) -> Course | None:
     """Return the course of a region whose calls are given; None if nothing in it has a gradient.
 

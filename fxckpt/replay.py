@@ -18,7 +18,6 @@ from fxckpt.errors import CheckpointError
 from fxckpt.tape import Call, Draw, Handle, Place, PlannedReplay, Snapshot, Tape, flatten, slice_of
 from fxckpt.torch_private import after_backward, below_autograd, current_backward, laid_out, not_compiled, storage_key
 
-
 NOTHING: Mapping[Place, Tensor] = MappingProxyType({})
 
 
@@ -73,8 +72,8 @@ def unpack(handle: Handle) -> Tensor:
                 plan.begin()
         if plan is not None and run is not None:
             advance(tape, plan, plan.positions[handle])
-        tensor, handle.cached = handle.cached, None
-        return make(tape, (handle.place,), {} if plan is None else plan.made)[handle.place] if tensor is None else tensor
+        found, handle.cached = handle.cached, None
+        return make(tape, (handle.place,), {} if plan is None else plan.made)[handle.place] if found is None else found
 
 
 def deliver(handles: Iterable[Handle], made: Mapping[Place, Tensor]) -> None:
@@ -151,7 +150,13 @@ def make(tape: Tape, wanted: Iterable[Place], available: Mapping[Place, Tensor] 
             call = step.call
             if call.draw is not None:
                 generators.rewind(call.draw)
-            out = call.op(*_filled(call.args, tensor_of), **_filled_kwargs(call.kwargs, tensor_of))
+            try:
+                args, kwargs = _filled(call.args, tensor_of), _filled_kwargs(call.kwargs, tensor_of)
+            except CheckpointError as error:
+                where = f" in {call.detail.source}" if call.detail is not None else ""
+                raise CheckpointError(f"{error}\nIt is read by {call.op}{where}, which is to run again.") from error
+            out = call.op(*args, **kwargs)
+            del args, kwargs
             results = tuple(flatten(out))
             if len(results) != len(call.outputs):
                 raise CheckpointError(
@@ -159,9 +164,9 @@ def make(tape: Tape, wanted: Iterable[Place], available: Mapping[Place, Tensor] 
                     "Keep what it returns: fxckpt.register_op(op, recompute=False), or run the region with engine='rerun'."
                 )
             for ref, result in zip(call.outputs, results, strict=True):
-                place = ref()
-                if place in todo.places and place.call is call and place.carried is None:
-                    made_now(place, result)
+                asked = ref()
+                if asked is not None and asked in todo.places and asked.call is call and asked.carried is None:
+                    made_now(asked, result)
             # Or the last result would live on while the next call runs.
             del out, results, result
             for place in step.carries:

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,12 +35,11 @@ from fxckpt.torch_private import (
     OpOverload,
     forget_storage,
     has_effect,
-    remember_storage,
     not_compiled,
+    remember_storage,
     share_version,
     storage_key,
 )
-
 
 
 class Kept(enum.IntEnum):
@@ -101,7 +100,7 @@ class Traits:
     """Draws nothing, writes nothing, and leaves no doubt."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def traits_of(op: Any) -> Traits:
     """Return the traits of an op, from its schema, its tags and what its author said."""
     if not isinstance(op, OpOverload):
@@ -166,6 +165,7 @@ class Place:
     """A tensor on the tape, from one write of its storage to the next."""
 
     __slots__ = (
+        "__weakref__",
         "call",
         "carried",
         "geometry",
@@ -178,7 +178,6 @@ class Place:
         "storage",
         "unpack",
         "version",
-        "__weakref__",
     )
 
     def __init__(self, memory: int, geometry: Any, call: Call | None, carried: Place | None = None) -> None:
@@ -352,7 +351,7 @@ class Recorder(TorchDispatchMode):
         self.count = 0
         """Of the calls so far."""
         self.calls: list[Call] = []
-        """The calls, where there is a ``keep``: a plan is about to be made or followed."""
+        """The calls, where there is a ``keep`` or a ``locate``: they are about to be planned or shown."""
         self._keep = keep
         self._around = around
         self._keep_draws = keep_draws
@@ -427,7 +426,8 @@ class Recorder(TorchDispatchMode):
         doubt = OPAQUE if never_twice else known.doubt
         places = [self._made(t, call, doubt) for t in flatten(out)]
         call.outputs = tuple([weakref.ref(place) for place in places])
-        self._ask(call, places, args, kwargs, out)
+        if self._keep is not None or self._locate is not None:
+            self._ask(call, places, args, kwargs, out)
         if written:
             self._unsettled.extend(place for memory, _ in written for place in memory.places.values() if place.is_shared)
         return out
@@ -441,12 +441,10 @@ class Recorder(TorchDispatchMode):
 
     def _ask(self, call: Call, places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Ask whether the results of a call are kept, and where it ran."""
+        self.calls.append(call)
         if self._locate is not None:
             call.detail = Detail(*self._locate(), tuple(paths(out)))
-        if self._keep is None:
-            return
-        self.calls.append(call)
-        if not traits_of(call.op).reads:
+        if self._keep is None or not traits_of(call.op).reads:
             return
         where = self._keep(call.number, call.op, args, kwargs, out)
         for i, (place, tensor) in enumerate(zip(places, flatten(out), strict=True)):
@@ -518,7 +516,9 @@ class Recorder(TorchDispatchMode):
         memory = self._memories.get(key)
         if memory is None:
             memory = self._add_memory(key, tensor, is_external=True, doubt=CERTAIN)
-        geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()) if key > 0 else None
+        geometry: Any = (
+            (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()) if key > 0 else None
+        )
         try:
             place = memory.places.get(geometry)
         except TypeError:  # symbolic sizes have no hash
@@ -551,7 +551,9 @@ class Recorder(TorchDispatchMode):
         memory = self._memories.get(key)
         if memory is None:
             memory = self._add_memory(key, tensor, is_external=False, doubt=doubt)
-        geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()) if key > 0 else None
+        geometry: Any = (
+            (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()) if key > 0 else None
+        )
         try:
             place = memory.places.get(geometry)
         except TypeError:  # symbolic sizes have no hash

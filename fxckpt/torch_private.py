@@ -145,7 +145,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 def remember_storage(tensor: torch.Tensor) -> int:
     """Keep the address of a tensor's storage from being given to another, though the storage itself may die; undone by :func:`forget_storage`."""
-    return int(tensor.untyped_storage()._weak_ref())
+    reference: Any = tensor.untyped_storage()._weak_ref()
+    return int(reference)
 
 
 def forget_storage(remembered: list[int]) -> None:
