@@ -52,28 +52,29 @@ def unpack(handle: Handle) -> Tensor:
 
     Raises :class:`CheckpointError` if what the region took from outside was written since.
     """
-    tape = handle.tape
-    if handle.place.kept is not None:
-        return fetch(handle.place)
+    tape, place = handle.tape, handle.place
+    if place.kept is not None and place.unpack is None:
+        return fetch(place)
     with tape.lock:
         if handle.cached is not None:
             tensor, handle.cached = handle.cached, None
             return tensor
         run = current_backward()
-        is_first = run is not None and run != tape.run
         plan = tape.replay
-        if is_first:
+        if run is not None and run != tape.run:
+            release(tape)
             tape.run = run
             after_backward(lambda: release(tape))
-            if plan is None:
-                wanted = [h for h in tape.live() if h.place.kept is None]
-                deliver(wanted, make(tape, {h.place for h in wanted}))
-            else:
-                plan.begin()
-        if plan is not None and run is not None:
+        if place.kept is not None:
+            return given_back(tape, place)
+        if run is not None and plan is not None:
             advance(tape, plan, plan.positions[handle])
+        elif run is not None and not tape.is_made:
+            tape.is_made = True
+            wanted = [h for h in tape.live() if h.place.kept is None]
+            deliver(wanted, make(tape, {h.place for h in wanted}))
         found, handle.cached = handle.cached, None
-        return make(tape, (handle.place,), {} if plan is None else plan.made)[handle.place] if found is None else found
+        return make(tape, (place,), {} if plan is None else plan.made)[place] if found is None else found
 
 
 def deliver(handles: Iterable[Handle], made: Mapping[Place, Tensor]) -> None:
@@ -115,6 +116,8 @@ def release(tape: Tape) -> None:
     """Let go of what a backward had made and did not ask for."""
     with tape.lock:
         tape.run = None
+        tape.is_made = False
+        tape.fetched.clear()
         if tape.replay is not None:
             tape.replay.begin()
         for handle in tape.live():
@@ -134,7 +137,7 @@ def make(tape: Tape, wanted: Iterable[Place], available: Mapping[Place, Tensor] 
         if found is None:
             found = available.get(place)
         if found is None:
-            found = fetch(place, copies if place.memory in todo.last_write else None)
+            found = given_back(tape, place) if place.unpack else fetch(place, copies if place.memory in todo.last_write else None)
         return found
 
     def made_now(place: Place, tensor: Tensor) -> None:
@@ -216,11 +219,22 @@ def fetch(place: Place, copies: dict[Snapshot, Tensor] | None = None) -> Tensor:
         if copies is not None:
             data = copies.setdefault(place.snapshot, data) if place.snapshot in copies else copies.setdefault(place.snapshot, data.clone())
         return laid_out(data, place.geometry)
-    tensor: Tensor = place.kept if place.unpack is None else place.unpack(place.kept)
-    if place.version is not None and place.unpack is None:
+    tensor: Tensor = place.kept
+    if place.version is not None:
         is_rebound = place.storage is not None and place.storage != storage_key(tensor)
         if is_rebound or tensor._version != place.version:
             raise written_since(tensor, place.version, is_rebound=is_rebound)
+    return tensor
+
+
+def given_back(tape: Tape, place: Place) -> Tensor:
+    """Return what the hooks around the region give for a place, asked once in a backward."""
+    tensor = tape.fetched.get(place)
+    if tensor is None:
+        assert place.unpack is not None
+        tensor = place.unpack(place.kept)
+        if tape.run is not None:
+            tape.fetched[place] = tensor
     return tensor
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -83,7 +83,7 @@ class Traits:
 
     is_random: bool
     dropout: int | None
-    """Position of an argument that is zero where nothing is drawn."""
+    """Position of an argument that is zero where nothing is drawn, or is left out."""
     generator: int | None
     """Position of the generator, if it is not given by keyword."""
     writes: tuple[int | str, ...]
@@ -277,7 +277,7 @@ class Handle:
 class Tape:
     """What the handles of one region have in common."""
 
-    __slots__ = ("__weakref__", "context", "handles", "lock", "replay", "run")
+    __slots__ = ("__weakref__", "context", "fetched", "handles", "is_made", "lock", "replay", "run")
 
     def __init__(self, context: AbstractContextManager[Any]) -> None:
         self.context = context
@@ -286,6 +286,10 @@ class Tape:
         self.lock = threading.RLock()
         self.run: Any = None
         """The backward that the cached tensors of the handles belong to."""
+        self.is_made = False
+        """Whether it has made them."""
+        self.fetched: dict[Place, Tensor] = {}
+        """What the hooks around the region gave back in that backward: some give only once."""
         self.replay: PlannedReplay | None = None
         """How a plan has it go; None: all is made at the first question."""
 
@@ -408,7 +412,7 @@ class Recorder(TorchDispatchMode):
         placed_kwargs = {name: self._placed(value, reads) for name, value in kwargs.items()}
         draw = None
         never_twice = known.never_twice
-        if known.is_random and (known.dropout is None or len(args) <= known.dropout or args[known.dropout] != 0.0):
+        if known.is_random and (known.dropout is None or (known.dropout < len(args) and args[known.dropout] != 0.0)):
             if self._keep_draws:
                 never_twice = True
             else:
@@ -636,16 +640,16 @@ def root_of(place: Place) -> int:
     return -1
 
 
-def slice_of(wanted: Iterable[Place], available: Container[Place] = ()) -> tuple[set[Call], set[Place]]:
-    """Return the calls that make ``wanted`` of what is ``available``, and all the places on the way there."""
+def slice_of(wanted: Iterable[Place], available: Container[Place] = ()) -> tuple[set[Call], Collection[Place]]:
+    """Return the calls that make ``wanted`` of what is ``available``, and all the places on the way there, in the same order every time."""
     needed: set[Call] = set()
-    seen: set[Place] = set()
+    seen: dict[Place, None] = {}
     stack = list(wanted)
     while stack:
         place = stack.pop()
         if place in seen:
             continue
-        seen.add(place)
+        seen[place] = None
         call = place.call
         if place.kept is not None or call is None or place in available:
             continue
@@ -654,7 +658,7 @@ def slice_of(wanted: Iterable[Place], available: Container[Place] = ()) -> tuple
         if call not in needed:
             needed.add(call)
             stack.extend(call.reads())
-    return needed, seen
+    return needed, seen.keys()
 
 
 def flatten(out: Any) -> Iterator[Tensor]:
