@@ -157,6 +157,8 @@ def checkpoint(
     torch.Size([8, 8])
     """
     if torch.compiler.is_compiling() or engine == "rerun":
+        if budget is not None and engine == "rerun":
+            raise InvalidOption(f"budget={budget!r} and engine='rerun': torch's implementation knows no budget. Use engine='replay'.")
         if policy is not None:
             context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
         # Dynamo knows torch's function by identity and tags what it covers, but takes no context_fn that nobody chose.
