@@ -204,15 +204,17 @@ def checkpoint(
     planner = None if policy is None and budget is None else planner_of(budget, policy, cost)
     follower = None if planner is None else Follower(MEMORY.courses(function, budget, planner.policy, cost))
     watchers = watched()
-    is_detailed = watchers is not None or debug_override(debug) or (follower is not None and follower.is_new)
-    with modules_of(function) if is_detailed else NO_MODULES as module:
+    is_shown = watchers is not None or debug_override(debug) or (follower is not None and not follower.courses.known)
+    looks_at_modules = is_shown or (planner is not None and planner.policy is not None and planner.policy.needs_graph)
+    with modules_of(function) if looks_at_modules else NO_MODULES as module:
+        locate = (lambda: (calling_line() if is_shown else "", module())) if is_shown or planner is not None else None
         recorder = Recorder(
             keep=follower if selective is None else _keep_by(selective.function),
+            locate=locate,
             around=surrounding_hooks(),
             # A traced graph cannot hold the state of a generator.
             keep_draws=not preserve_rng_state or is_traced(),
             check_versions=selective is None or not selective.allows_writes,
-            locate=(lambda: (calling_line(), module())) if is_detailed else None,
             replay_context=contexts[1],
         )
 

@@ -29,8 +29,6 @@ class Courses:
     """The ways that one function was seen to go, under one policy and budget."""
 
     known: list[Course] = field(default_factory=list)
-    is_lost: bool = False
-    """Whether the last call began as one of them and went another way, so that nothing could be planned."""
 
     def add(self, course: Course) -> None:
         """Remember a course, and forget the oldest of too many."""
@@ -43,8 +41,6 @@ class Follower:
     def __init__(self, courses: Courses) -> None:
         self.courses = courses
         self.did: list[Seen] = []
-        self.is_new = not courses.known or courses.is_lost
-        """Whether the region is recorded to be planned, when it ends: so far nothing is kept."""
         self._left = list(courses.known)
 
     def __call__(self, number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Kept | frozenset[int]:
@@ -52,7 +48,7 @@ class Follower:
         at = len(self.did)
         self.did.append(seen(op, out))
         self._left = [course for course in self._left if at < len(course.seen) and course.seen[at] == self.did[at]]
-        return Kept.NOWHERE if self.is_new or not self._left else self._left[0].kept.get(number, frozenset())
+        return self._left[0].kept.get(number, frozenset()) if self._left else Kept.NOWHERE
 
     def course(self) -> Course | None:
         """Return the course that the region went, at its end; None if it is a new one."""
@@ -81,13 +77,12 @@ def plan_region(recorder: Recorder, follower: Follower, result: Any, planner: Pl
     raises.
     """
     course = follower.course()
-    follower.courses.is_lost = course is None and not follower.is_new
-    if course is None and follower.is_new:
-        course = course_of(recorder.calls, recorder.places_of(differentiable(result)), follower.did, planner)
-        if course is not None:
-            follower.courses.add(course)
-    if follower.is_new and course is not None:
-        recorder.keep_made(make(recorder.tape, recorder.latest(course.kept)))
+    if course is not None:
+        return course
+    course = course_of(recorder.calls, recorder.places_of(differentiable(result)), follower.did, planner)
+    if course is not None:
+        follower.courses.add(course)
+        recorder.keep_only(make(recorder.tape, recorder.latest(course.kept)))
     return course
 
 

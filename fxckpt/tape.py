@@ -468,8 +468,11 @@ class Recorder(TorchDispatchMode):
         found = {place for call in self.calls for i in kept.get(call.number, ()) if (place := call.outputs[i]()) is not None}
         return {memories[place.memory].places[place.geometry] for place in found}
 
-    def keep_made(self, made: Mapping[Place, Tensor]) -> None:
-        """Keep tensors that were made again; nobody else has them."""
+    def keep_only(self, made: Mapping[Place, Tensor]) -> None:
+        """Keep by choice what was made again, and nothing else; nobody else has it."""
+        for place in self._held:
+            if place.is_chosen and place not in made:
+                place.kept, place.is_shared, place.is_chosen, place.version = None, False, False, None
         for place, tensor in made.items():
             if place.kept is None:
                 place.kept = tensor
