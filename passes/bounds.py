@@ -11,13 +11,14 @@ and the bound is the greatest over p and over a few moments.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from fxckpt.passes.flow import Network, Unbounded
-from fxckpt.passes.program import IntArray, Program
+from fxckpt.passes.program import FloatArray, IntArray, Program
 from fxckpt.passes.schedule import save_all
 from fxckpt.passes.simulate import backward_own_profile, simulate
 from fxckpt.passes.staged_cut import needed_cut, no_way
@@ -32,48 +33,73 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """The one-stage cut of what the backward needs from op ``position`` on."""
+class Least:
+    """The cut of one moment at one price."""
+
+    seconds: float
+    held: int
+    """Bytes."""
+    error: float
+    """By how much ``seconds + price * held`` may be above the least, from rounding."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The one-stage cuts of what the backward needs from each of some positions on, laid side by side, each at a price of its own."""
 
     program: Program
-    position: int
+    positions: tuple[int, ...]
 
     @cached_property
     def _cut(self) -> tuple[Network, IntArray, IntArray]:
-        problem, ops, values = needed_cut(self.program, range(self.position, len(self.program.backward)), len(self.program.ops))
-        return Network.side_by_side([problem]), np.asarray(ops, dtype=np.int64), np.asarray(values, dtype=np.int64)
+        """The network, and the ops and storages of its vertices."""
+        length, reach = len(self.program.backward), len(self.program.ops)
+        problems, ops, values = zip(*(needed_cut(self.program, range(p, length), reach) for p in self.positions), strict=True)
+        return Network.side_by_side(problems), np.asarray(sum(ops, []), dtype=np.int64), np.asarray(sum(values, []), dtype=np.int64)
 
-    def least(self, price: float) -> tuple[float, int, float]:
-        """Return seconds and bytes held of the least ``seconds + price * held``, and by how much the sum may be above the least for rounding."""
+    @cached_property
+    def _known(self) -> dict[tuple[int, float], Least]:
+        """By moment and price: bisections for several rooms begin at the same prices."""
+        return {}
+
+    def least(self, prices: Sequence[float]) -> list[Least]:
+        """Return, for each moment, the least ``seconds + price * held``."""
+        if any(key not in self._known for key in enumerate(prices)):
+            self._known.update(zip(enumerate(prices), self._solve(np.asarray(prices)), strict=True))
+        return [self._known[key] for key in enumerate(prices)]
+
+    def _solve(self, prices: FloatArray) -> Iterator[Least]:
         tables = self.program.tables
         network, ops, values = self._cut
         # The first run of what only the backward needs may be the uncheckpointed step's own.
         seconds = np.where(tables.is_either[ops], 0.0, tables.seconds[ops])
         run_price = np.where(tables.is_rerunnable[ops], seconds, math.inf)
         nbytes = np.where(tables.is_output[values], 0, tables.bytes[values])
-        keep_price = np.where(tables.is_savable[values] | tables.is_output[values], nbytes * price, math.inf)
-        if self.position:
-            # After the start a value that must not be saved may be at hand all the same, made again before.
-            keep_price = nbytes * price
+        # After the start a value that must not be saved may be at hand all the same, made again before.
+        may_keep = tables.is_savable[values] | tables.is_output[values] | (np.asarray(self.positions) > 0)[network.part_of_value]
+        keep_price = np.where(may_keep, nbytes * prices[network.part_of_value], math.inf)
         try:
             kept, runs = network.solve(run_price, keep_price)
         except Unbounded as error:
             raise no_way(self.program, int(values[error.value])) from error
-        return float(seconds[runs].sum()), int(nbytes[kept].sum()), network.error(run_price, keep_price)
+        errors = network.errors(run_price, keep_price).tolist()
+        for moment, error in enumerate(errors):
+            held = kept & (network.part_of_value == moment)
+            again = runs & (network.part_of_op == moment)
+            yield Least(float(seconds[again].sum()), int(nbytes[held].sum()), error)
 
-    def bound(self, room: int, low: float, high: float, steps: int) -> Bound:
-        """Return the greatest bound of prices between ``low`` and ``high``, for at most ``room`` bytes held."""
-        best = Bound(0.0, 0.0)
+    def bound(self, rooms: Sequence[int], low: float, high: float, steps: int) -> Bound:
+        """Return the greatest bound of prices between ``low`` and ``high``, for at most so many bytes held at each moment."""
+        best = [Bound(0.0, 0.0)] * len(rooms)
+        ends = [(low, high)] * len(rooms)
         for _ in range(steps):
-            price = (low * high) ** 0.5
-            seconds, held, error = self.least(price)
-            if seconds + price * (held - room) - error > best.seconds:
-                best = Bound(seconds + price * (held - room) - error, price)
-            if held <= room:
-                high = price
-            else:
-                low = price
-        return best
+            prices = [(a * b) ** 0.5 for a, b in ends]
+            for i, (price, least) in enumerate(zip(prices, self.least(prices), strict=True)):
+                seconds = least.seconds + price * (least.held - rooms[i]) - least.error
+                if seconds > best[i].seconds:
+                    best[i] = Bound(seconds, price)
+                ends[i] = (ends[i][0], price) if least.held <= rooms[i] else (price, ends[i][1])
+        return max(best, key=lambda b: b.seconds)
 
 
 @dataclass(frozen=True)
@@ -104,10 +130,8 @@ class LowerBounds:
     def seconds(self, limit: int) -> Bound:
         """Return the bound on the time of any plan of at most ``limit`` bytes."""
         outputs = int(self.program.tables.bytes[self.program.tables.is_output].sum())
-        bounds = [
-            moment.bound(limit - outputs - self._own_before(moment.position), self.low, self.high, self.steps) for moment in self._moments
-        ]
-        return max(bounds, key=lambda b: b.seconds)
+        rooms = [limit - outputs - self._own_before(position) for position in self._moments.positions]
+        return self._moments.bound(rooms, self.low, self.high, self.steps)
 
     @cached_property
     def _own(self) -> list[int]:
@@ -118,10 +142,10 @@ class LowerBounds:
         return self._own[position] if position else self.program.tangent_bytes
 
     @cached_property
-    def _moments(self) -> tuple[Moment, ...]:
+    def _moments(self) -> Moments:
         """The start, and where the uncheckpointed backward and its own values peak."""
         schedule = save_all(self.program)
         simulation = simulate(self.program, schedule)
         ops = np.arange(len(self._own))
         at_ops = np.asarray(simulation.profile)[simulation.forward_ops + ops + np.searchsorted(schedule.before, ops, side="right")]
-        return tuple(Moment(self.program, j) for j in sorted({0, int(at_ops.argmax()), int(np.argmax(self._own))}))
+        return Moments(self.program, tuple(sorted({0, int(at_ops.argmax()), int(np.argmax(self._own))})))

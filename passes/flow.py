@@ -240,9 +240,10 @@ class Network:
         self._check(kept, runs, wanted, run_price, keep_price)
         return kept, runs
 
-    def error(self, run_price: FloatArray, keep_price: FloatArray) -> float:
-        """Return by how much the cut of :meth:`solve` may be dearer than the least, from rounding."""
-        return float((self.prices / self._scale(run_price, keep_price)).sum())
+    def errors(self, run_price: FloatArray, keep_price: FloatArray) -> FloatArray:
+        """Return, per problem, by how much the cut of :meth:`solve` may be dearer than the least, from rounding."""
+        errors: FloatArray = self.prices / self._scale(run_price, keep_price)
+        return errors
 
     def _scale(self, run_price: FloatArray, keep_price: FloatArray) -> FloatArray:
         """Return, per problem, what its prices are multiplied by."""
