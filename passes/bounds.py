@@ -147,5 +147,5 @@ class LowerBounds:
         schedule = save_all(self.program)
         simulation = simulate(self.program, schedule)
         ops = np.arange(len(self._own))
-        at_ops = np.asarray(simulation.profile)[simulation.forward_ops + ops + np.searchsorted(schedule.before, ops, side="right")]
+        at_ops = simulation.live[simulation.forward_ops + ops + np.searchsorted(schedule.before, ops, side="right")]
         return Moments(self.program, tuple(sorted({0, int(at_ops.argmax()), int(np.argmax(self._own))})))

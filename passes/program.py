@@ -89,6 +89,20 @@ class Program:
         return tuple(tuple([s for s in op.reads if storages[s].producer != IN_BACKWARD]) for op in self.backward)
 
     @cached_property
+    def backward_readers(self) -> tuple[tuple[int, ...], ...]:
+        """Per storage: the backward ops that read it, if it is a forward value."""
+        readers: list[list[int]] = [[] for _ in self.storages]
+        for j, reads in enumerate(self.forward_reads):
+            for s in reads:
+                readers[s].append(j)
+        return tuple(map(tuple, readers))
+
+    @cached_property
+    def always_forward(self) -> dict[int, None]:
+        """The ops that the forward runs whatever is saved, in order."""
+        return dict.fromkeys(i for i, op in enumerate(self.ops) if op.side is Side.FORWARD)
+
+    @cached_property
     def producers(self) -> tuple[int, ...]:
         """Per storage: :attr:`Storage.producer`."""
         return tuple([s.producer for s in self.storages])

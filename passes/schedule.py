@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from fxckpt.passes.program import Program, Side
 
 
@@ -110,12 +108,12 @@ def with_runs(program: Program, runs: tuple[int, ...], before: tuple[int, ...]) 
 
 def forward_ops(program: Program, saved: tuple[int, ...]) -> list[int]:
     """Return the ops the forward runs: what its outputs need, and what the saved values need."""
-    tables = program.tables
+    always, producers = program.always_forward, program.producers
     more: set[int] = set()
-    stack = [program.storages[s].producer for s in saved]
+    stack = [i for s in saved if (i := producers[s]) >= 0 and i not in always]
     while stack:
         i = stack.pop()
-        if i >= 0 and not tables.is_forward[i] and i not in more:
+        if i not in more:
             more.add(i)
-            stack.extend(program.storages[s].producer for s in program.ops[i].reads)
-    return sorted([*np.flatnonzero(tables.is_forward).tolist(), *more])
+            stack.extend([p for s in program.ops[i].reads if (p := producers[s]) >= 0 and p not in always])
+    return sorted([*always, *more])

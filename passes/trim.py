@@ -72,7 +72,7 @@ class _Copies:
         self.runs = schedule.runs
         self.before = schedule.before
         self.limit = limit
-        self.profile = np.array(simulation.profile, dtype=np.int64)
+        self.profile = simulation.live.copy()
         self.first_backward = simulation.forward_ops
         self.touches: dict[int, list[int]] = {}
         """Per storage, ascending."""
