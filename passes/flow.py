@@ -177,22 +177,17 @@ class Network:
     @classmethod
     def side_by_side(cls, problems: Sequence[CutProblem]) -> Network:
         """Lay out ``problems``; their prices are not read."""
-        n_ops = sum(len(p.op_reads) for p in problems)
-        op_base = value_base = 0
-        producer: list[int] = []
-        needed: list[int] = []
-        read_value: list[int] = []
-        read_op: list[int] = []
-        for p in problems:
-            for i, reads in enumerate(p.op_reads):
-                read_value.extend([value_base + v for v in reads])
-                read_op.extend([op_base + i] * len(reads))
-            producer.extend([op_base + o if o >= 0 else -1 for o in p.producer])
-            needed.extend([value_base + v for v in p.needed])
-            op_base += len(p.op_reads)
-            value_base += len(p.producer)
-        made_by, wanted = np.asarray(producer, dtype=np.int64), np.asarray(needed, dtype=np.int64)
-        reader, read = np.asarray(read_op, dtype=np.int64), np.asarray(read_value, dtype=np.int64)
+        count = len(problems)
+        ops, values = [len(p.op_reads) for p in problems], [len(p.producer) for p in problems]
+        part_of_op, part_of_value = np.repeat(np.arange(count), ops), np.repeat(np.arange(count), values)
+        first_op, first_value = np.cumsum([0, *ops], dtype=np.int64), np.cumsum([0, *values], dtype=np.int64)
+        n_ops = int(first_op[-1])
+        made_by = np.asarray([o for p in problems for o in p.producer], dtype=np.int64)
+        made_by = np.where(made_by >= 0, made_by + first_op[part_of_value], -1)
+        needed = np.asarray([v for p in problems for v in p.needed], dtype=np.int64)
+        wanted = needed + np.repeat(first_value[:-1], [len(p.needed) for p in problems])
+        reader = np.repeat(np.arange(n_ops), [len(reads) for p in problems for reads in p.op_reads])
+        read = np.asarray([v for p in problems for reads in p.op_reads for v in reads], dtype=np.int64) + first_value[part_of_op[reader]]
         vertex, size = _contracted(n_ops, len(made_by), wanted, reader, read)
         source, sink = size - 2, size - 1
         is_shared = (vertex[read] >= n_ops) & (vertex[read] < source)
@@ -205,9 +200,9 @@ class Network:
         infinite[place[priced : len(tails)]] = INFINITE
         return cls(
             tuple(problems),
-            np.repeat(np.arange(len(problems)), [len(p.op_reads) for p in problems]),
-            np.repeat(np.arange(len(problems)), [len(p.producer) for p in problems]),
-            np.asarray([len(p.op_reads) + len(p.producer) for p in problems], dtype=np.int64),
+            part_of_op,
+            part_of_value,
+            np.diff(first_op) + np.diff(first_value),
             made_by,
             wanted,
             vertex,

@@ -7,6 +7,7 @@ inputs first. A read sees the latest copy; a copy dies after its last read befor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from fxckpt.passes.program import Program, Side
 
@@ -51,34 +52,39 @@ def emit(program: Program, decisions: Decisions) -> Schedule:
     have: set[int] = set()  # storages with a copy, from whatever stage
     for k, positions in enumerate(stage_ranges(program, decisions.starts)):
         kept, rerun = decisions.kept[k], decisions.runs[k]
+        if not rerun:
+            needed = set(chain.from_iterable(wanted[positions.start : positions.stop]))
+            saved |= needed - have
+            have |= needed
+            continue
         fresh: set[int] = set()  # ops that ran in this stage
-
-        def is_missing(s: int, kept: frozenset[int] = kept, rerun: frozenset[int] = rerun, fresh: set[int] = fresh) -> bool:
-            return producer[s] not in fresh and (s not in have or (producer[s] in rerun and s not in kept))
-
         for j in positions:
-            for needed in wanted[j]:
-                stack = [needed] if is_missing(needed) else []
-                while stack:
-                    s = stack[-1]
-                    o = producer[s]
-                    if o in fresh:
-                        stack.pop()
-                        continue
-                    if o not in rerun or s in kept:
+            stack = list(reversed(wanted[j]))
+            while stack:
+                s = stack[-1]
+                o = producer[s]
+                if o in fresh:
+                    stack.pop()
+                    continue
+                if o not in rerun or s in kept:
+                    if s not in have:
                         saved.add(s)
                         have.add(s)
-                        stack.pop()
-                        continue
-                    missing = [u for u in ops[o].needs if is_missing(u)]
-                    if missing:
-                        stack.extend(reversed(missing))
-                        continue
-                    runs.append(o)
-                    before.append(j)
-                    fresh.add(o)
-                    have.update(ops[o].writes)
                     stack.pop()
+                    continue
+                missing = [
+                    u
+                    for u in ops[o].needs
+                    if (p := producer[u]) not in fresh and (u not in have or (p in rerun and u not in kept))
+                ]
+                if missing:
+                    stack.extend(reversed(missing))
+                    continue
+                runs.append(o)
+                before.append(j)
+                fresh.add(o)
+                have.update(ops[o].writes)
+                stack.pop()
     return Schedule(tuple(sorted(saved)), tuple(runs), tuple(before))
 
 

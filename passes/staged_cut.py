@@ -16,9 +16,9 @@ MLSys 2020), which decides every (value, stage) pair at once.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class StagedCut:
         return Layout.of(program, starts, self.colors, self.reach)
 
     def __call__(self, layout: Layout, prices: Sequence[float]) -> Iterator[Decisions]:
-        """Yield the decisions after each sweep; often the first has the least peak.
+        """Yield the decisions after each sweep that changes them; often the first has the least peak.
 
         ``prices`` are seconds per byte: of the forward's end, then one a stage. Raises :class:`FxckptError` if a value has no way.
         """
@@ -54,12 +54,15 @@ class StagedCut:
         kept = np.zeros(len(layout.storage), dtype=bool)
         runs = np.zeros(len(layout.op), dtype=bool)
         for sweep in range(self.sweeps):
+            before = kept.copy(), runs.copy()
             for group in layout.groups if sweep % 2 == 0 else tuple(reversed(layout.groups)):
                 run_price, keep_price = layout.run_prices(price, runs), layout.keep_prices(price, kept, runs)
                 try:
                     kept[group.values], runs[group.ops] = group.network.solve(run_price[group.ops], keep_price[group.values])
                 except Unbounded as error:
                     raise no_way(layout.program, int(layout.storage[group.values.start + error.value])) from error
+            if sweep and np.array_equal(before[0], kept) and np.array_equal(before[1], runs):
+                return
             yield layout.decisions(kept, runs)
 
 
@@ -205,26 +208,25 @@ def needed_cut(program: Program, positions: range, reach: int) -> tuple[CutProbl
 
     Looks breadth first at what the stage's needs depend on, at most ``reach`` ops, but always past values that must not be saved.
     """
-    storages = program.storages
-    needs = tuple(dict.fromkeys(s for j in positions for s in program.forward_reads[j]))
+    producers, storages, all_ops = program.producers, program.storages, program.ops
+    needs = list(dict.fromkeys(chain.from_iterable(program.forward_reads[positions.start : positions.stop])))
     values: dict[int, int] = {s: i for i, s in enumerate(needs)}
     ops: dict[int, int] = {}
     reads: list[tuple[int, ...]] = []
-    queue = deque(needs)
-    while queue:
-        s = queue.popleft()
-        o = storages[s].producer
+    queue = needs.copy()
+    for s in queue:
+        o = producers[s]
         if o < 0 or o in ops or (len(ops) >= reach and storages[s].is_savable):
             continue
         ops[o] = len(ops)
-        op = program.ops[o]
+        op = all_ops[o]
         needed = op.needs if op.pinned is None else ()
         for u in (*needed, *op.writes):
             if u not in values:
                 values[u] = len(values)
                 queue.append(u)
         reads.append(tuple([values[u] for u in needed]))
-    producer = tuple([ops.get(storages[s].producer, -1) for s in values])
+    producer = tuple([ops.get(producers[s], -1) for s in values])
     unpriced = CutProblem((), tuple(reads), (), producer, tuple(range(len(needs))))
     return unpriced, list(ops), list(values)
 
