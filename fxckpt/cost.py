@@ -75,15 +75,15 @@ def node_flops(node: fx.Node) -> int:
     if said is not None:
         return _said(node, said)
     packet = getattr(node.target, "overloadpacket", None)
+    formula = flop_registry.get(packet)
+    if formula is not None:
+        return _said(node, partial(formula, out_val=node.meta["val"]))
     name = str(packet)
     if name == "aten._scaled_dot_product_flash_attention_for_cpu":
         return _attention_flops(node, backward=False)
     if name == "aten._scaled_dot_product_flash_attention_for_cpu_backward":
         return _attention_flops(node, backward=True)
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
-    return _said(node, partial(formula, out_val=node.meta["val"]))
+    return 0
 
 
 def _said(node: fx.Node, count: Count) -> int:
@@ -104,9 +104,10 @@ def node_bytes(node: fx.Node) -> int:
     storages: dict[int, int] = {}
     for value in [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]:
         for tensor in tensors(value):
-            held = size_hint(tensor.untyped_storage().nbytes())
-            read = math.prod(_shape(tensor)) * tensor.element_size()
-            storages[storage_id(tensor)] = max(storages.get(storage_id(tensor), 0), min(held, read))
+            held, key = size_hint(tensor.untyped_storage().nbytes()), storage_id(tensor)
+            count = tensor.numel()
+            read = (count if type(count) is int else math.prod(_shape(tensor))) * tensor.element_size()
+            storages[key] = max(storages.get(key, 0), min(held, read))
     return sum(storages.values())
 
 
