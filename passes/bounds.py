@@ -117,14 +117,11 @@ class LowerBounds:
         """Least peak of any plan."""
         program, tables = self.program, self.program.tables
         outputs = int(tables.bytes[tables.is_output].sum())
-        at_ops = [
-            sum(program.storages[s].bytes for s in {*op.reads, *op.writes}) + op.scratch_bytes
-            for op, is_forward in zip(program.ops, tables.is_forward, strict=True)
-            if is_forward
-        ]
-        for j, own in enumerate(self._own):
-            read = sum(program.storages[s].bytes for s in program.forward_reads[j] if not program.storages[s].is_output)
-            at_ops.append(own + outputs + read + program.backward[j].scratch_bytes)
+        nbytes, not_held = tables.bytes.tolist(), np.where(tables.is_output, 0, tables.bytes).tolist()
+        forward = [program.ops[o] for o in program.always_forward]
+        at_ops = [sum([nbytes[s] for s in {*op.reads, *op.writes}]) + op.scratch_bytes for op in forward]
+        for own, op, reads in zip(self._own, program.backward, program.forward_reads, strict=True):
+            at_ops.append(own + outputs + sum([not_held[s] for s in reads]) + op.scratch_bytes)
         return max(at_ops, default=0)
 
     def seconds(self, limit: int) -> Bound:

@@ -131,6 +131,7 @@ def backward_own_profile(program: Program) -> list[int]:
     """Return, for each backward op, the bytes of the backward's own values live during it, whatever is planned."""
     dies: dict[int, list[int]] = {}
     own = {s for op in program.backward for s in op.writes}
+    nbytes = program.tables.bytes.tolist()
     last: dict[int, int] = {}
     for j, op in enumerate(program.backward):
         for s in (*op.reads, *op.writes):
@@ -140,7 +141,7 @@ def backward_own_profile(program: Program) -> list[int]:
         dies.setdefault(j, []).append(s)
     live, profile = program.tangent_bytes, []
     for j, op in enumerate(program.backward):
-        live += sum(program.storages[s].bytes for s in op.writes)
+        live += sum([nbytes[s] for s in op.writes])
         profile.append(live)
-        live -= sum(program.storages[s].bytes for s in dies.get(j, ()))
+        live -= sum([nbytes[s] for s in dies.get(j, ())])
     return profile

@@ -132,6 +132,8 @@ class _Copies:
                 heappush(queue, (cost / useful, length, s, begin, cost, gap))
             else:
                 yield gap
+                if _most(self.profile) <= self.limit:
+                    return
 
     def _useful(self, gap: _Gap) -> int:
         """Return how many of the copy's bytes are over the limit somewhere in the gap."""
