@@ -56,9 +56,9 @@ class StagedCut:
         for sweep in range(self.sweeps):
             before = kept.copy(), runs.copy()
             for group in layout.groups if sweep % 2 == 0 else tuple(reversed(layout.groups)):
-                run_price, keep_price = layout.run_prices(price, runs), layout.keep_prices(price, kept, runs)
+                run_price, keep_price = layout.run_prices(group, price, runs), layout.keep_prices(group, price, kept, runs)
                 try:
-                    kept[group.values], runs[group.ops] = group.network.solve(run_price[group.ops], keep_price[group.values])
+                    kept[group.values], runs[group.ops] = group.network.solve(run_price, keep_price)
                 except Unbounded as error:
                     raise no_way(layout.program, int(layout.storage[group.values.start + error.value])) from error
             if sweep and np.array_equal(before[0], kept) and np.array_equal(before[1], runs):
@@ -101,9 +101,13 @@ class Layout:
     is_savable: BoolArray
     by_storage: IntArray
     """Value vertices by storage, then stage."""
+    place: IntArray
+    """Per value vertex: its place in ``by_storage``."""
     first: IntArray
-    """Per place in ``by_storage``: the first place of the same storage."""
+    """Per value vertex: the first place of the same storage."""
     last: IntArray
+    producer_by_storage: IntArray
+    is_needed_by_storage: BoolArray
 
     @classmethod
     def of(cls, program: Program, starts: tuple[int, ...], colors: int, reach: float) -> Layout:
@@ -137,7 +141,10 @@ class Layout:
         is_needed[needed] = True
         of_storage, in_stage = np.asarray(storage, dtype=np.int64), np.asarray(stage, dtype=np.int64)
         by_storage = np.lexsort((in_stage, of_storage))
+        place = np.empty_like(by_storage)
+        place[by_storage] = np.arange(len(by_storage))
         ordered = of_storage[by_storage]
+        producer = np.concatenate(producers)
         of_op = np.asarray(op, dtype=np.int64)
         return cls(
             program,
@@ -147,7 +154,7 @@ class Layout:
             np.asarray(op_stage, dtype=np.int64),
             of_storage,
             in_stage,
-            np.concatenate(producers),
+            producer,
             is_needed,
             np.where(tables.is_rerunnable[of_op], tables.seconds[of_op], math.inf),
             tables.written_bytes[of_op].astype(np.float64),
@@ -156,40 +163,45 @@ class Layout:
             tables.is_output[of_storage],
             tables.is_savable[of_storage],
             by_storage,
-            np.searchsorted(ordered, ordered, side="left"),
-            np.searchsorted(ordered, ordered, side="right") - 1,
+            place,
+            np.searchsorted(ordered, of_storage, side="left"),
+            np.searchsorted(ordered, of_storage, side="right") - 1,
+            producer[by_storage],
+            is_needed[by_storage],
         )
 
-    def run_prices(self, price: FloatArray, runs: BoolArray) -> FloatArray:
-        """Return, per op vertex, the price of running it again. The first run of what only the backward needs is part of any step."""
+    def run_prices(self, group: Group, price: FloatArray, runs: BoolArray) -> FloatArray:
+        """Return, per op vertex of a group, the price of running it again. The first run of what only the backward needs is part of any step."""
+        of = group.ops
         times = np.bincount(self.op[runs], minlength=len(self.program.ops))
-        is_first = self.is_either & (times[self.op] == runs) & np.isfinite(self.seconds)
-        return np.where(is_first, 0.0, self.seconds) + self.written_bytes * price[self.op_stage + 1]
+        is_first = self.is_either[of] & (times[self.op[of]] == runs[of]) & np.isfinite(self.seconds[of])
+        return np.where(is_first, 0.0, self.seconds[of]) + self.written_bytes[of] * price[self.op_stage[of] + 1]
 
-    def keep_prices(self, price: FloatArray, kept: BoolArray, runs: BoolArray) -> FloatArray:
-        """Return, per value vertex, the price of having it from before its stage."""
-        order, place = self.by_storage, np.arange(len(self.storage))
-        made = np.append(runs, False)[self.producer][order]
-        held = kept[order]
-        needed, stage = self.is_needed[order], self.stage[order]
-        since = self._stage_before(made | (held & needed), stage)
+    def keep_prices(self, group: Group, price: FloatArray, kept: BoolArray, runs: BoolArray) -> FloatArray:
+        """Return, per value vertex of a group, the price of having it from before its stage."""
+        of = group.values
+        held, made = kept[self.by_storage], np.append(runs, False)[self.producer_by_storage]
+        had = made | (held & self.is_needed_by_storage)
+        since = self._stage_before(had, of)
         before = np.concatenate(([0.0], np.cumsum(price)))
-        result = self.bytes[order] * (before[stage + 2] - before[np.where(since >= 0, since + 2, 0)])
-        following = np.append(np.minimum.accumulate(np.where(made | held, place, len(place))[::-1])[::-1][1:], len(place))
-        passes = (following <= self.last) & np.append(held & ~made, False)[following]
-        result[(passes & ~needed) | self.is_output[order]] = 0.0
+        result = self.bytes[of] * (before[self.stage[of] + 2] - before[np.where(since >= 0, since + 2, 0)])
+        count = len(self.place)
+        following = np.minimum.accumulate(np.where(made | held, np.arange(count), count)[::-1])[::-1]
+        following = np.append(following, count)[self.place[of] + 1]
+        passes = (following <= self.last[of]) & np.append(held & ~made, False)[following]
+        result[(passes & ~self.is_needed[of]) | self.is_output[of]] = 0.0
         if not self.is_savable.all():
-            result[~self.is_savable[order] & (self._stage_before(made, stage) < 0) & ~self.is_output[order]] = math.inf
-        prices: FloatArray = np.empty_like(result)
-        prices[order] = result
-        return prices
+            result[~self.is_savable[of] & (self._stage_before(made, of) < 0) & ~self.is_output[of]] = math.inf
+        return result
 
-    def _stage_before(self, happens: BoolArray, stage: IntArray) -> IntArray:
-        """Return, per place in ``by_storage``, the last earlier stage in which something happens to the storage, or -1."""
-        place = np.arange(len(stage))
-        latest = np.maximum.accumulate(np.where(happens, place, -1))
-        before = np.concatenate(([-1], latest))[: len(stage)]
-        return np.where(before >= self.first, stage[before], -1)
+    def _stage_before(self, happens: BoolArray, of: slice) -> IntArray:
+        """Return, for some value vertices, the last earlier stage in which something happens to the storage, or -1.
+
+        ``happens`` is in the order of ``by_storage``.
+        """
+        latest = np.maximum.accumulate(np.where(happens, np.arange(len(happens)), -1))
+        before = np.concatenate(([-1], latest))[self.place[of]]
+        return np.where(before >= self.first[of], self.stage[self.by_storage[before]], -1)
 
     def decisions(self, kept: BoolArray, runs: BoolArray) -> Decisions:
         """Return the decisions that two masks over the vertices say."""
