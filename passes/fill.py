@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxckpt.passes.program import Program
+from fxckpt.passes.program import FloatArray, Program
 from fxckpt.passes.schedule import Schedule, forward_ops, with_runs
 from fxckpt.passes.simulate import Simulation, last_touches
 
@@ -30,8 +30,8 @@ class Fill:
     def __call__(self, program: Program, schedule: Schedule, simulation: Simulation) -> Schedule:
         """Return a schedule of no more time. ``simulation`` is that of ``schedule``, and within the limit."""
         copies = _Copies(program, schedule, simulation, program.tables.seconds.tolist() if self.seconds is None else self.seconds)
-        worth = [(copies.worth(i), i) for i in range(len(schedule.runs))]
-        for _, i in sorted([(-w, i) for w, i in worth if w > 0]):
+        worth = copies.worth()
+        for i in np.argsort(-worth, kind="stable")[: np.count_nonzero(worth)].tolist():
             copies.drop_if_fits(i, self.limit)
         return copies.left()
 
@@ -54,7 +54,7 @@ class _Copies:
         at_backward = first + np.arange(length) + np.searchsorted(before, np.arange(length), side="right")
         in_forward = np.asarray(forward_ops(program, schedule.saved), dtype=np.int64)
         self.is_in_forward = np.isin(runs, in_forward).tolist()
-        self.times = np.bincount(np.concatenate((in_forward, runs)), minlength=len(program.ops)).tolist()
+        self.times: list[int] = np.bincount(np.concatenate((in_forward, runs)), minlength=len(program.ops)).tolist()
         self.at = at.tolist()
         """Per run: its place in the profile."""
 
@@ -99,19 +99,18 @@ class _Copies:
             if self.run[c] != FORWARD:
                 self.inputs[i].append(c)
 
-    def worth(self, i: int) -> float:
-        """Return the seconds per byte of dropping run ``i``."""
-        seconds = sum([self.seconds[r] for r in self._gone_with(i) if self._costs(r)])
-        if not seconds:
-            return 0.0
-        nbytes = sum([self.bytes[c] for c in self._read_outputs(i)])
-        return seconds / max(nbytes, 1)
+    def worth(self) -> FloatArray:
+        """Return, per run, the seconds per byte of dropping it."""
+        seconds = np.asarray(self.seconds) * [self._costs(i) for i in range(len(self.seconds))]
+        for i, inputs in enumerate(self.inputs):
+            if any([self.readers[c] == 1 for c in inputs]):
+                seconds[i] = sum([self.seconds[r] for r in self._gone_with(i) if self._costs(r)])
+        nbytes = [sum([self.bytes[c] for c in outputs if self.readers[c]]) for outputs in self.outputs]
+        worth: FloatArray = seconds / np.maximum(nbytes, 1)
+        return worth
 
     def _costs(self, i: int) -> bool:
-        return bool(self.times[self.schedule.runs[i]] > 1)
-
-    def _read_outputs(self, i: int) -> list[int]:
-        return [c for c in self.outputs[i] if self.readers[c]]
+        return self.times[self.schedule.runs[i]] > 1
 
     def _gone_with(self, i: int) -> list[int]:
         """Return run ``i`` and the runs nobody but it (and them) needs."""
@@ -131,7 +130,7 @@ class _Copies:
         """Drop run ``i`` if that takes time off and the longer life of the copies before it stays within ``limit``."""
         if self.is_dropped[i]:
             return
-        moves = [(c, self._before(c)) for c in self._read_outputs(i)]
+        moves = [(c, self._before(c)) for c in self.outputs[i] if self.readers[c]]
         if not all(self._may_move(i, c, before) for c, before in moves):
             return
         spans = [(self.last[b] + 1, self.bytes[c]) for c, b in moves if self.run[b] != FORWARD or not self.is_output[c]]
@@ -157,7 +156,8 @@ class _Copies:
 
     def _has_room(self, spans: list[tuple[int, int]], end: int, limit: int) -> bool:
         """Return whether so many bytes more from each of some places up to ``end`` stay within the limit."""
-        spans = sorted(spans)
+        if len(spans) > 1:
+            spans.sort()
         more = 0
         for k, (begin, nbytes) in enumerate(spans):
             more += nbytes

@@ -143,7 +143,7 @@ class _Copies:
         """Yield the gaps that lie over positions beyond the limit."""
         tables, touches = self.program.tables, self.by_storage.items
         over = np.concatenate(([0], np.cumsum(self.profile > self.limit)))
-        producer = np.asarray(self.producers, dtype=np.int64)
+        producer = tables.producer
         may_run = (producer >= 0) & np.append(tables.is_rerunnable, False)[producer]
         may_go = may_run & ~tables.is_output & (tables.bytes > 0)
         storage = np.repeat(np.arange(len(producer)), np.diff(self.by_storage.starts))
