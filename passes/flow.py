@@ -164,15 +164,15 @@ class Network:
     """Per value: the op that fills it, or -1."""
     needed: IntArray
     vertex: IntArray
-    """Per value: its vertex. Ops come first, each at its own number; the source and the sink are the last two."""
+    """Per op and then per value: its vertex. The source and the sink are the last two."""
     arc: IntArray
-    """Per op and then per value: place of the arc that has its price, which several may share."""
+    """Per op and then per value: place of the arc that has its price, which several may share; one past the last where no cut depends on it."""
     head: IntArray
     indptr: IntArray
     reverse: IntArray
     """Per arc: place of its reverse."""
     infinite: FloatArray
-    """Capacities beside those of ops and values: infinite arcs, and 0 for all others."""
+    """Per arc: its capacity beside those of ops and values, infinite or 0."""
 
     @classmethod
     def side_by_side(cls, problems: Sequence[CutProblem]) -> Network:
@@ -193,11 +193,15 @@ class Network:
         is_shared = (vertex[read] >= n_ops) & (vertex[read] < source)
         tails = np.concatenate((np.full(n_ops, source), np.where(made_by >= 0, made_by, source), vertex[read[is_shared]]))
         heads = np.concatenate((np.arange(n_ops), vertex, reader[is_shared]))
-        ways = np.concatenate((tails * size + heads, heads * size + tails))
-        places, place = np.unique(ways, return_inverse=True)
+        # A value that nobody wants, and one that is kept in any case.
+        matters = np.flatnonzero((heads != source) & ((tails != source) | (heads != sink)))
+        ways = tails[matters] * size + heads[matters], heads[matters] * size + tails[matters]
+        places, place_of = np.unique(np.concatenate(ways), return_inverse=True)
+        place = np.full(len(tails), len(places))
+        place[matters] = place_of[: len(matters)]
         priced = n_ops + len(made_by)
         infinite = np.zeros(len(places))
-        infinite[place[priced : len(tails)]] = INFINITE
+        infinite[place[priced:]] = INFINITE
         return cls(
             tuple(problems),
             part_of_op,
@@ -205,13 +209,53 @@ class Network:
             np.diff(first_op) + np.diff(first_value),
             made_by,
             wanted,
-            vertex,
+            np.concatenate((np.arange(n_ops), vertex)),
             place[:priced],
             (places % size).astype(np.int32),
             np.searchsorted(places, np.arange(size + 1) * size).astype(np.int32),
             np.searchsorted(places, places % size * size + places // size),
             infinite,
         )
+
+    def copies(self, count: int) -> Network:
+        """Return the network of ``count`` times the same problems; they share the source and the sink."""
+        copy = np.arange(count)[:, np.newaxis]
+        inner, arcs = len(self.indptr) - 3, len(self.head)
+        # The arcs lie by their tails: those of the copies' vertices, then those of the source, and of the sink.
+        begin, ends = 0, (int(self.indptr[inner]), int(self.indptr[inner + 1]), arcs)
+        blocks, starts = [], [(copy * ends[0] + self.indptr[:inner]).ravel()]
+        for end in ends:
+            blocks.append(count * begin + copy * (end - begin) + np.arange(end - begin))
+            starts.append(np.asarray([count * end]))
+            begin = end
+        place = np.concatenate((*blocks, np.full((count, 1), count * arcs)), axis=1)
+        head, reverse = np.empty(count * arcs, dtype=np.int32), np.empty(count * arcs, dtype=np.int64)
+        head[place[:, :-1]] = self._renumbered(self.head, copy)
+        reverse[place[:, :-1]] = place[:, self.reverse]
+        infinite = np.zeros(count * arcs)
+        infinite[place[:, :-1]] = self.infinite
+        n_ops, n_values = len(self.part_of_op), len(self.producer)
+        of_ops, of_values = slice(0, n_ops), slice(n_ops, None)
+        vertex, arc = self._renumbered(self.vertex, copy), place[:, self.arc]
+        return Network(
+            self.problems * count,
+            (copy * len(self.problems) + self.part_of_op).ravel(),
+            (copy * len(self.problems) + self.part_of_value).ravel(),
+            np.tile(self.prices, count),
+            np.where(self.producer >= 0, self.producer + copy * n_ops, -1).ravel(),
+            (copy * n_values + self.needed).ravel(),
+            np.concatenate((vertex[:, of_ops].ravel(), vertex[:, of_values].ravel())),
+            np.concatenate((arc[:, of_ops].ravel(), arc[:, of_values].ravel())),
+            head,
+            np.concatenate(starts).astype(np.int32),
+            reverse,
+            infinite,
+        )
+
+    def _renumbered(self, vertices: IntArray, copy: IntArray) -> IntArray:
+        """Return the numbers of ``vertices`` in each copy, a row a copy."""
+        inner = len(self.indptr) - 3
+        return np.where(vertices < inner, vertices + copy * inner, vertices + (len(copy) - 1) * inner)
 
     def solve(self, run_price: FloatArray, keep_price: FloatArray) -> tuple[BoolArray, BoolArray]:
         """Return which values are kept and which ops run again: the least sink side, fewest runs and fewest kept values.
@@ -230,7 +274,7 @@ class Network:
         residual = csr_array((np.ones(starts[-1]), self.head[open_into], starts), shape=(size, size))
         sink_side = np.zeros(size, dtype=bool)
         sink_side[breadth_first_order(residual, sink, return_predecessors=False)] = True
-        runs, wanted = sink_side[:n_ops], sink_side[self.vertex]
+        runs, wanted = sink_side[self.vertex[:n_ops]], sink_side[self.vertex[n_ops:]]
         kept = wanted & ~(np.append(runs, False)[self.producer])
         self._check(kept, runs, wanted, run_price, keep_price)
         return kept, runs
@@ -251,7 +295,8 @@ class Network:
         """Scale prices to int32, each problem on its own; infinite ones become greater than the sum of all finite ones."""
         scale = self._scale(run_price, keep_price)
         whole = np.ceil(np.concatenate((run_price * scale[self.part_of_op], keep_price * scale[self.part_of_value])))
-        capacity = self.infinite + np.bincount(self.arc, weights=np.minimum(whole, INFINITE), minlength=len(self.infinite))
+        finite = np.bincount(self.arc, weights=np.minimum(whole, INFINITE), minlength=len(self.infinite) + 1)
+        capacity = self.infinite + finite[:-1]
         return np.minimum(capacity, INFINITE).astype(np.int32)
 
     def _check(self, kept: BoolArray, runs: BoolArray, wanted: BoolArray, run_price: FloatArray, keep_price: FloatArray) -> None:

@@ -52,7 +52,7 @@ class References:
     def _one_cut(self, may_run: BoolArray) -> Schedule:
         # A byte is worth more than any time.
         layout = replace(self._whole, seconds=np.where(may_run[self._whole.op], 0.0, math.inf), written_bytes=np.zeros(len(self._whole.op)))
-        (decisions,) = StagedCut(sweeps=1)(layout, (1.0, 0.0))
+        ((decisions,),) = StagedCut(sweeps=1)(layout, [(1.0, 0.0)])
         return emit(self.program, decisions)
 
     def block_boundaries(self, count: int) -> Schedule:

@@ -16,11 +16,13 @@ MLSys 2020), which decides every (value, stage) pair at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fxckpt.errors import FxckptError
 from fxckpt.passes.flow import CutProblem, Network, Unbounded
@@ -45,25 +47,31 @@ class StagedCut:
         """Lay ``program`` out for these stages, once for all prices."""
         return Layout.of(program, starts, self.colors, self.reach)
 
-    def __call__(self, layout: Layout, prices: Sequence[float]) -> Iterator[Decisions]:
-        """Yield the decisions after each sweep that changes them; often the first has the least peak.
+    def __call__(self, layout: Layout, prices: Sequence[Sequence[float]]) -> list[list[Decisions]]:
+        """Return, for each of several choices of prices, the decisions after each sweep that changes them; often the first has the least peak.
 
-        ``prices`` are seconds per byte: of the forward's end, then one a stage. Raises :class:`FxckptError` if a value has no way.
+        Prices are seconds per byte: of the forward's end, then one a stage. Raises :class:`FxckptError` if a value has no way.
         """
-        price = np.asarray(prices, dtype=np.float64)
-        kept = np.zeros(len(layout.storage), dtype=bool)
-        runs = np.zeros(len(layout.op), dtype=bool)
+        # One network for all choices: a solve of a small network is mostly overhead.
+        price, count = np.asarray(prices, dtype=np.float64), len(prices)
+        networks = {group: group.network.copies(count) for group in layout.groups}
+        kept = np.zeros((count, len(layout.storage)), dtype=bool)
+        runs = np.zeros((count, len(layout.op)), dtype=bool)
+        decided: list[list[Decisions]] = [[] for _ in prices]
         for sweep in range(self.sweeps):
             before = kept.copy(), runs.copy()
             for group in layout.groups if sweep % 2 == 0 else tuple(reversed(layout.groups)):
                 run_price, keep_price = layout.run_prices(group, price, runs), layout.keep_prices(group, price, kept, runs)
                 try:
-                    kept[group.values], runs[group.ops] = group.network.solve(run_price, keep_price)
+                    keeps, again = networks[group].solve(run_price.ravel(), keep_price.ravel())
                 except Unbounded as error:
-                    raise no_way(layout.program, int(layout.storage[group.values.start + error.value])) from error
-            if sweep and np.array_equal(before[0], kept) and np.array_equal(before[1], runs):
-                return
-            yield layout.decisions(kept, runs)
+                    value = group.values.start + error.value % keep_price.shape[1]
+                    raise no_way(layout.program, int(layout.storage[value])) from error
+                kept[:, group.values], runs[:, group.ops] = keeps.reshape(keep_price.shape), again.reshape(run_price.shape)
+            changed = (before[0] != kept).any(axis=1) | (before[1] != runs).any(axis=1)
+            for i in range(count) if sweep == 0 else np.flatnonzero(changed).tolist():
+                decided[i].append(layout.decisions(kept[i], runs[i]))
+        return decided
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,24 +179,28 @@ class Layout:
         )
 
     def run_prices(self, group: Group, price: FloatArray, runs: BoolArray) -> FloatArray:
-        """Return, per op vertex of a group, the price of running it again. The first run of what only the backward needs is part of any step."""
-        of = group.ops
-        times = np.bincount(self.op[runs], minlength=len(self.program.ops))
-        is_first = self.is_either[of] & (times[self.op[of]] == runs[of]) & np.isfinite(self.seconds[of])
-        return np.where(is_first, 0.0, self.seconds[of]) + self.written_bytes[of] * price[self.op_stage[of] + 1]
+        """Return, per op vertex of a group, the price of running it again; a row for each choice of prices.
+
+        The first run of what only the backward needs is part of any step.
+        """
+        of, count, n_ops = group.ops, len(price), len(self.program.ops)
+        choice, vertex = np.nonzero(runs)
+        times = np.bincount(choice * n_ops + self.op[vertex], minlength=count * n_ops).reshape(count, n_ops)
+        is_first = self.is_either[of] & (times[:, self.op[of]] == runs[:, of]) & np.isfinite(self.seconds[of])
+        return np.where(is_first, 0.0, self.seconds[of]) + self.written_bytes[of] * price[:, self.op_stage[of] + 1]
 
     def keep_prices(self, group: Group, price: FloatArray, kept: BoolArray, runs: BoolArray) -> FloatArray:
-        """Return, per value vertex of a group, the price of having it from before its stage."""
-        of = group.values
-        held, made = kept[self.by_storage], np.append(runs, False)[self.producer_by_storage]
+        """Return, per value vertex of a group, the price of having it from before its stage; a row for each choice of prices."""
+        of, end = group.values, len(self.place)
+        held, made = kept[:, self.by_storage], _with_last(runs, False)[:, self.producer_by_storage]
         had = made | (held & self.is_needed_by_storage)
         since = self._stage_before(had, of)
-        before = np.concatenate(([0.0], np.cumsum(price)))
-        result = self.bytes[of] * (before[self.stage[of] + 2] - before[np.where(since >= 0, since + 2, 0)])
-        count = len(self.place)
-        following = np.minimum.accumulate(np.where(made | held, np.arange(count), count)[::-1])[::-1]
-        following = np.append(following, count)[self.place[of] + 1]
-        passes = (following <= self.last[of]) & np.append(held & ~made, False)[following]
+        before = np.concatenate((np.zeros((len(price), 1)), np.cumsum(price, axis=1)), axis=1)
+        paid = np.take_along_axis(before, np.where(since >= 0, since + 2, 0), axis=1)
+        result: FloatArray = self.bytes[of] * (before[:, self.stage[of] + 2] - paid)
+        following = np.minimum.accumulate(np.where(made | held, np.arange(end), end)[:, ::-1], axis=1)[:, ::-1]
+        following = _with_last(following, end)[:, self.place[of] + 1]
+        passes = (following <= self.last[of]) & np.take_along_axis(_with_last(held & ~made, False), following, axis=1)
         result[(passes & ~self.is_needed[of]) | self.is_output[of]] = 0.0
         if not self.is_savable.all():
             result[~self.is_savable[of] & (self._stage_before(made, of) < 0) & ~self.is_output[of]] = math.inf
@@ -199,8 +211,8 @@ class Layout:
 
         ``happens`` is in the order of ``by_storage``.
         """
-        latest = np.maximum.accumulate(np.where(happens, np.arange(len(happens)), -1))
-        before = np.concatenate(([-1], latest))[self.place[of]]
+        latest = np.maximum.accumulate(np.where(happens, np.arange(len(self.place)), -1), axis=1)
+        before = _with_last(latest, -1)[:, self.place[of] - 1]  # before the first place is what was put last
         return np.where(before >= self.first[of], self.stage[self.by_storage[before]], -1)
 
     def decisions(self, kept: BoolArray, runs: BoolArray) -> Decisions:
@@ -213,6 +225,11 @@ class Layout:
         for o, k in zip(self.op[runs].tolist(), self.op_stage[runs].tolist(), strict=True):
             ops[k].append(o)
         return Decisions(self.starts, tuple(map(frozenset, values)), tuple(map(frozenset, ops)))
+
+
+def _with_last(rows: npt.NDArray[Any], item: int) -> npt.NDArray[Any]:
+    """Return ``rows``, each with one item more."""
+    return np.concatenate((rows, np.full((len(rows), 1), item, dtype=rows.dtype)), axis=1)
 
 
 def needed_cut(program: Program, positions: range, reach: int) -> tuple[CutProblem, list[int], list[int]]:
