@@ -93,7 +93,7 @@ def formula_call(node: fx.Node) -> Hashable | None:
     seen: list[Hashable] = [node.target]
     for arg in (*node.args, *node.kwargs.values()):
         value = arg.meta.get("val") if isinstance(arg, fx.Node) else arg
-        if isinstance(value, torch.Tensor) and all([type(n) is int for n in value.shape]):
+        if isinstance(value, torch.Tensor) and all(type(n) is int for n in value.shape):
             seen.append(value.shape)
         elif value is None or isinstance(value, (bool, int, float)):
             seen.append(value)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -54,8 +55,9 @@ class Moments:
     def _cut(self) -> tuple[Network, IntArray, IntArray]:
         """The network, and the ops and storages of its vertices."""
         length, reach = len(self.program.backward), len(self.program.ops)
-        problems, ops, values = zip(*(needed_cut(self.program, range(p, length), reach) for p in self.positions), strict=True)
-        return Network.side_by_side(problems), np.asarray(sum(ops, []), dtype=np.int64), np.asarray(sum(values, []), dtype=np.int64)
+        cuts = [needed_cut(self.program, range(position, length), reach) for position in self.positions]
+        ops, values = chain.from_iterable(c[1] for c in cuts), chain.from_iterable(c[2] for c in cuts)
+        return Network.side_by_side([c[0] for c in cuts]), np.fromiter(ops, np.int64), np.fromiter(values, np.int64)
 
     @cached_property
     def _known(self) -> dict[tuple[int, float], Least]:
@@ -82,11 +84,10 @@ class Moments:
             kept, runs = network.solve(run_price, keep_price)
         except Unbounded as error:
             raise no_way(self.program, int(values[error.value])) from error
-        errors = network.errors(run_price, keep_price).tolist()
-        for moment, error in enumerate(errors):
+        for moment, rounding in enumerate(network.errors(run_price, keep_price).tolist()):
             held = kept & (network.part_of_value == moment)
             again = runs & (network.part_of_op == moment)
-            yield Least(float(seconds[again].sum()), int(nbytes[held].sum()), error)
+            yield Least(float(seconds[again].sum()), int(nbytes[held].sum()), rounding)
 
     def bound(self, rooms: Sequence[int], low: float, high: float, steps: int) -> Bound:
         """Return the greatest bound of prices between ``low`` and ``high``, for at most so many bytes held at each moment."""

@@ -283,7 +283,7 @@ class _Reader:
         if value is None and not isinstance(node.target, (OpOverload, HigherOrderOperator)):
             value = ()
         ids = [storage_id(t) for t in tensors(value)]
-        makes = any([i not in self.free and i not in self.index for i in ids])
+        makes = any(i not in self.free and i not in self.index for i in ids)
         if is_symbolic(node):
             self.holds[node] = ()
             if node not in self.closure:

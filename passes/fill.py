@@ -78,13 +78,13 @@ class _Copies:
         last = np.where(run == FORWARD, last_touches(tables, in_forward)[storage], at[run] if len(at) else 0)
         np.maximum.at(last, copy, place)
 
-        self.run = run.tolist()
+        self.run: list[int] = run.tolist()
         """Per copy: the run that makes it, or FORWARD."""
-        self.bytes = tables.bytes[storage].tolist()
-        self.is_savable = tables.is_savable[storage].tolist()
-        self.is_output = tables.is_output[storage].tolist()
-        self.readers = np.bincount(copy, minlength=len(made)).tolist()
-        self.last = last.tolist()
+        self.bytes: list[int] = tables.bytes[storage].tolist()
+        self.is_savable: list[bool] = tables.is_savable[storage].tolist()
+        self.is_output: list[bool] = tables.is_output[storage].tolist()
+        self.readers: list[int] = np.bincount(copy, minlength=len(made)).tolist()
+        self.last: list[int] = last.tolist()
         """Per copy: where in the profile it is last touched."""
         self.stand_in = list(range(len(made)))
         """Per copy: itself, or once it is dropped the earlier one that its readers take."""
@@ -103,7 +103,7 @@ class _Copies:
         """Return, per run, the seconds per byte of dropping it."""
         seconds = np.asarray(self.seconds) * [self._costs(i) for i in range(len(self.seconds))]
         for i, inputs in enumerate(self.inputs):
-            if any([self.readers[c] == 1 for c in inputs]):
+            if any(self.readers[c] == 1 for c in inputs):
                 seconds[i] = sum([self.seconds[r] for r in self._gone_with(i) if self._costs(r)])
         nbytes = [sum([self.bytes[c] for c in outputs if self.readers[c]]) for outputs in self.outputs]
         worth: FloatArray = seconds / np.maximum(nbytes, 1)
@@ -122,7 +122,7 @@ class _Copies:
                 if maker == FORWARD:
                     continue
                 fewer[c] = count = fewer.get(c, 0) + 1
-                if count == readers[c] and all([readers[other] == fewer.get(other, 0) for other in self.outputs[maker]]):
+                if count == readers[c] and all(readers[other] == fewer.get(other, 0) for other in self.outputs[maker]):
                     gone.append(maker)
         return gone
 

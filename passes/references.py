@@ -40,8 +40,8 @@ class References:
         """Save the fewest bytes such that no op with FLOPs and no random op runs again: about what torch's partitioner does by default."""
         tables = self.program.tables
         is_light = (tables.flops[: len(self.program.ops)] == 0) & (tables.rng_state < 0)
-        is_savable = tables.is_savable.tolist()
-        must = np.array([not all([is_savable[s] for s in op.writes]) for op in self.program.ops], dtype=bool)
+        storages = self.program.storages
+        must = np.array([not all(storages[s].is_savable for s in op.writes) for op in self.program.ops], dtype=bool)
         return self._one_cut(tables.is_rerunnable & (is_light | must))
 
     @cached_property

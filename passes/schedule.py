@@ -72,11 +72,7 @@ def emit(program: Program, decisions: Decisions) -> Schedule:
                         have.add(s)
                     stack.pop()
                     continue
-                missing = [
-                    u
-                    for u in ops[o].needs
-                    if (p := producer[u]) not in fresh and (u not in have or (p in rerun and u not in kept))
-                ]
+                missing = [u for u in ops[o].needs if (p := producer[u]) not in fresh and (u not in have or (p in rerun and u not in kept))]
                 if missing:
                     stack.extend(reversed(missing))
                     continue

@@ -74,9 +74,9 @@ class _Copies:
         self.profile = simulation.live.copy()
         self.first_backward = simulation.forward_ops
         self.producers = program.producers
-        self.bytes = program.tables.bytes.tolist()
-        self.is_output = program.tables.is_output.tolist()
-        self.is_savable = program.tables.is_savable.tolist()
+        self.bytes: list[int] = program.tables.bytes.tolist()
+        self.is_output: list[bool] = program.tables.is_output.tolist()
+        self.is_savable: list[bool] = program.tables.is_savable.tolist()
         self.op_at, self.by_storage = self._accesses(schedule)
         self.touches: dict[int, list[int]] = {}
         """Per storage that was looked at, ascending."""
