@@ -58,8 +58,9 @@ def emit(program: Program, decisions: Decisions) -> Schedule:
             have |= needed
             continue
         fresh: set[int] = set()  # ops that ran in this stage
+        opened: set[int] = set()  # ops whose inputs are on the stack above them, or at hand
         for j in positions:
-            stack = list(reversed(wanted[j]))
+            stack = [s for s in wanted[j][::-1] if producer[s] not in fresh]
             while stack:
                 s = stack[-1]
                 o = producer[s]
@@ -72,10 +73,13 @@ def emit(program: Program, decisions: Decisions) -> Schedule:
                         have.add(s)
                     stack.pop()
                     continue
-                missing = [u for u in ops[o].needs if (p := producer[u]) not in fresh and (u not in have or (p in rerun and u not in kept))]
-                if missing:
-                    stack.extend(reversed(missing))
-                    continue
+                if o not in opened:
+                    opened.add(o)
+                    inputs = ops[o].needs
+                    missing = [u for u in inputs if (p := producer[u]) not in fresh and (u not in have or (p in rerun and u not in kept))]
+                    if missing:
+                        stack.extend(reversed(missing))
+                        continue
                 runs.append(o)
                 before.append(j)
                 fresh.add(o)

@@ -70,6 +70,8 @@ class _Copies:
         self.program = program
         self.runs = schedule.runs
         self.before = schedule.before
+        self.at = [simulation.forward_ops + i + j for i, j in enumerate(schedule.before)]
+        """Per run: its position."""
         self.limit = limit
         self.profile = simulation.live.copy()
         self.first_backward = simulation.forward_ops
@@ -88,7 +90,7 @@ class _Copies:
         program, tables, first = self.program, self.program.tables, self.first_backward
         length = len(program.backward)
         runs, before = np.asarray(schedule.runs, dtype=np.int64), np.asarray(schedule.before, dtype=np.int64)
-        at = first + np.arange(len(runs)) + before
+        at = np.asarray(self.at, dtype=np.int64)
         at_backward = first + np.arange(length) + np.searchsorted(before, np.arange(length), side="right")
         op_at = np.empty(len(self.profile), dtype=np.int64)
         op_at[:first], op_at[at], op_at[at_backward] = forward_ops(program, schedule.saved), runs, len(program.ops) + np.arange(length)
@@ -248,18 +250,17 @@ class _Copies:
         """Return the schedule with the runs put in."""
         runs: list[int] = []
         before: list[int] = []
-        place, i = self.first_backward, 0
-        for j in range(len(self.program.backward)):
-            while True:
-                front = self.inserted.get(place, [])
-                runs.extend(front)
-                before.extend([j] * len(front))
-                place += 1
-                if i == len(self.runs) or self.before[i] != j:
-                    break
-                runs.append(self.runs[i])
-                before.append(j)
-                i += 1
+        done = 0
+        for place in sorted(self.inserted):
+            i = bisect_left(self.at, place)
+            front = self.inserted[place]
+            # At a place is one of the backward's own ops, or else a run in front of one.
+            j = self.before[i] if i < len(self.at) and self.at[i] == place else place - self.first_backward - i
+            runs.extend((*self.runs[done:i], *front))
+            before.extend((*self.before[done:i], *[j] * len(front)))
+            done = i
+        runs.extend(self.runs[done:])
+        before.extend(self.before[done:])
         return with_runs(self.program, tuple(runs), tuple(before))
 
 
