@@ -129,19 +129,8 @@ def _sum_at(position: IntArray, nbytes: IntArray, length: int) -> IntArray:
 
 def backward_own_profile(program: Program) -> list[int]:
     """Return, for each backward op, the bytes of the backward's own values live during it, whatever is planned."""
-    dies: dict[int, list[int]] = {}
-    own = {s for op in program.backward for s in op.writes}
-    nbytes = program.tables.bytes.tolist()
-    last: dict[int, int] = {}
-    for j, op in enumerate(program.backward):
-        for s in (*op.reads, *op.writes):
-            if s in own:
-                last[s] = j
-    for s, j in last.items():
-        dies.setdefault(j, []).append(s)
-    live, profile = program.tangent_bytes, []
-    for j, op in enumerate(program.backward):
-        live += sum([nbytes[s] for s in op.writes])
-        profile.append(live)
-        live -= sum([nbytes[s] for s in dies.get(j, ())])
-    return profile
+    tables, length = program.tables, len(program.backward)
+    order = len(program.ops) + np.arange(length)
+    last, own = last_touches(tables, order), np.unique(tables.writes.rows(order)[0])
+    died = _sum_at(last[own], tables.bytes[own], length)
+    return list((program.tangent_bytes + np.cumsum(tables.written_bytes[order] - died) + died).tolist())
