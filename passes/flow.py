@@ -193,7 +193,7 @@ class Network:
         is_shared = (vertex[read] >= n_ops) & (vertex[read] < source)
         tails = np.concatenate((np.full(n_ops, source), np.where(made_by >= 0, made_by, source), vertex[read[is_shared]]))
         heads = np.concatenate((np.arange(n_ops), vertex, reader[is_shared]))
-        # A value that nobody wants, and one that is kept in any case.
+        # No cut depends on the arc of a value that nobody wants, nor on that of one that is kept in any case.
         matters = np.flatnonzero((heads != source) & ((tails != source) | (heads != sink)))
         ways = tails[matters] * size + heads[matters], heads[matters] * size + tails[matters]
         places, place_of = np.unique(np.concatenate(ways), return_inverse=True)
@@ -219,6 +219,8 @@ class Network:
 
     def copies(self, count: int) -> Network:
         """Return the network of ``count`` times the same problems; they share the source and the sink."""
+        if count == 1:
+            return self
         copy = np.arange(count)[:, np.newaxis]
         inner, arcs = len(self.indptr) - 3, len(self.head)
         # The arcs lie by their tails: those of the copies' vertices, then those of the source, and of the sink.
