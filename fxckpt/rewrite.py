@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from fxckpt.budget import Budget
 from fxckpt.cost import CostModel
 from fxckpt.errors import InvalidOption
 from fxckpt.joint import is_joint, rewrite_joint
-from fxckpt.placeholders import inputs_of
+from fxckpt.placeholders import inputs_of, real_like
 from fxckpt.rewritten import FunctionModule, Rewritten
+from fxckpt.torch_private import FakeTensor
 
 
 def rewrite(
@@ -87,6 +89,8 @@ def rewrite(
 
 def _arguments(source: nn.Module, example_inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return example inputs as (args, kwargs). Raises :class:`InvalidOption` if the module does not take them."""
+    # What stands for a tensor in another trace tells no more than shapes.
+    example_inputs = pytree.tree_map_only(FakeTensor, real_like, example_inputs)
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     if isinstance(example_inputs, Mapping):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxckpt.errors import CaptureError
+from fxckpt.packing import Packed, pack, unpack
 from fxckpt.plan import Plan
 from fxckpt.running import DynamoRunner, GraphRunner, Halves, Recorder, Runner
 from fxckpt.structure import flatten
@@ -131,7 +132,11 @@ class Rewritten(fx.GraphModule):
         return Rewritten(self.source, self._of_step.options, self.plans)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Rewritten, (self.source, self._of_step.options, self.plans))
+        return (_unpickled, (pack(self.source), self._of_step.options, self.plans))
+
+
+def _unpickled(source: nn.Module | Packed, options: tuple[Any, ...], known: Sequence[Plan]) -> Rewritten:
+    return Rewritten(unpack(source), options, known)
 
 
 NOT_YET = (

@@ -200,7 +200,10 @@ def _graph_of(call: _FlatCall, tensors: Sequence[Tensor]) -> fx.GraphModule:
 
 
 def state_of(source: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module by name, shared ones once, and the other tensors that its graph reads."""
+    """Return the parameters and buffers of a module by name, shared ones once, and the other tensors that its graph reads.
+
+    They are sorted: a copy that was built in another order has the same plan.
+    """
     state: dict[str, Tensor] = dict(source.named_parameters())
     state |= dict(source.named_buffers())
     if isinstance(source, fx.GraphModule):
@@ -208,7 +211,7 @@ def state_of(source: nn.Module) -> dict[str, Tensor]:
             value = _attribute(source, node.target)
             if isinstance(value, Tensor) and node.target not in state and not any(value is t for t in state.values()):
                 state[str(node.target)] = value
-    return state
+    return dict(sorted(state.items()))
 
 
 def _attribute(module: nn.Module, path: str) -> Any:

@@ -31,6 +31,7 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "OpOverloadPacket",
     "PyTreeCodeGen",
     "aot_autograd",
     "boxed",
