@@ -16,6 +16,7 @@ from fxckpt.packing import Packed, pack, unpack
 from fxckpt.plan import Plan
 from fxckpt.running import DynamoRunner, GraphRunner, Halves, Recorder, Runner
 from fxckpt.structure import flatten
+from fxckpt.torch_private import is_traced
 
 SHARED = (
     "_parameters",
@@ -165,7 +166,7 @@ class Step:
     ) -> Any:
         """Run the forward."""
         args, kwargs = (*args, *more), {**kwargs, **more_kwargs}
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._needs_plan(args, kwargs):
+        if is_traced() or not torch.is_grad_enabled() or not self._needs_plan(args, kwargs):
             return self.source.forward(*args, **kwargs)
         return self.runner(args, kwargs)
 

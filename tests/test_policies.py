@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pickle
 from collections.abc import Callable
@@ -240,6 +241,26 @@ def test_a_budget_does_the_rest_and_leaves_what_must_be() -> None:
         assert {"addmm", "getitem"} <= set(plan.saved)
     for plan in same_at_every_budget(net, (None, 1.0, FLOOR), policy=recompute("layers.*.up")):
         assert not {"addmm_1", "addmm_4"} & set(plan.saved)
+
+
+@dataclasses.dataclass(frozen=True)
+class Where(Policy):
+    """One answer in one module: a policy of one's own."""
+
+    module: str
+    answer: CheckpointPolicy
+
+    def decide(self, value: Value) -> CheckpointPolicy | None:
+        return self.answer if value.module.startswith(self.module) else None
+
+
+def test_of_equally_good_plans_a_budget_takes_the_preferred_one() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Sigmoid()) for _ in range(6)))
+    x = torch.randn(64, 32)
+    budget = int(0.95 * fxckpt.plan(model, x).peak_bytes)
+    for layer in ("0", "1"):
+        plan = fxckpt.plan(model, x, policy=Where(layer, PREFER_RECOMPUTE), budget=budget)
+        assert {row.module[0] for row in plan.rows if row.runs} == {layer}
 
 
 # What is refused.
