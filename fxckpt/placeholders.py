@@ -52,7 +52,10 @@ def real_like(value: Tensor) -> Tensor:
 
 def _real(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return real_like(value)
+        try:
+            return real_like(value)
+        except (RuntimeError, AssertionError):
+            return UNKNOWN  # the graph was made for a device that is not here
     if isinstance(value, torch.SymInt):
         return size_hint(value)
     if isinstance(value, (int, float, bool, str, type(None))):

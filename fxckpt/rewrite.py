@@ -14,7 +14,7 @@ from fxckpt.cost import CostModel
 from fxckpt.errors import InvalidOption
 from fxckpt.joint import is_joint, rewrite_joint
 from fxckpt.placeholders import inputs_of, real_like
-from fxckpt.rewritten import FunctionModule, Rewritten
+from fxckpt.rewritten import FunctionModule, Rewritten, parameters_of
 from fxckpt.torch_private import FakeTensor
 
 
@@ -79,6 +79,9 @@ def rewrite(
             f"rewrite({gm!r}): {type(gm).__name__} is nothing to rewrite. Give a GraphModule, a module or a function"
             + (", an instance: rewrite(Model())." if isinstance(gm, type) else ".")
         )
+    owner = getattr(gm, "__self__", None)
+    if isinstance(owner, nn.Module) and getattr(gm, "__name__", "") == "forward":
+        gm = owner
     source = gm if isinstance(gm, nn.Module) else FunctionModule(gm)
     made = Rewritten(source, options)
     given = inputs_of(source) if example_inputs is None else _arguments(source, example_inputs)
@@ -97,7 +100,7 @@ def _arguments(source: nn.Module, example_inputs: Any) -> tuple[Sequence[Any], M
         kwargs = dict(example_inputs)
     else:
         args = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-    signature = inspect.signature(source.forward)
+    signature = inspect.Signature(parameters_of(source.forward))
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import types
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -85,9 +86,10 @@ class Rewritten(fx.GraphModule):
 
     @property
     def _halves(self) -> Halves:
-        if not self._of_step.recorder.made:
-            raise CaptureError(NOT_YET)
-        return self._of_step.recorder.made[-1]
+        made = self._of_step.recorder.made
+        if not made:
+            raise CaptureError("the graphs of the plan are made at the first call: call the module once." if self.plans else NOT_YET)
+        return made[-1]
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plan for these arguments, without running anything. Raises what planning raises."""
@@ -199,9 +201,9 @@ class FunctionModule(nn.Module):
 
 def step_graph(source: nn.Module, step: Callable[..., Any]) -> fx.Graph:
     """Return the graph of a module of the signature of ``source`` that calls ``step(args, kwargs, more_args, more_kwargs)``."""
-    parameters = list(inspect.signature(source.forward).parameters.values())
+    parameters = parameters_of(source.forward)
     if not _can_spell(parameters):
-        parameters = list(inspect.signature(lambda *args, **kwargs: None).parameters.values())
+        parameters = parameters_of(lambda *args, **kwargs: None)
     graph = fx.Graph()
     stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     given = {p: graph.placeholder(stars.get(p.kind, "") + p.name, default_value=p.default) for p in parameters}
@@ -216,6 +218,14 @@ def step_graph(source: nn.Module, step: Callable[..., Any]) -> fx.Graph:
     more_kwargs: Any = next((node for _, node in of_kind(inspect.Parameter.VAR_KEYWORD)), {})
     graph.output(graph.call_function(step, (args, kwargs, more, more_kwargs)))
     return graph
+
+
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return what a function takes: anything, if it does not tell, as functions in C do not."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return list(inspect.signature(lambda *args, **kwargs: None).parameters.values())
 
 
 def _can_spell(parameters: Sequence[inspect.Parameter]) -> bool:
@@ -233,6 +243,6 @@ def _can_spell(parameters: Sequence[inspect.Parameter]) -> bool:
 
 
 def _summary(plan: Plan) -> str:
-    again = {name: sum(run.name == name for run in plan.schedule) for name in plan.recomputed}
-    runs = ", ".join(name if count == 1 else f"{name} x {count}" for name, count in again.items())
+    counts = Counter(run.name for run in plan.schedule)
+    runs = ", ".join(name if counts[name] == 1 else f"{name} x {counts[name]}" for name in plan.recomputed)
     return f"# saved for the backward: {', '.join(plan.saved) or 'nothing'}\n# runs again in the backward: {runs or 'nothing'}\n"

@@ -67,7 +67,7 @@ class Recorder(Backend):
         plan = self._plans[-1]
         # What compiles them changes them.
         halves = [fx.GraphModule(half, copy.deepcopy(half.graph), name) for half, name in ((forward, "Forward"), (backward, "Backward"))]
-        self.made.append(Halves(plan, *halves))
+        self.made = [*(known for known in self.made if known.plan != plan), Halves(plan, *halves)]
         if plan not in self._planner.known:
             self._planner = replace(self._planner, known=(*self._planner.known, plan))
         return forward, backward

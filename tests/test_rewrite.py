@@ -365,6 +365,14 @@ def test_functions_are_rewritten_and_their_parameters_found() -> None:
     assert {"mm", "sin"} <= set(made.plan.recomputed)
 
 
+def test_a_module_s_forward_is_the_module_and_a_function_in_c_is_a_function() -> None:
+    model = stack()
+    assert list(fxckpt.rewrite(model.forward).state_dict()) == list(model.state_dict())
+    x = torch.randn(3, requires_grad=True)
+    fxckpt.rewrite(torch.sin)(x).sum().backward()
+    assert torch.equal(x.grad, x.cos())
+
+
 def test_a_submodule_that_is_exchanged_is_seen() -> None:
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
