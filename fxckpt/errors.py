@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.utils.checkpoint
+
 
 class FxckptError(Exception):
     """Base of every error that fxckpt raises on purpose."""
@@ -55,6 +57,10 @@ class VerifyError(FxckptError):
 
 class RecomputeMismatch(FxckptError):
     """With ``verify="exact"``: an op's second run gave other values than its first."""
+
+
+class CheckpointError(FxckptError, torch.utils.checkpoint.CheckpointError):
+    """A checkpointed region cannot give back what autograd asks for."""
 
 
 class BudgetInfeasible(FxckptError):

@@ -77,6 +77,11 @@ class Policy(ABC):
     ``~a`` says the opposite of ``a``. In ``|`` and ``&``, two MUSTs that clash raise :class:`~fxckpt.errors.PolicyConflict`.
     """
 
+    @property
+    def needs_graph(self) -> bool:
+        """Whether an answer depends on more than an op and its arguments: on modules, names, or the sequence of values."""
+        return False
+
     @abstractmethod
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """Return what is to happen to ``value``; None leaves it open."""
@@ -127,6 +132,11 @@ class Either(Policy):
         refuse_clash((self.a, a), (self.b, b), value)
         return max(a, b, key=lambda p: (p in MUST, p in SAVE))
 
+    @property
+    def needs_graph(self) -> bool:
+        """Whether a part of it does."""
+        return self.a.needs_graph or self.b.needs_graph
+
     def bind(self, values: Sequence[Value]) -> Policy:
         """Bind both."""
         return Either(self.a.bind(values), self.b.bind(values))
@@ -154,6 +164,11 @@ class Both(Policy):
         refuse_clash((self.a, a), (self.b, b), value)
         return min(a, b, key=list(OPPOSITE)[::-1].index)
 
+    @property
+    def needs_graph(self) -> bool:
+        """Whether a part of it does."""
+        return self.a.needs_graph or self.b.needs_graph
+
     def bind(self, values: Sequence[Value]) -> Policy:
         """Bind both."""
         return Both(self.a.bind(values), self.b.bind(values))
@@ -177,6 +192,11 @@ class Opposite(Policy):
         answer = self.a.decide(value)
         return None if answer is None else OPPOSITE[answer]
 
+    @property
+    def needs_graph(self) -> bool:
+        """Whether a part of it does."""
+        return self.a.needs_graph
+
     def bind(self, values: Sequence[Value]) -> Policy:
         """Bind ``a``."""
         return Opposite(self.a.bind(values))
@@ -198,6 +218,11 @@ class FirstMatch(Policy):
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """The first answer there is."""
         return next((answer for p in self.policies if (answer := p.decide(value)) is not None), None)
+
+    @property
+    def needs_graph(self) -> bool:
+        """Whether a part of it does."""
+        return any(p.needs_graph for p in self.policies)
 
     def bind(self, values: Sequence[Value]) -> Policy:
         """Bind all."""
@@ -278,6 +303,29 @@ class Bound(Policy):
 
     def __repr__(self) -> str:
         return repr(self.policy)
+
+
+@dataclass(frozen=True)
+class AskedByOp:
+    """A policy in torch's form: asked with an op and its arguments, without a view of the whole."""
+
+    policy: Policy
+
+    def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """What the policy says of the op; what it leaves open is run again, as torch has it."""
+        first = ctx.op_output[0] if isinstance(ctx.op_output, (tuple, list)) and ctx.op_output else ctx.op_output
+        known = isinstance(first, torch.Tensor)
+        value = Value(
+            op=op,
+            shape=tuple(first.shape) if known else (),
+            dtype=first.dtype if known else None,
+            bytes=first.nbytes if known else 0,
+            args=args,
+            kwargs=kwargs,
+            output=ctx.op_output,
+        )
+        answer = self.policy.decide(value)
+        return CheckpointPolicy.PREFER_RECOMPUTE if answer is None else answer
 
 
 def refuse_clash(first: tuple[Policy, CheckpointPolicy], second: tuple[Policy, CheckpointPolicy], value: Value) -> None:

@@ -18,6 +18,11 @@ SAVED, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 class _OfSequence(Policy):
     """A policy that :meth:`bind` makes whole."""
 
+    @property
+    def needs_graph(self) -> bool:
+        """Always."""
+        return True
+
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """Refuse: there is no answer for a value alone."""
         raise InvalidOption(

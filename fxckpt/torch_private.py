@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+import torch.utils.checkpoint
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, Unsupported
@@ -143,6 +148,161 @@ def written_after(graph: fx.Graph) -> list[fx.Node]:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's storage; fake tensors of one trace share storages as real ones would."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def remember_storage(tensor: torch.Tensor) -> int:
+    """Keep the address of a tensor's storage from being given to another, though the storage itself may die; undone by :func:`forget_storage`."""
+    reference: Any = tensor.untyped_storage()._weak_ref()
+    return int(reference)
+
+
+def forget_storage(remembered: list[int]) -> None:
+    """Let go of addresses; the list is emptied."""
+    for reference in remembered:
+        torch.UntypedStorage._free_weak_ref(reference)
+    remembered.clear()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells a tensor's storage from others: positive, or negative for a tensor that has none of its own and is told by itself."""
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter or not hasattr(kind, "__tensor_flatten__"):
+        try:
+            return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+        except (NotImplementedError, RuntimeError):  # sparse and opaque layouts
+            pass
+    return -id(tensor)
+
+
+def not_compiled(function: Callable[..., Any]) -> None:
+    """Keep Dynamo out of a function and of all it calls, at no cost for a call."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+def share_version(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias without a history, whose ``_version`` counts the writes to ``tensor`` too, below autograd as above.
+
+    A parameter is returned as it is, which is quicker: it has no history and will get none.
+    """
+    if (tensor.requires_grad and tensor.grad_fn is None) or tensor.is_inference():
+        return tensor
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Run ops without autograd and without autocast, as they ran below both.
+
+    Grad mode is on as it was in the region: some kernels look at it (mkldnn's LSTM makes its workspace only then).
+    """
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        yield
+
+
+def current_backward() -> object | None:
+    """Return what tells the running backward from others: its ``GraphExecGroup``, or its number; None outside of any."""
+    group = torch._C._get_graph_exec_group()
+    if group is not None:
+        return group
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` at the end of the running backward, unless it belongs to a ``GraphExecGroup``, of which there may be more."""
+    if torch._C._get_graph_exec_group() is None:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def laid_out(data: torch.Tensor, geometry: tuple[Any, ...]) -> torch.Tensor:
+    """Return the tensor of a geometry (offset, sizes, strides, dtype, conjugate, negative) over the storage of ``data``."""
+    offset, shape, stride, dtype, is_conj, is_neg = geometry
+    tensor = torch.empty(0, dtype=dtype, device=data.device).set_(data.untyped_storage(), offset, shape, stride)
+    tensor = torch._neg_view(tensor) if is_neg else tensor
+    return torch._conj(tensor) if is_conj else tensor
+
+
+def surrounding_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Return the hooks for saved tensors that are in force: pack and unpack."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
+@dataclass(frozen=True)
+class Selective:
+    """What ``create_selective_checkpoint_contexts`` was given."""
+
+    function: Callable[..., Any]
+    allows_writes: bool
+
+
+def selective_policy(contexts: tuple[Any, Any]) -> Selective | None:
+    """Return the policy behind the contexts that torch's ``create_selective_checkpoint_contexts`` returned; None for other contexts."""
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    forward, recompute = contexts
+    if type(forward) is not _CachingTorchDispatchMode or type(recompute) is not _CachedTorchDispatchMode:
+        return None
+    return Selective(forward.policy_fn, recompute.allow_cache_entry_mutation)
+
+
+def debug_override(debug: bool) -> bool:
+    """Return whether to debug: as ``set_checkpoint_debug_enabled`` says, else ``debug``."""
+    override = torch.utils.checkpoint._checkpoint_debug_enabled
+    return debug if override is None else bool(override)
+
+
+def is_traced() -> bool:
+    """Return whether ops are traced into a graph, by ``make_fx`` or AOTAutograd."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def is_transformed() -> bool:
+    """Return whether a ``torch.func`` transform is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextlib.contextmanager
+def modules_of(function: Callable[..., Any]) -> Iterator[Callable[[], str]]:
+    """Yield what tells the path of the module that is running, from the module that ``function`` is, is a method of, or closes over."""
+    root = _module_behind(function)
+    names = {} if root is None else {module: name for name, module in root.named_modules()}
+    stack: list[str] = []
+
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        stack.append(names.get(module, stack[-1] if stack else ""))
+
+    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+        stack.pop()
+
+    hooks = torch.nn.modules.module
+    entering = hooks.register_module_forward_pre_hook(enter)
+    leaving = hooks.register_module_forward_hook(leave, always_call=True)
+    try:
+        yield lambda: stack[-1] if stack else ""
+    finally:
+        entering.remove()
+        leaving.remove()
+
+
+def _module_behind(function: Any) -> torch.nn.Module | None:
+    while isinstance(function, partial):
+        function = function.func
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    candidates = [function, getattr(function, "__self__", None), *cells]
+    return next((c for c in candidates if isinstance(c, torch.nn.Module)), None)
+
+
+def calling_line() -> str:
+    """Return the line of the user's code that runs, ``"file.py:12"``: the innermost that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    while frame is not None and frame.f_code.co_filename.startswith(inside):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def is_symbolic(node: fx.Node) -> bool:
@@ -360,6 +520,27 @@ class _CaptureDone(ShortenTraceback):
 def leave_capture() -> NoReturn:
     """Abandon the compile that :func:`capture_whole` began, with success."""
     raise _CaptureDone(first_useful_frame=None)
+
+
+def trace_joint(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], receive: Callable[..., Any]) -> None:
+    """Give the joint graph of ``gm`` on fake inputs to ``receive``, which is called as a partition function; nothing is executed.
+
+    Raises :class:`CaptureError` where torch cannot trace it. ``receive`` is not called where no output needs a gradient.
+    """
+
+    def partition(joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any) -> NoReturn:
+        receive(joint, num_fwd_outputs)
+        leave_capture()
+
+    compile_graph = aot_autograd(fw_compiler=boxed, inference_compiler=boxed, partition_fn=partition, keep_inference_input_mutations=True)
+    try:
+        compile_graph(gm, list(inputs))
+    except _CaptureDone:
+        return
+    except FxckptError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"torch could not trace the gradient of the region: {type(error).__name__}: {error}") from error
 
 
 class _PlacedFakeTensorMode(FakeTensorMode):
