@@ -17,7 +17,7 @@ from fxckpt.packing import Packed, pack, unpack
 from fxckpt.plan import Plan
 from fxckpt.running import DynamoRunner, GraphRunner, Halves, Recorder, Runner
 from fxckpt.structure import flatten
-from fxckpt.torch_private import is_traced
+from fxckpt.torch_private import is_traced, is_transformed
 
 SHARED = (
     "_parameters",
@@ -168,7 +168,9 @@ class Step:
     ) -> Any:
         """Run the forward."""
         args, kwargs = (*args, *more), {**kwargs, **more_kwargs}
-        if is_traced() or not torch.is_grad_enabled() or not self._needs_plan(args, kwargs):
+        # Who traces or transforms is to see the ops themselves.
+        is_seen_through = torch.compiler.is_compiling() or is_traced() or is_transformed()
+        if is_seen_through or not torch.is_grad_enabled() or not self._needs_plan(args, kwargs):
             return self.source.forward(*args, **kwargs)
         return self.runner(args, kwargs)
 

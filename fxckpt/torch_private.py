@@ -24,7 +24,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, is_sym_node
+from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 
 from fxckpt.errors import CaptureError, FxckptError, InnerCompilerMissing
@@ -88,11 +88,6 @@ fx.node.has_side_effect(name_op)
 def is_recording() -> bool:
     """Return whether a dispatch mode is active: a trace of ATen ops, a tape, a counter."""
     return torch._C._len_torch_dispatch_stack() > 0
-
-
-def is_traced() -> bool:
-    """Return whether a tracer or a transform of ``torch.func`` is at work, that should see the ops themselves."""
-    return torch.compiler.is_compiling() or get_proxy_mode() is not None or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def size_hint(value: Any) -> int:

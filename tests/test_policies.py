@@ -122,6 +122,17 @@ def test_each_policy_saves_what_its_name_says(name: str) -> None:
     policy, expected = EXPECTED[name]
     model, inputs = net()
     assert set(fxckpt.rewrite(fx.symbolic_trace(model), policy, example_inputs=inputs).plan.saved) == set(expected.split())
+    if policy is not None:
+        assert set(by_eager_region(policy).saved) == set(expected.split())
+
+
+def by_eager_region(policy: Any) -> fxckpt.Plan:
+    model, inputs = net()
+    with fxckpt.record_regions() as found:
+        fxckpt.checkpoint(model, *inputs, policy=policy)
+    (region,) = found
+    assert region.plan is not None
+    return region.plan
 
 
 @pytest.mark.parametrize("name", ["sqrt_n", "block_boundaries", "save_only"])
@@ -130,6 +141,7 @@ def test_a_policy_changes_no_number_and_all_doors_explain_alike(name: str) -> No
     (compiled,) = same_at_every_budget(net, (None,), policy=policy)
     model, inputs = net()
     assert str(fxckpt.rewrite(model, policy, example_inputs=inputs).plan.explain()) == str(compiled.explain())
+    assert str(by_eager_region(policy).explain()) == str(compiled.explain())
     for source in (fx.symbolic_trace(model), torch.export.export(model, inputs).module()):
         made = fxckpt.rewrite(source, policy, example_inputs=inputs)
         made(*inputs).backward()
