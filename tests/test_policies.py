@@ -122,7 +122,7 @@ def test_each_policy_saves_what_its_name_says(name: str) -> None:
     policy, expected = EXPECTED[name]
     model, inputs = net()
     assert set(fxckpt.rewrite(fx.symbolic_trace(model), policy, example_inputs=inputs).plan.saved) == set(expected.split())
-    if policy is not None:
+    if name in ("save_matmuls", "every", "save", "recompute", "function"):
         assert set(by_eager_region(policy).saved) == set(expected.split())
 
 
