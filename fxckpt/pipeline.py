@@ -21,6 +21,7 @@ from fxckpt.passes.normalize import normalize
 from fxckpt.passes.partition import partition
 from fxckpt.passes.price_search import Candidate, PriceSearch, evenly_spaced
 from fxckpt.passes.rematerialize import rematerialize
+from fxckpt.passes.step import step_of
 from fxckpt.passes.verify import verify
 from fxckpt.plan import Plan
 from fxckpt.scratch import MeasuredScratch
@@ -51,7 +52,7 @@ class Planner:
         if found.best is None:
             assert budget_bytes is not None
             raise infeasible(self.budget, budget_bytes, floor, found.baseline.simulation.peak_bytes)
-        return facts, describe(facts, found, found.best, budget_bytes=budget_bytes, cost=cost)
+        return facts, describe(step_of(joint.graph, facts), found, found.best, budget_bytes=budget_bytes, cost=cost)
 
     def frontier(
         self,
@@ -81,7 +82,8 @@ class Planner:
             return chosen
 
         found = self.search.frontier(facts.program, limits, tick)
-        return tuple(describe(facts, f, f.best, budget_bytes=f.limit, cost=cost) for f in found if f.best is not None)
+        step = step_of(joint.graph, facts)
+        return tuple(describe(step, f, f.best, budget_bytes=f.limit, cost=cost) for f in found if f.best is not None)
 
     def _read(self, joint: fx.GraphModule, num_fwd_outputs: int, device: torch.device, *, bind_preferences: bool) -> tuple[Facts, str]:
         """Return the graph's facts and the name of the cost model they were made with."""

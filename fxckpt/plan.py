@@ -7,10 +7,11 @@ the same graph. Solvers produce plans, :mod:`fxckpt.passes.rematerialize` applie
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fxckpt.passes.step import Step
     from fxckpt.report import Explanation
 
 
@@ -108,6 +109,9 @@ class Plan:
     forward_ops: int
     """How many leading entries of ``profile`` belong to the forward."""
     cost: str
+    step: Step | None = field(default=None, compare=False, repr=False)
+    """The graph it was made for, as plain data (:class:`fxckpt.passes.step.Step`): what reports, pictures and pages are drawn from. Two plans
+    that decide the same are equal whatever it is."""
 
     @property
     def reasons(self) -> dict[str, Reason]:
