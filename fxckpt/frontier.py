@@ -17,7 +17,7 @@ from fxckpt.passes.normalize import normalize
 from fxckpt.pipeline import Planner
 from fxckpt.plan import Plan
 from fxckpt.policies import as_node_policy
-from fxckpt.report import format_seconds
+from fxckpt.units import format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

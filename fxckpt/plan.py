@@ -10,9 +10,12 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fxckpt.errors import InvalidOption
+
 if TYPE_CHECKING:
     from fxckpt.passes.step import Step
-    from fxckpt.report import Explanation
+    from fxckpt.report import Difference, Explanation
+    from fxckpt.timeline import Timeline
 
 
 class Decision(enum.StrEnum):
@@ -123,3 +126,28 @@ class Plan:
         from fxckpt.report import explain
 
         return explain(self)
+
+    def diff(self, other: Plan) -> Difference:
+        """Return what changes from this plan to ``other``. Raises :class:`fxckpt.InvalidOption` for a plan of another graph."""
+        from fxckpt.report import diff
+
+        return diff(self, other)
+
+    def timeline(self) -> Timeline:
+        """Return what the memory holds at every op of the step, value by value."""
+        from fxckpt.timeline import timeline
+
+        return timeline(self)
+
+    def _repr_html_(self) -> str:
+        return self.explain()._repr_html_()
+
+
+def step_of_plan(plan: Plan) -> Step:
+    """Return the step a plan carries. Raises :class:`fxckpt.InvalidOption` for a plan without one."""
+    if plan.step is None:
+        raise InvalidOption(
+            "this plan does not carry the graph it was made for, so it cannot be drawn or explained value by value. "
+            "Plan again: fxckpt.plan(model, *inputs, budget=...)."
+        )
+    return plan.step

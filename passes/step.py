@@ -81,9 +81,14 @@ class Step:
         return tuple((parts.get(s) or found.get(s) or self.by_name[_op_of(st.name)]) for s, st in enumerate(self.program.storages))
 
     @cached_property
+    def storage_names(self) -> tuple[str, ...]:
+        """Per storage: the name a plan knows it by."""
+        return tuple(state_name(storage.name) for storage in self.program.storages)
+
+    @cached_property
     def storage_index(self) -> dict[str, int]:
         """Storages by the name a plan knows them by."""
-        return {state_name(storage.name): s for s, storage in enumerate(self.program.storages)}
+        return {name: s for s, name in enumerate(self.storage_names)}
 
     @cached_property
     def op_index(self) -> dict[str, int]:
