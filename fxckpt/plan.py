@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 from fxckpt.errors import InvalidOption
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from fxckpt.frontier import Frontier
     from fxckpt.passes.step import Step
     from fxckpt.report import Difference, Explanation
     from fxckpt.timeline import Timeline
@@ -138,6 +141,24 @@ class Plan:
         from fxckpt.timeline import timeline
 
         return timeline(self)
+
+    def frontier(self, points: int = 8) -> Frontier:
+        """Return the plans of the same step at other budgets, this one among them; nothing is captured again."""
+        from fxckpt.frontier import frontier_of
+
+        return frontier_of(self, points)
+
+    def plot_memory(self, ax: Axes | None = None, *, over: str = "ops") -> Axes:
+        """Draw what holds the memory over the step's ops (or ``over="time"``), and return the axes. Needs matplotlib."""
+        from fxckpt import pictures
+
+        return pictures.memory(self, ax, over=over)
+
+    def plot_modules(self, ax: Axes | None = None, *, depth: int | None = None) -> Axes:
+        """Draw saved and recomputed bytes by module, and return the axes. Needs matplotlib."""
+        from fxckpt import pictures
+
+        return pictures.modules(self, ax, depth=depth)
 
     def _repr_html_(self) -> str:
         return self.explain()._repr_html_()
