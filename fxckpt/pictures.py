@@ -68,7 +68,16 @@ def memory(plan: Plan, ax: Axes | None = None, *, over: str = "ops") -> Axes:
             continue
         top = [a + b for a, b in zip(below, steps(live), strict=True)]
         axes.fill_between(
-            ends, below, top, step="post", facecolor=look.color, hatch=look.hatch, edgecolor="white", linewidth=0.0, label=look.label, zorder=2
+            ends,
+            below,
+            top,
+            step="post",
+            facecolor=look.color,
+            hatch=look.hatch,
+            edgecolor="white",
+            linewidth=0.0,
+            label=look.label,
+            zorder=2,
         )
         below = top
     axes.step(ends, below, where="post", color=INK, linewidth=0.9, zorder=3)
@@ -114,7 +123,9 @@ def frontier(curve: Frontier, ax: Axes | None = None, *, chosen: Plan | None = N
     if chosen is not None:
         share = 100 * chosen.recompute_seconds / step
         where = (chosen.peak_bytes / factor, share)
-        axes.plot(*where, marker="*", markersize=15, color="#d55e00", markeredgecolor="white", linestyle="none", label="this plan", zorder=5)
+        axes.plot(
+            *where, marker="*", markersize=15, color="#d55e00", markeredgecolor="white", linestyle="none", label="this plan", zorder=5
+        )
         axes.annotate(
             f"{format_bytes(chosen.peak_bytes)}, {share:+.1f} %", where, xytext=(9, 7), textcoords="offset points", fontsize=8, color=INK
         )
