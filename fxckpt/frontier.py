@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -94,6 +95,13 @@ class Frontier:
         from fxckpt import pictures
 
         return pictures.frontier(self, ax, chosen=chosen, peers=peers)
+
+    def to_html(self, path: str | Path, *, chosen: Plan | None = None, title: str = "fxckpt") -> Path:
+        """Write one self-contained page with a slider over these plans, ``chosen`` (or the middle one) shown first; return its path."""
+        from fxckpt import page
+
+        first = self.plans.index(chosen) if chosen is not None else len(self.plans) // 2
+        return page.write(self.plans, path, chosen=first, title=title)
 
     def _repr_html_(self) -> str:
         return self.table().to_html()

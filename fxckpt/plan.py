@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fxckpt.errors import InvalidOption
@@ -159,6 +160,16 @@ class Plan:
         from fxckpt import pictures
 
         return pictures.modules(self, ax, depth=depth)
+
+    def to_html(self, path: str | Path, *, points: int = 8, title: str = "fxckpt") -> Path:
+        """Write one self-contained page: the graph by module, why each value is saved or recomputed, the memory over the step; return its path.
+
+        The page has a slider over ``points`` plans of the same step, which are made for it (:meth:`frontier`); with 0 it shows this plan alone.
+        """
+        from fxckpt import page
+
+        plans = self.frontier(points).plans if points else (self,)
+        return page.write(plans, path, chosen=plans.index(self), title=title)
 
     def _repr_html_(self) -> str:
         return self.explain()._repr_html_()
