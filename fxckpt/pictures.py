@@ -145,7 +145,10 @@ def frontier(curve: Frontier, ax: Axes | None = None, *, chosen: Plan | None = N
 
 
 def modules(plan: Plan, ax: Axes | None = None, *, depth: int | None = None, most: int = 16) -> Axes:
-    """Draw saved and recomputed bytes by module as bars, the ``most`` largest ones, in the order of the model; ``depth`` cuts paths to so many parts."""
+    """Draw saved and recomputed bytes by module as bars: the ``most`` largest ones, in the order of the model.
+
+    ``depth`` cuts paths to so many parts.
+    """
     table = plan.explain().by_module(depth).records()
     largest = table[:most]
     rest = table[most:]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +29,8 @@ from fxckpt.passes.verify import verify
 from fxckpt.plan import Plan
 from fxckpt.scratch import MeasuredScratch
 from fxckpt.torch_private import unbounded_sizes
+
+log = logging.getLogger("fxckpt")
 
 
 @dataclass(frozen=True)
@@ -101,14 +106,27 @@ class Planner:
 
     def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
         """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is used up."""
-        normalize(joint)
-        facts, plan = self.plan(joint, num_fwd_outputs=num_fwd_outputs)
-        result = rematerialize(joint, facts, plan, num_fwd_outputs=num_fwd_outputs)
+        with _timed("normalize"):
+            normalize(joint)
+        with _timed("plan"):
+            facts, plan = self.plan(joint, num_fwd_outputs=num_fwd_outputs)
+        with _timed("rematerialize"):
+            result = rematerialize(joint, facts, plan, num_fwd_outputs=num_fwd_outputs)
         if self.exact:
             result = insert_checks(joint, result, num_fwd_outputs=num_fwd_outputs)
-        forward, backward = partition(joint, result, num_fwd_outputs=num_fwd_outputs)
-        verify(forward, backward, plan)
+        with _timed("partition"):
+            forward, backward = partition(joint, result, num_fwd_outputs=num_fwd_outputs)
+        with _timed("verify"):
+            verify(forward, backward, plan)
         return forward, backward, plan
+
+
+@contextmanager
+def _timed(what: str) -> Iterator[None]:
+    """Log what a pass took."""
+    begin = time.perf_counter()
+    yield
+    log.debug("%s took %.1f ms", what, 1e3 * (time.perf_counter() - begin))
 
 
 def warn_of_unbounded_sizes(graph: fx.Graph, budget: budgets.Budget) -> None:

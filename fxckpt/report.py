@@ -7,7 +7,7 @@ import html
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tabulate import tabulate
 
@@ -18,9 +18,6 @@ from fxckpt.plan import Decision, Plan, Reason, Row
 from fxckpt.reasons import Readers, Reasons
 from fxckpt.tables import Column, Table
 from fxckpt.units import format_flops, format_seconds, format_shape, shorten
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 BARS = " ▁▂▃▄▅▆▇█"
 
@@ -196,7 +193,7 @@ class Explanation:
         """Return the rows as a JSON array: plain bytes, seconds and FLOPs, and the reasons in words."""
         return self.table().to_json(indent)
 
-    def to_pandas(self) -> pd.DataFrame:
+    def to_pandas(self) -> Any:
         """Return the rows as a pandas frame. Needs pandas, which fxckpt does not install."""
         return self.table().to_pandas()
 

@@ -8,12 +8,9 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tabulate import tabulate
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -79,9 +76,9 @@ class Table:
         """Return a JSON array with one object a row."""
         return json.dumps(self.records(), indent=indent, ensure_ascii=False)
 
-    def to_pandas(self) -> pd.DataFrame:
+    def to_pandas(self) -> Any:
         """Return a pandas frame. Needs pandas, which fxckpt does not install."""
-        import pandas as pd
+        import pandas as pd  # type: ignore[import-untyped, import-not-found, unused-ignore]  # there if the user has it
 
         return pd.DataFrame(self.records(), columns=[column.name for column in self.columns])
 

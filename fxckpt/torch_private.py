@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import is_sym_node
 from fxckpt.errors import CaptureError, FxckptError, InnerCompilerMissing
 
 __all__ = [
+    "RECORD_FUNCTION",
     "BackendCompilerFailed",
     "CustomPartitionerFn",
     "FakeTensor",
@@ -46,6 +47,10 @@ __all__ = [
     "storage_id",
     "tag_side",
 ]
+
+
+RECORD_FUNCTION = "torch._C._profiler._RecordFunctionFast"
+"""The record that torch's own generated code takes; by name, for it is written into code."""
 
 
 def size_hint(value: Any) -> int:
@@ -140,12 +145,18 @@ def split(
     return _extract_fwd_bwd_modules(joint, list(saved), list(symbolic), num_fwd_outputs=num_fwd_outputs)
 
 
-def boxed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a graph to Python that takes its arguments in a list it empties, so that each dies after its last use."""
+def boxed(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, prepare: Callable[[fx.GraphModule], object] = lambda gm: None
+) -> Callable[..., Any]:
+    """Compile a graph to Python that takes its arguments in a list it empties, so that each dies after its last use.
+
+    ``prepare`` sees the graph module right before its code is made.
+    """
     from torch.fx.graph import _BoxedCodeGen
 
     lower_rng(gm.graph)
     gm.graph.set_codegen(_BoxedCodeGen())
+    prepare(gm)
     gm.recompile()
     forward = gm.forward
 

@@ -145,6 +145,7 @@ def step_of(graph: fx.Graph, facts: Facts) -> Step:
         inputs = tuple([position[arg] for arg in node.all_input_nodes])
         value = node.meta.get("val")
         first = next(tensors(value), None)
+        held: tuple[int, ...]
         if node.op != "call_function":
             kind, held = Kind.SIZE if is_symbolic(node) else Kind.INPUT, ()
         elif node.name in writes:
