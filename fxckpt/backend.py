@@ -16,11 +16,9 @@ from torch import fx
 
 from fxckpt import budget as budgets
 from fxckpt.cost import CostModel
-from fxckpt.cost import resolve as resolve_cost
 from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed
-from fxckpt.pipeline import Planner
+from fxckpt.pipeline import planner_of
 from fxckpt.plan import Plan
-from fxckpt.policies import as_node_policy
 from fxckpt.profiling import record_runs
 from fxckpt.report import Report
 from fxckpt.torch_private import (
@@ -52,10 +50,10 @@ class Backend:
         (``"2GiB"``), a fraction of the uncheckpointed peak in (0, 1], ``"auto"`` (free device memory less a margin), or None
         (recompute only what is free).
     policy:
-        Called once per forward op as ``policy(ctx, op, *args, **kwargs)``, returns a ``torch.utils.checkpoint.CheckpointPolicy``. MUST_SAVE and
-        MUST_RECOMPUTE bind at any budget; what must not run twice (mutation, effects, unknown ops) is saved all the same, and the plan says why.
-        PREFER_SAVE and PREFER_RECOMPUTE are done without a budget, and weighed with one. A policy goes before the checkpoint regions in the
-        model.
+        One of :mod:`fxckpt.policies`, a list of them, or torch's own form: a function ``policy(ctx, op, *args, **kwargs)`` that returns a
+        ``torch.utils.checkpoint.CheckpointPolicy``, or a list of ops to save. MUST_SAVE and MUST_RECOMPUTE bind at any budget; what must not run
+        twice (mutation, effects, unknown ops) is saved all the same, and the plan says why. PREFER_SAVE and PREFER_RECOMPUTE are done without a
+        budget, and weighed with one. A policy goes before the checkpoint regions in the model. A :class:`Plan` is applied as it is.
     inner:
         Who compiles the two halves: ``"inductor"``, ``"aot_eager"`` or a callable ``(gm, example_inputs) -> callable``, given the forward
         graph, then the backward graph.
@@ -86,12 +84,11 @@ class Backend:
     def __init__(
         self,
         budget: budgets.Budget = None,
-        policy: Callable[..., Any] | None = None,
+        policy: Any = None,
         inner: str | InnerCompiler = "inductor",
         cost: str | CostModel = "roofline",
         verify: str | None = None,
     ) -> None:
-        budgets.validate(budget)
         if verify not in (None, "exact"):
             raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
         if not callable(inner) and inner not in INNER_NAMES:
@@ -104,8 +101,7 @@ class Backend:
                 "verify='exact' compares bits, and Inductor compiles the two runs of an op separately, so that they may differ in the last one. "
                 "Look for the op with inner='aot_eager': fxckpt.Backend(inner='aot_eager', verify='exact')."
             )
-        resolve_cost(cost, None)
-        self._planner = Planner(budget=budget, policy=as_node_policy(policy), cost=cost, exact=verify == "exact")
+        self._planner = planner_of(budget, policy, cost, exact=verify == "exact")
         self._inner = inner
         self._plans: list[Plan] = []
         self._options = (budget, policy, inner, cost, verify)

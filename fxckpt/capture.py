@@ -18,9 +18,8 @@ from fxckpt import budget as budgets
 from fxckpt.cost import CostModel
 from fxckpt.errors import CaptureError
 from fxckpt.passes.normalize import normalize
-from fxckpt.pipeline import Planner
+from fxckpt.pipeline import planner_of
 from fxckpt.plan import Plan
-from fxckpt.policies import as_node_policy
 from fxckpt.torch_private import aot_autograd, boxed, capture_whole, leave_capture
 
 
@@ -66,7 +65,7 @@ def plan(
     model_or_fn: Callable[..., Any],
     *args: Any,
     budget: budgets.Budget = None,
-    policy: Callable[..., Any] | None = None,
+    policy: Any = None,
     cost: str | CostModel = "roofline",
     **kwargs: Any,
 ) -> Plan:
@@ -85,9 +84,8 @@ def plan(
     >>> fxckpt.plan(model, torch.empty(64, 512, device="meta"), budget=None).recomputed
     ()
     """
-    budgets.validate(budget)
     # A model on the meta device may be far too large for this machine: its kernels are not tried out.
-    planner = Planner(budget, as_node_policy(policy), cost, measure_scratch=not is_on_meta(model_or_fn, args, kwargs))
+    planner = planner_of(budget, policy, cost, measure_scratch=not is_on_meta(model_or_fn, args, kwargs))
     joint = capture_joint(model_or_fn, args, kwargs)
     normalize(joint.module)
     _, plan = planner.plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)

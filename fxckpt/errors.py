@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.utils.checkpoint
+
 
 class FxckptError(Exception):
     """Base of every error that fxckpt raises on purpose."""
@@ -25,6 +27,22 @@ class InnerCompilerMissing(FxckptError):
     """Inductor has no working compiler on this machine."""
 
 
+class PolicyConflict(FxckptError, ValueError):
+    """Two policies say MUST of one value, and oppose each other."""
+
+
+class PolicyMatchesNothing(FxckptError, ValueError):
+    """A policy names modules, ops or values that the graph does not have."""
+
+
+class InvalidPlan(FxckptError, ValueError):
+    """A text that is no plan, or one of another version."""
+
+
+class PlanMismatch(FxckptError, ValueError):
+    """A plan was made for another graph than the one it is to be applied to."""
+
+
 class CaptureError(FxckptError):
     """The model could not be captured as a graph that can be planned."""
 
@@ -39,6 +57,10 @@ class VerifyError(FxckptError):
 
 class RecomputeMismatch(FxckptError):
     """With ``verify="exact"``: an op's second run gave other values than its first."""
+
+
+class CheckpointError(FxckptError, torch.utils.checkpoint.CheckpointError):
+    """A checkpointed region cannot give back what autograd asks for."""
 
 
 class BudgetInfeasible(FxckptError):

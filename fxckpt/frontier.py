@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from fxckpt.passes.normalize import normalize
 from fxckpt.passes.price_search import PriceSearch, evenly_spaced
 from fxckpt.pipeline import Planner
 from fxckpt.plan import Plan, step_of_plan
-from fxckpt.policies import as_node_policy
+from fxckpt.policies import as_policy
 from fxckpt.tables import Column, Table
 from fxckpt.units import format_seconds
 
@@ -111,7 +111,7 @@ def frontier(
     model_or_fn: Callable[..., Any],
     *args: Any,
     points: int | Sequence[Budget] = 16,
-    policy: Callable[..., Any] | None = None,
+    policy: Any = None,
     cost: str | CostModel = "roofline",
     **kwargs: Any,
 ) -> Frontier:
@@ -142,7 +142,7 @@ def frontier(
         )
     for budget in () if isinstance(points, int) else points:
         validate(budget)
-    planner = Planner(None, as_node_policy(policy), cost, measure_scratch=not is_on_meta(model_or_fn, args, kwargs))
+    planner = Planner(None, as_policy(policy), cost, measure_scratch=not is_on_meta(model_or_fn, args, kwargs))
     joint = capture_joint(model_or_fn, args, kwargs)
     normalize(joint.module)
     with tqdm(total=count, desc="frontier", disable=None) as bar:
@@ -160,6 +160,7 @@ def frontier_of(plan: Plan, points: int = 8) -> Frontier:
     step = step_of_plan(plan)
     with tqdm(total=points, desc="frontier", disable=None) as bar:
         found = PriceSearch().frontier(step.program, partial(evenly_spaced, points), bar.update)
-    others = (describe(step, f, f.best, budget_bytes=f.limit, cost=plan.cost) for f in found if f.best is not None)
+    made = (describe(step, f, f.best, budget_bytes=f.limit, cost=plan.cost) for f in found if f.best is not None)
+    others = (replace(other, graph=plan.graph) for other in made)
     apart = [other for other in others if (other.saved, other.schedule) != (plan.saved, plan.schedule)]
     return Frontier(tuple(sorted((*apart, plan), key=lambda p: (p.peak_bytes, p.budget_bytes or p.peak_bytes))))

@@ -76,7 +76,7 @@ def data(plans: Sequence[Plan], chosen: int = 0) -> dict[str, Any]:
     step = step_of_plan(plans[0])
     if any(step_of_plan(plan).labels != step.labels for plan in plans):
         raise InvalidOption(
-            "these plans are of different graphs; a page shows plans of one. Give plans of one frontier: frontier(...).to_html(path)."
+            "these plans are of different graphs; a page shows plans of one, for example those of a frontier: frontier(...).to_html(path)."
         )
     return {
         "nodes": _nodes(step),

@@ -7,17 +7,20 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt import budget as budgets
-from fxckpt.cost import CostModel, checked, resolve
-from fxckpt.errors import BudgetInfeasible
+from fxckpt.cost import CostModel, FlopCost, checked, resolve
+from fxckpt.errors import BudgetInfeasible, InvalidOption
 from fxckpt.passes.describe import describe
 from fxckpt.passes.exact import insert_checks
-from fxckpt.passes.facts import Facts, NodePolicy, collect, no_scratch
+from fxckpt.passes.facts import Facts, collect, no_scratch
+from fxckpt.passes.fingerprint import fingerprint, refuse_another_graph
 from fxckpt.passes.kinds import tensors
 from fxckpt.passes.liveness import inner_bytes
 from fxckpt.passes.normalize import normalize
@@ -25,8 +28,11 @@ from fxckpt.passes.partition import partition
 from fxckpt.passes.price_search import Candidate, PriceSearch, evenly_spaced
 from fxckpt.passes.rematerialize import rematerialize
 from fxckpt.passes.step import step_of
+from fxckpt.passes.values import values_of
 from fxckpt.passes.verify import verify
 from fxckpt.plan import Plan
+from fxckpt.policies import as_policy
+from fxckpt.policy import Policy, decide_all
 from fxckpt.scratch import MeasuredScratch
 from fxckpt.torch_private import unbounded_sizes
 
@@ -38,16 +44,29 @@ class Planner:
     """Everything a user chose, in one immutable value."""
 
     budget: budgets.Budget = None
-    policy: NodePolicy | None = None
+    policy: Policy | None = None
     cost: str | CostModel = "roofline"
     measure_scratch: bool = True
     """Run each distinct CPU op once on made-up values to learn its kernel's workspace."""
+    known: tuple[Plan, ...] = ()
+    """Plans to apply to the graphs that they were made for, instead of planning those again."""
+    is_fixed: bool = False
+    """Whether there is no planning: a graph that no known plan was made for is an error."""
     exact: bool = False
     """Compare all that runs again with a hash of what the forward made."""
     search: PriceSearch = field(default_factory=PriceSearch)
 
     def plan(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[Facts, Plan]:
-        """Plan a normalized joint graph without changing it. Raises :class:`BudgetInfeasible`."""
+        """Plan a normalized joint graph without changing it.
+
+        Raises :class:`BudgetInfeasible`, and :class:`PlanMismatch` where plans are fixed and none is of this graph.
+        """
+        lines = fingerprint(joint.graph)
+        for plan in self.known:
+            if plan.graph == lines:
+                return collect(joint, num_fwd_outputs=num_fwd_outputs, cost=checked(FlopCost())), plan
+        if self.is_fixed:
+            refuse_another_graph(self.known[0], lines)
         device = device_of(joint.graph)
         if self.budget is not None:
             warn_of_unbounded_sizes(joint.graph, self.budget)
@@ -57,7 +76,8 @@ class Planner:
         if found.best is None:
             assert budget_bytes is not None
             raise infeasible(self.budget, budget_bytes, floor, found.baseline.simulation.peak_bytes)
-        return facts, describe(step_of(joint.graph, facts), found, found.best, budget_bytes=budget_bytes, cost=cost)
+        described = describe(step_of(joint.graph, facts), found, found.best, budget_bytes=budget_bytes, cost=cost)
+        return facts, replace(described, graph=lines)
 
     def frontier(
         self,
@@ -87,8 +107,8 @@ class Planner:
             return chosen
 
         found = self.search.frontier(facts.program, limits, tick)
-        step = step_of(joint.graph, facts)
-        return tuple(describe(step, f, f.best, budget_bytes=f.limit, cost=cost) for f in found if f.best is not None)
+        step, lines = step_of(joint.graph, facts), fingerprint(joint.graph)
+        return tuple(replace(describe(step, f, f.best, budget_bytes=f.limit, cost=cost), graph=lines) for f in found if f.best is not None)
 
     def _read(self, joint: fx.GraphModule, num_fwd_outputs: int, device: torch.device, *, bind_preferences: bool) -> tuple[Facts, str]:
         """Return the graph's facts and the name of the cost model they were made with."""
@@ -98,11 +118,20 @@ class Planner:
             joint,
             num_fwd_outputs=num_fwd_outputs,
             cost=cost,
-            policy=self.policy,
+            policy=self._decided(joint, num_fwd_outputs).get,
             scratch=lambda node: measured(node) + inner_bytes(node),
             bind_preferences=bind_preferences,
         )
         return facts, cost.name
+
+    def _decided(self, joint: fx.GraphModule, num_fwd_outputs: int) -> dict[fx.Node, CheckpointPolicy | None]:
+        """Return what the policy says of each op of the forward."""
+        if self.policy is None:
+            return {}
+        facts = collect(joint, num_fwd_outputs=num_fwd_outputs, cost=checked(FlopCost()))
+        values = values_of(facts)
+        answers = decide_all(self.policy, values)
+        return {facts.op_node[value.node]: answer for value, answer in zip(values, answers, strict=True)}
 
     def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
         """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is used up."""
@@ -127,6 +156,17 @@ def _timed(what: str) -> Iterator[None]:
     begin = time.perf_counter()
     yield
     log.debug("%s took %.1f ms", what, 1e3 * (time.perf_counter() - begin))
+
+
+def planner_of(budget: budgets.Budget, policy: Any, cost: str | CostModel, **options: Any) -> Planner:
+    """Return the planner of what a user asked for; ``policy`` may be a plan, which is applied as it is. Raises :class:`FxckptError`."""
+    budgets.validate(budget)
+    resolve(cost, None)
+    if not isinstance(policy, Plan):
+        return Planner(budget=budget, policy=as_policy(policy), cost=cost, **options)
+    if budget is not None:
+        raise InvalidOption(f"budget={budget!r} and a plan were given: a plan is applied as it is. Leave one of them out.")
+    return Planner(cost=cost, known=(policy,), is_fixed=True, **options)
 
 
 def warn_of_unbounded_sizes(graph: fx.Graph, budget: budgets.Budget) -> None:

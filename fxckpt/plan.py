@@ -7,6 +7,7 @@ the same graph. Solvers produce plans, :mod:`fxckpt.passes.rematerialize` applie
 from __future__ import annotations
 
 import enum
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -116,9 +117,30 @@ class Plan:
     forward_ops: int
     """How many leading entries of ``profile`` belong to the forward."""
     cost: str
+    graph: tuple[str, ...] = field(default=(), repr=False)
+    """The joint graph the plan was made for, a line a node."""
     step: Step | None = field(default=None, compare=False, repr=False)
     """The graph it was made for, as plain data (:class:`fxckpt.passes.step.Step`): what reports, pictures and pages are drawn from. Two plans
     that decide the same are equal whatever it is."""
+
+    @property
+    def digest(self) -> str:
+        """A hash of the graph and of what is decided about it; equal on every machine that decides the same."""
+        decided = (*self.graph, "saved", *self.saved, "runs again", *(f"{run.name} before {run.before}" for run in self.schedule))
+        return hashlib.sha256("\n".join(decided).encode()).hexdigest()[:16]
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Return the plan as JSON text, which :meth:`from_json` reads."""
+        from fxckpt.plan_json import dump
+
+        return dump(self, indent=indent)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Return the plan of a JSON text. Raises :class:`~fxckpt.errors.InvalidPlan` for another text, or one of another version."""
+        from fxckpt.plan_json import load
+
+        return load(text)
 
     @property
     def reasons(self) -> dict[str, Reason]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+import torch.utils.checkpoint
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
@@ -20,6 +25,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import is_sym_node
+from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 
 from fxckpt.errors import CaptureError, FxckptError, InnerCompilerMissing
 
@@ -31,13 +37,16 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "PyTreeCodeGen",
     "aot_autograd",
     "boxed",
     "has_effect",
     "inductor_backend",
+    "is_recording",
     "is_symbolic",
     "laid_over",
     "leave_capture",
+    "name_op",
     "overloads_of",
     "partitioner_tag",
     "run_and_save_rng_state",
@@ -51,6 +60,36 @@ __all__ = [
 
 RECORD_FUNCTION = "torch._C._profiler._RecordFunctionFast"
 """The record that torch's own generated code takes; by name, for it is written into code."""
+
+NAME = "fxckpt::named"
+"""The op behind :func:`fxckpt.name`. It returns nothing, so that neither autograd nor functionalization sees an alias in it."""
+torch.library.define(NAME, "(Tensor value, str label) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+@torch.library.impl(NAME, "CompositeExplicitAutograd")
+def _name(value: torch.Tensor, label: str) -> None:
+    """Do nothing: a name is for those who capture."""
+
+
+@torch.library.register_fake(NAME)  # type: ignore[untyped-decorator]
+def _name_fake(value: torch.Tensor, label: str) -> None:
+    """Make nothing."""
+
+
+@torch.library.impl(NAME, "FuncTorchBatched")
+def _name_batched(value: torch.Tensor, label: str) -> None:
+    """Name what lies under the batch."""
+    name_op(torch._C._functorch.get_unwrapped(value), label)
+
+
+name_op: OpOverload = torch.ops.fxckpt.named.default
+# Nobody uses what it returns, and yet dead code elimination must leave it alone.
+fx.node.has_side_effect(name_op)
+
+
+def is_recording() -> bool:
+    """Return whether a dispatch mode is active: a trace of ATen ops, a tape, a counter."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def size_hint(value: Any) -> int:
@@ -106,6 +145,129 @@ def written_after(graph: fx.Graph) -> list[fx.Node]:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's storage; fake tensors of one trace share storages as real ones would."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def remember_storage(tensor: torch.Tensor) -> int:
+    """Keep the address of a tensor's storage from being given to another, though the storage itself may die; undone by :func:`forget_storage`."""
+    return int(tensor.untyped_storage()._weak_ref())
+
+
+def forget_storage(remembered: list[int]) -> None:
+    """Let go of addresses; the list is emptied."""
+    for reference in remembered:
+        torch.UntypedStorage._free_weak_ref(reference)
+    remembered.clear()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells a tensor's storage from others: positive, or negative for a tensor that has none of its own and is told by itself."""
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter or not hasattr(kind, "__tensor_flatten__"):
+        try:
+            return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+        except (NotImplementedError, RuntimeError):  # sparse and opaque layouts
+            pass
+    return -id(tensor)
+
+
+def not_compiled(function: Callable[..., Any]) -> None:
+    """Keep Dynamo out of a function and of all it calls, at no cost for a call."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+def share_version(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias without a history, whose ``_version`` counts the writes to ``tensor`` too, below autograd as above.
+
+    A parameter is returned as it is, which is quicker: it has no history and will get none.
+    """
+    if (tensor.requires_grad and tensor.grad_fn is None) or tensor.is_inference():
+        return tensor
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Run ops without autograd and without autocast, as they ran below both.
+
+    Grad mode is on as it was in the region: some kernels look at it (mkldnn's LSTM makes its workspace only then).
+    """
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        yield
+
+
+def current_backward() -> object | None:
+    """Return what tells the running backward from others: its ``GraphExecGroup``, or its number; None outside of any."""
+    group = torch._C._get_graph_exec_group()
+    if group is not None:
+        return group
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` at the end of the running backward, unless it belongs to a ``GraphExecGroup``, of which there may be more."""
+    if torch._C._get_graph_exec_group() is None:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def laid_out(data: torch.Tensor, geometry: tuple[Any, ...]) -> torch.Tensor:
+    """Return the tensor of a geometry (offset, sizes, strides, dtype, conjugate, negative) over the storage of ``data``."""
+    offset, shape, stride, dtype, is_conj, is_neg = geometry
+    tensor = torch.empty(0, dtype=dtype, device=data.device).set_(data.untyped_storage(), offset, shape, stride)
+    tensor = torch._neg_view(tensor) if is_neg else tensor
+    return torch._conj(tensor) if is_conj else tensor
+
+
+def surrounding_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Return the hooks for saved tensors that are in force: pack and unpack."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
+@dataclass(frozen=True)
+class Selective:
+    """What ``create_selective_checkpoint_contexts`` was given."""
+
+    function: Callable[..., Any]
+    allows_writes: bool
+
+
+def selective_policy(contexts: tuple[Any, Any]) -> Selective | None:
+    """Return the policy behind the contexts that torch's ``create_selective_checkpoint_contexts`` returned; None for other contexts."""
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    forward, recompute = contexts
+    if type(forward) is not _CachingTorchDispatchMode or type(recompute) is not _CachedTorchDispatchMode:
+        return None
+    return Selective(forward.policy_fn, recompute.allow_cache_entry_mutation)
+
+
+def debug_override(debug: bool) -> bool:
+    """Return whether to debug: as ``set_checkpoint_debug_enabled`` says, else ``debug``."""
+    override = torch.utils.checkpoint._checkpoint_debug_enabled
+    return debug if override is None else bool(override)
+
+
+def is_traced() -> bool:
+    """Return whether ops are traced into a graph, by ``make_fx`` or AOTAutograd."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def is_transformed() -> bool:
+    """Return whether a ``torch.func`` transform is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def calling_line() -> str:
+    """Return the line of the user's code that runs, ``"file.py:12"``: the innermost that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    while frame is not None and frame.f_code.co_filename.startswith(inside):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def is_symbolic(node: fx.Node) -> bool:
@@ -272,6 +434,17 @@ def through_dynamo(error: Exception) -> Exception:
     wrapped.__dict__.update(error.__dict__)
     wrapped.first_useful_frame = None  # type: ignore[attr-defined]
     return wrapped
+
+
+def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function as one graph, anew for every shape, apart from whatever else compiles it."""
+    import inspect
+
+    # Since torch 2.13; before, all that compile one function share one limit.
+    newer = {"recompile_limit": 64, "isolate_recompiles": True}
+    known = inspect.signature(torch.compile).parameters
+    options: dict[str, Any] = {name: value for name, value in newer.items() if name in known}
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False, **options)
 
 
 @contextlib.contextmanager

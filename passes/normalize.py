@@ -1,7 +1,8 @@
-"""Normalize: dead code and common subexpressions, random ops left alone.
+"""Normalize: names, dead code and common subexpressions, random ops left alone.
 
 Classic local value numbering on the joint graph: two calls of one pure op on the same arguments are one value. Random, mutating and
-effectful ops, outputs, reads of storages that are written later, and ops of different checkpoint regions are never merged. ``getitem`` nodes move
+effectful ops, outputs, reads of storages that are written later, and ops of different checkpoint regions or names are never merged. What
+:func:`fxckpt.name` left in the graph becomes metadata of the op whose value it names. ``getitem`` nodes move
 right behind their tuple, so that a tuple dies at once.
 
 Expects a joint graph. Leaves a joint graph that computes the same outputs and draws the same random numbers in the same order.
@@ -17,7 +18,31 @@ from torch.utils import _pytree as pytree
 
 from fxckpt.passes.facts import graph_outputs
 from fxckpt.passes.kinds import has_hidden_effect, is_known_pure, is_mutating, is_random, tensors
-from fxckpt.torch_private import OpOverload, laid_over, storage_id
+from fxckpt.torch_private import OpOverload, laid_over, name_op, storage_id
+
+NAME = "fxckpt_name"
+"""Metadata of an op: what the user calls its value."""
+
+
+def take_names(graph: fx.Graph) -> None:
+    """Move names to the ops that fill the named storages, and remove the nodes that told them. A second name replaces the first.
+
+    What names an input of the graph is dropped: inputs are kept whatever is planned.
+    """
+    for node in graph.find_nodes(op="call_function", target=name_op):
+        owner, label = _owner(node.args[0]), node.args[1]
+        if owner.op == "call_function":
+            owner.meta[NAME] = label
+        graph.erase_node(node)
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """Return the op that fills the storage of a value: itself, or what it is a view or an item of."""
+    held = {storage_id(t) for t in tensors(node.meta.get("val"))}
+    for arg in node.all_input_nodes if node.op == "call_function" and is_known_pure(node) else ():
+        if any(storage_id(t) in held for t in tensors(arg.meta.get("val"))):
+            return _owner(arg)
+    return node
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
@@ -72,7 +97,7 @@ def _key(node: fx.Node) -> Any:
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     # The type is part of the key: 1, 1.0 and True are equal to Python and not to an op.
     typed = tuple((type(leaf), leaf if not isinstance(leaf, float) else repr(leaf)) for leaf in leaves)
-    place = (node.meta.get("recompute"), node.meta.get("ac_graph_id"))
+    place = (node.meta.get("recompute"), node.meta.get("ac_graph_id"), node.meta.get(NAME))
     return node.target, typed, spec, place
 
 
@@ -87,6 +112,7 @@ def raise_getitems(graph: fx.Graph) -> None:
 
 def normalize(joint: fx.GraphModule) -> None:
     """Normalize a joint graph in place."""
+    take_names(joint.graph)
     eliminate_dead_code(joint.graph)
     merge_common_subexpressions(joint.graph)
     raise_getitems(joint.graph)

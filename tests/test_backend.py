@@ -141,7 +141,7 @@ def test_infeasible_pickles() -> None:
         ({"inner": "inductr"}, "'inductor', 'aot_eager'"),
         ({"budget": "lots"}, "does not parse"),
         ({"cost": "time"}, "'roofline', 'flops', 'measured'"),
-        ({"policy": 3}, "not callable"),
+        ({"policy": 3}, "is not a policy"),
     ],
 )
 def test_wrong_option_is_named(options: dict[str, Any], says: str) -> None:

@@ -1,0 +1,56 @@
+"""Interpret: a graph called as its module would be, run node by node, each under its own metadata.
+
+So a trace of it knows of each op the module, the name and the source line that the graph knew.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxckpt.torch_private import PyTreeCodeGen
+
+
+class Interpreted(nn.Module):
+    """A graph as a module; its state is that of the graph, under ``graph.``."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__()
+        self.graph = graph
+        self._signature = inspect.signature(graph.forward)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph."""
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        graph = self.graph.graph
+        with fx.traceback.preserve_node_meta():
+            if not isinstance(graph._codegen, PyTreeCodeGen):
+                return _ByName(self.graph, bound.arguments).run(enable_io_processing=False)
+            flat = _flat_inputs(graph._codegen, bound.arguments)
+            return graph.process_outputs(fx.Interpreter(self.graph).run(*flat, enable_io_processing=False))
+
+
+class _ByName(fx.Interpreter):
+    """Finds what a placeholder stands for by its name, ``*args`` and ``**kwargs`` too."""
+
+    def __init__(self, graph: fx.GraphModule, given: dict[str, Any]) -> None:
+        super().__init__(graph)
+        self.given = given
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.given[str(target).lstrip("*")]
+
+
+def _flat_inputs(codegen: PyTreeCodeGen, given: dict[str, Any]) -> list[Any]:
+    """Return the leaves of a call of a graph that takes its arguments apart itself."""
+    info = codegen.pytree_info
+    values = [given[name] for name in info.orig_args if name != "self"]
+    if info.in_spec.type is not tuple or info.in_spec.num_children != 2 or info.in_spec.child(1).type is not dict:
+        return pytree.arg_tree_leaves(*values)
+    positional = info.in_spec.child(0).num_children
+    named = dict(zip(info.in_spec.child(1).context, values[positional:], strict=True))
+    return pytree.tree_leaves((values[:positional], named))

@@ -1,0 +1,50 @@
+"""Plans as JSON: every figure of a plan under its own name, with the version of the form."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from fxckpt.errors import InvalidPlan
+from fxckpt.plan import Decision, Plan, Reason, Recompute, Row
+
+FORM = "fxckpt plan 1"
+
+
+def dump(plan: Plan, *, indent: int | None = None) -> str:
+    """Return a plan as JSON text."""
+    # The step is what a plan is drawn from, many times larger than what it decides: it stays behind.
+    figures = {name: value for name, value in asdict(replace(plan, step=None)).items() if name != "step"}
+    return json.dumps({"form": FORM, **figures}, indent=indent)
+
+
+def load(text: str) -> Plan:
+    """Return the plan of a JSON text. Raises :class:`InvalidPlan` for a text of another form."""
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, TypeError) as error:
+        raise InvalidPlan(f"the text is not JSON: {error}. Give what plan.to_json() returned.") from error
+    found = data.get("form") if isinstance(data, dict) else None
+    if found != FORM:
+        raise InvalidPlan(
+            f"the text is of form {found!r}, this version of fxckpt reads {FORM!r}. Plan again, or read it with the version that wrote it."
+        )
+    try:
+        return _plan({key: value for key, value in data.items() if key != "form"})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidPlan(f"the text has the form {FORM!r}, but not its fields: {type(error).__name__}: {error}.") from error
+
+
+def _plan(data: dict[str, Any]) -> Plan:
+    rows = tuple(
+        Row(**{**row, "shape": tuple(row["shape"]), "decision": Decision(row["decision"]), "reason": Reason(row["reason"])})
+        for row in data["rows"]
+    )
+    schedule = tuple(Recompute(**run) for run in data["schedule"])
+    plain: dict[str, Any] = {n: tuple(data[n]) if isinstance(data[n], list) else data[n] for n in names}
+        f.name: tuple(data[f.name]) if isinstance(data[f.name], list) else data[f.name] for f in fields(Plan) if f.name != "step"
+    }
+    if unknown := data.keys() - plain.keys():
+        raise ValueError(f"unknown field {min(unknown)!r}")
+    return Plan(**(plain | {"rows": rows, "schedule": schedule}))

@@ -1,0 +1,103 @@
+"""The rewrite door: a graph, a module or a function in; a module that trains within a plan out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from fxckpt.budget import Budget
+from fxckpt.cost import CostModel
+from fxckpt.errors import InvalidOption
+from fxckpt.joint import is_joint, rewrite_joint
+from fxckpt.placeholders import inputs_of
+from fxckpt.rewritten import FunctionModule, Rewritten
+
+
+def rewrite(
+    gm: fx.GraphModule | nn.Module | Callable[..., Any],
+    policy: Any = None,
+    *,
+    example_inputs: Any = None,
+    budget: Budget = None,
+    cost: str | CostModel = "roofline",
+    inner: Any = "aot_eager",
+) -> fx.GraphModule:
+    """Return ``gm`` as a module whose backward saves and runs again what a plan says.
+
+    Parameters
+    ----------
+    gm:
+        A forward graph of ``torch.fx.symbolic_trace``, ``make_fx``, ``torch.export`` (``.module()``) or Dynamo; any module or function, which Dynamo
+        captures; or a joint graph in AOTAutograd's form (placeholders ``primals_*`` and ``tangents_*``), for which the joint graph with explicit
+        recompute is returned. It is left alone.
+    policy:
+        As for :class:`fxckpt.Backend`; or a :class:`~fxckpt.Plan`, which is applied as it is and refused for another graph.
+    example_inputs:
+        The arguments to plan for: a tuple (positional), a dict (by name), or one tensor. Without them shapes come from the graph's metadata
+        (``meta["val"]``), and where it has none from the first call.
+    budget, cost, inner:
+        As for :class:`fxckpt.Backend`.
+
+    Returns
+    -------
+    A ``GraphModule`` with the signature, parameters, buffers and ``state_dict`` keys of ``gm``; the tensors are shared. ``.plan`` is its latest plan,
+    ``.forward_graph`` and ``.backward_graph`` the graphs that follow it. Every signature (shapes, strides, dtypes, devices, what needs a
+    gradient, other arguments' values, training mode, autocast) has a plan of its own, made at its first call and kept; sizes are never symbolic,
+    so pad what varies to a few sizes, or compile with :class:`fxckpt.Backend`, which plans for ranges.
+
+    Raises
+    ------
+    InvalidOption, InvalidBudget
+        For arguments that cannot be meant.
+    BudgetInfeasible, PolicyConflict, PolicyMatchesNothing, PlanMismatch, CaptureError
+        When planning: at once where the shapes are known, else at the first call.
+
+    Examples
+    --------
+    >>> import torch, fxckpt
+    >>> from fxckpt.policies import save_matmuls
+    >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2)))
+    >>> gm = fxckpt.rewrite(torch.fx.symbolic_trace(model), save_matmuls, example_inputs=(torch.randn(4, 8),))
+    >>> gm.plan.saved, gm.plan.recomputed
+    (('addmm', 'addmm_1'), ('gelu',))
+    >>> gm(torch.randn(4, 8)).sum().backward()
+    """
+    options = (budget, policy, inner, cost)
+    if isinstance(gm, Rewritten):
+        if policy is None and budget is None:
+            return gm
+        gm = gm.source
+    if isinstance(gm, fx.GraphModule) and is_joint(gm.graph):
+        return rewrite_joint(gm, policy, budget=budget, cost=cost)
+    if not callable(gm) or isinstance(gm, type):
+        raise InvalidOption(
+            f"rewrite({gm!r}): {type(gm).__name__} is nothing to rewrite. Give a GraphModule, a module or a function"
+            + (", an instance: rewrite(Model())." if isinstance(gm, type) else ".")
+        )
+    source = gm if isinstance(gm, nn.Module) else FunctionModule(gm)
+    made = Rewritten(source, options)
+    given = inputs_of(source) if example_inputs is None else _arguments(source, example_inputs)
+    if given is not None:
+        made.prepare(*given)
+    return made
+
+
+def _arguments(source: nn.Module, example_inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return example inputs as (args, kwargs). Raises :class:`InvalidOption` if the module does not take them."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(example_inputs, Mapping):
+        kwargs = dict(example_inputs)
+    else:
+        args = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+    signature = inspect.signature(source.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InvalidOption(
+            f"example_inputs do not fit: {error}. The module takes {signature}; give a tuple of positional arguments or a dict by name."
+        ) from error
+    return args, kwargs

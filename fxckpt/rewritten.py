@@ -1,0 +1,219 @@
+"""A rewritten module: a graph of one node, the step, which runs by a plan."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxckpt.errors import CaptureError
+from fxckpt.plan import Plan
+from fxckpt.running import DynamoRunner, GraphRunner, Halves, Recorder, Runner
+from fxckpt.structure import flatten
+
+SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""What a module keeps its state and hooks in: a rewritten module and its source have them in common, so that a change of one shows in both."""
+
+
+class Rewritten(fx.GraphModule):
+    """A module whose backward follows a plan; :func:`fxckpt.rewrite` makes it.
+
+    It has the signature, parameters, buffers and ``state_dict`` keys of what it was made from, and shares the tensors. Without gradients it runs the
+    forward as it was written, and so it does where ``torch.compile`` or a tracer goes through it. A call of other shapes, dtypes or
+    training mode is planned on its own, once.
+    """
+
+    def __init__(self, source: nn.Module, options: tuple[Any, ...], known: Sequence[Plan] = ()) -> None:
+        step = Step(source, options, known)
+        super().__init__({}, step_graph(source, step), type(source).__name__)
+        for name in SHARED:
+            if name in source.__dict__:
+                self.__dict__[name] = source.__dict__[name]
+        self.__dict__["training"] = source.training
+        self.__dict__["_step"] = step
+
+    @property
+    def source(self) -> nn.Module:
+        """What was rewritten, as it was."""
+        return self._of_step.source
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """A plan a signature, in the order they were made."""
+        return self._of_step.recorder.known
+
+    @property
+    def plan(self) -> Plan:
+        """The latest plan. Raises :class:`CaptureError` if there is none yet."""
+        if not self.plans:
+            raise CaptureError(NOT_YET)
+        return self.plans[-1]
+
+    @property
+    def forward_graph(self) -> fx.GraphModule:
+        """The forward of the latest plan: its last outputs are what is saved for the backward."""
+        return self._halves.forward
+
+    @property
+    def backward_graph(self) -> fx.GraphModule:
+        """The backward of the latest plan: what runs again is named after what it repeats."""
+        return self._halves.backward
+
+    @property
+    def _of_step(self) -> Step:
+        step: Step = self.__dict__["_step"]
+        return step
+
+    @property
+    def _halves(self) -> Halves:
+        if not self._of_step.recorder.made:
+            raise CaptureError(NOT_YET)
+        return self._of_step.recorder.made[-1]
+
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Plan for these arguments, without running anything. Raises what planning raises."""
+        self._of_step.prepare(args, kwargs)
+
+    def train(self, mode: bool = True) -> Rewritten:
+        """Set training mode, as any module does."""
+        super().train(mode)
+        self.source.training = mode
+        return self
+
+    def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
+        """Return the code of the step and, once planned, of its forward and backward, with what is saved and what runs again by name."""
+        parts = [super().print_readable(False, *args, **kwargs)]
+        if self._of_step.recorder.made:
+            halves = self._halves
+            parts.append(_summary(halves.plan))
+            parts += [half.print_readable(False, *args, **kwargs) for half in (halves.forward, halves.backward)]
+        text = "\n".join(parts)
+        if print_output:
+            print(text)
+        return text
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rewritten:
+        made = Rewritten(copy.deepcopy(self.source, memo), self._of_step.options, self.plans)
+        memo[id(self)] = made
+        return made
+
+    def __copy__(self) -> Rewritten:
+        return Rewritten(self.source, self._of_step.options, self.plans)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Rewritten, (self.source, self._of_step.options, self.plans))
+
+
+NOT_YET = (
+    "nothing was planned yet: the shapes are not known. Give them, fxckpt.rewrite(gm, policy, example_inputs=(x,)), or call the module once "
+    "with gradients enabled."
+)
+
+
+NO_KWARGS: Mapping[str, Any] = types.MappingProxyType({})
+
+
+class Step:
+    """What the one node of a rewritten module's graph calls."""
+
+    def __init__(self, source: nn.Module, options: tuple[Any, ...], known: Sequence[Plan]) -> None:
+        self.source = source
+        self.options = options
+        self.recorder = Recorder(known, *options)
+        kind = GraphRunner if isinstance(source, fx.GraphModule) else DynamoRunner
+        self.runner: Runner = kind(source, self.recorder)
+        # The code of a graph calls a function by its name.
+        self.__name__ = "step"
+
+    def __call__(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], more: Sequence[Any] = (), more_kwargs: Mapping[str, Any] = NO_KWARGS
+    ) -> Any:
+        """Run the forward."""
+        args, kwargs = (*args, *more), {**kwargs, **more_kwargs}
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._needs_plan(args, kwargs):
+            return self.source.forward(*args, **kwargs)
+        return self.runner(args, kwargs)
+
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Plan for these arguments."""
+        with torch.enable_grad():
+            if self._needs_plan(args, kwargs):
+                self.runner.prepare(args, kwargs)
+
+    def _needs_plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether anything may need a gradient, and all of it is a tensor, not what stands for one in a trace."""
+        leaves, _ = flatten((args, kwargs))
+        if any(isinstance(leaf, fx.Proxy) for leaf in leaves):
+            return False
+        # A function may read parameters that nobody can list.
+        return (
+            isinstance(self.source, FunctionModule)
+            or any(t.requires_grad for t in leaves if isinstance(t, Tensor))
+            or any(p.requires_grad for p in self.source.parameters())
+        )
+
+
+class FunctionModule(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
+def step_graph(source: nn.Module, step: Callable[..., Any]) -> fx.Graph:
+    """Return the graph of a module of the signature of ``source`` that calls ``step(args, kwargs, more_args, more_kwargs)``."""
+    parameters = list(inspect.signature(source.forward).parameters.values())
+    if not _can_spell(parameters):
+        parameters = list(inspect.signature(lambda *args, **kwargs: None).parameters.values())
+    graph = fx.Graph()
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    given = {p: graph.placeholder(stars.get(p.kind, "") + p.name, default_value=p.default) for p in parameters}
+
+    def of_kind(*kinds: Any) -> list[tuple[str, fx.Node]]:
+        return [(p.name, node) for p, node in given.items() if p.kind in kinds]
+
+    plain = of_kind(inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    args = tuple(node for _, node in plain)
+    kwargs = dict(of_kind(inspect.Parameter.KEYWORD_ONLY))
+    more = next((node for _, node in of_kind(inspect.Parameter.VAR_POSITIONAL)), ())
+    more_kwargs = next((node for _, node in of_kind(inspect.Parameter.VAR_KEYWORD)), {})
+    graph.output(graph.call_function(step, (args, kwargs, more, more_kwargs)))
+    return graph
+
+
+def _can_spell(parameters: Sequence[inspect.Parameter]) -> bool:
+    """Return whether a graph's code can have these parameters: plain defaults, and none after which one without follows."""
+    has_default = False
+    for p in parameters:
+        plain = p.default is None or isinstance(p.default, (bool, int, float, str, torch.dtype))
+        if p.default is not p.empty and not plain:
+            return False
+        is_star = p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if has_default and p.default is p.empty and not is_star:
+            return False
+        has_default = has_default or p.default is not p.empty
+    return True
+
+
+def _summary(plan: Plan) -> str:
+    again = {name: sum(run.name == name for run in plan.schedule) for name in plan.recomputed}
+    runs = ", ".join(name if count == 1 else f"{name} x {count}" for name, count in again.items())
+    return f"# saved for the backward: {', '.join(plan.saved) or 'nothing'}\n# runs again in the backward: {runs or 'nothing'}\n"

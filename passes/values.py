@@ -1,0 +1,54 @@
+"""Values: the forward of a program as policies see it.
+
+One :class:`~fxckpt.policy.Value` an op, in the order of the forward; what only the backward asks for is among them. Views are none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxckpt.passes.facts import Facts
+from fxckpt.passes.kinds import tensors
+from fxckpt.passes.normalize import NAME
+from fxckpt.passes.step import module_path, source_line
+from fxckpt.policy import Value
+from fxckpt.torch_private import size_hint
+
+
+def values_of(facts: Facts) -> list[Value]:
+    """Return the values of a program."""
+    program = facts.program
+    came_before: Counter[Any] = Counter()
+    values = []
+    for position, op in enumerate(program.ops):
+        node = facts.op_node[op.name]
+        first = next(tensors(node.meta.get("val")), None)
+        values.append(
+            Value(
+                op=node.target,
+                module=module_path(node),
+                name=node.meta.get(NAME),
+                shape=() if first is None else tuple(map(size_hint, first.shape)),
+                dtype=None if first is None else first.dtype,
+                bytes=sum(program.storages[s].bytes for s in op.writes),
+                flops=op.flops,
+                occurrence=came_before[node.target],
+                source=source_line(node),
+                args=fx.map_arg(node.args, _value),
+                kwargs=fx.map_arg(node.kwargs, _value),
+                output=node.meta.get("val"),
+                position=position,
+                reads=tuple(dict.fromkeys(p for s in op.reads if (p := program.producers[s]) >= 0)),
+                node=op.name,
+            )
+        )
+        came_before[node.target] += 1
+    return values
+
+
+def _value(node: fx.Node) -> torch.Tensor | Any:
+    return node.meta.get("val")
