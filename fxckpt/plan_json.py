@@ -42,9 +42,8 @@ def _plan(data: dict[str, Any]) -> Plan:
         for row in data["rows"]
     )
     schedule = tuple(Recompute(**run) for run in data["schedule"])
+    names = [f.name for f in fields(Plan) if f.name != "step"]
     plain: dict[str, Any] = {n: tuple(data[n]) if isinstance(data[n], list) else data[n] for n in names}
-        f.name: tuple(data[f.name]) if isinstance(data[f.name], list) else data[f.name] for f in fields(Plan) if f.name != "step"
-    }
     if unknown := data.keys() - plain.keys():
         raise ValueError(f"unknown field {min(unknown)!r}")
     return Plan(**(plain | {"rows": rows, "schedule": schedule}))

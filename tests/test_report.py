@@ -172,3 +172,8 @@ def test_models_of_other_kinds_are_explained(entry: object) -> None:
     assert [sum(live) for live in zip(*timeline.stack.values(), strict=True)] == list(plan.profile)
     assert all(row.source and row.name in plan.step.by_name for row in plan.rows if row.reason is not fxckpt.Reason.RNG_STATE)
     assert len(plan.explain().table()) == len(plan.rows)
+
+
+def test_json_leaves_the_step_behind(plan: fxckpt.Plan) -> None:
+    text = plan.to_json()
+    assert fxckpt.Plan.from_json(text) == plan and '"step"' not in text
