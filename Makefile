@@ -34,6 +34,9 @@ sweep: $(VENV)/.test  ## what takes long: every op, every draw, and the property
 	$(BIN)/python -m pytest -m sweep --timeout 1800 tests
 	$(BIN)/python -m pytest --hypothesis-profile sweep --timeout 7200 tests/passes tests/test_dags.py
 
+notebooks: $(VENV)/.test  ## run the notebooks and keep what they print
+	$(BIN)/python notebooks/run.py
+
 # The lock file pins each version and the hash of what is fetched; the copies are committed, so that neither npm nor a network is needed to install.
 web:  ## fetch the libraries of the HTML page again (needs npm)
 	rm -rf build/web && mkdir -p build/web fxckpt/web/vendor

@@ -103,6 +103,9 @@ class Frontier:
         first = self.plans.index(chosen) if chosen is not None else len(self.plans) // 2
         return page.write(self.plans, path, chosen=first, title=title)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
     def _repr_html_(self) -> str:
         return self.table().to_html()
 

@@ -10,7 +10,7 @@ import enum
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fxckpt.errors import InvalidOption
 
@@ -192,6 +192,9 @@ class Plan:
 
         plans = self.frontier(points).plans if points else (self,)
         return page.write(plans, path, chosen=plans.index(self), title=title)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self.explain().top(20)))
 
     def _repr_html_(self) -> str:
         return self.explain()._repr_html_()

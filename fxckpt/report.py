@@ -205,6 +205,9 @@ class Explanation:
         parts = [tabulate(self.summary(), tablefmt="plain"), memory_bar(self.plan), str(_plain_table(self.rows)), self._hidden()]
         return "\n\n".join(filter(None, parts))
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self.top(20)))
+
     def _repr_html_(self) -> str:
         figures = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in self.summary())
         bar = html.escape(memory_bar(self.plan))

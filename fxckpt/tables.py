@@ -93,6 +93,9 @@ class Table:
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
     def _repr_html_(self) -> str:
         return self.to_html()
 
