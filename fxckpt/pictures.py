@@ -126,9 +126,8 @@ def frontier(curve: Frontier, ax: Axes | None = None, *, chosen: Plan | None = N
         axes.plot(
             *where, marker="*", markersize=15, color="#d55e00", markeredgecolor="white", linestyle="none", label="this plan", zorder=5
         )
-        axes.annotate(
-            f"{format_bytes(chosen.peak_bytes)}, {share:+.1f} %", where, xytext=(9, 7), textcoords="offset points", fontsize=8, color=INK
-        )
+        text = f"{format_bytes(chosen.peak_bytes)}, {share:+.1f} %"
+        axes.annotate(text, where, xytext=(-7, -13), textcoords="offset points", ha="right", fontsize=8, color=INK)
     for peer, marker in zip(peers, "sX^vDPhp<>" * (1 + len(peers) // 10), strict=False):
         at = (peer.peak_bytes / factor, 100 * peer.share)
         axes.plot(*at, marker=marker, color="#55575b", markersize=7, linestyle="none", label=peer.name, zorder=4)

@@ -31,7 +31,9 @@ def execute(path: Path) -> nbformat.NotebookNode:
     """Run a notebook and return it with its outputs. Raises ``nbclient.exceptions.CellExecutionError`` with the cell that failed."""
     book = nbformat.read(path, as_version=4)
     book.cells.insert(0, nbformat.v4.new_code_cell(STRICT))
-    NotebookClient(book, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}, record_timing=False).execute()
+    NotebookClient(
+        book, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}, record_timing=False
+    ).execute()
     del book.cells[0]
     for number, cell in enumerate((cell for cell in book.cells if cell.cell_type == "code"), 1):
         cell.execution_count = number
