@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
         made.add_argument("--traceback", action="store_true", help="show where an error comes from")
         if is_of_model:
             made.add_argument("target", metavar="MODULE:FACTORY", help=FORM)
-            made.add_argument("--policy", metavar="MODULE:NAME", help="a policy, policy(ctx, op, *args, **kwargs) -> CheckpointPolicy")
+            made.add_argument("--policy", metavar="MODULE:NAME", help="a policy: fxckpt.policies:save_matmuls, or one of your own")
             made.add_argument("--cost", choices=("roofline", "flops", "measured"), default="roofline", help="what an op takes (roofline)")
         return made
 
@@ -127,20 +127,18 @@ def _budget(text: str) -> int | float | str | None:
     """Read a budget as Python code would have it: 0.6 is a fraction, 4096 are bytes."""
     if text.lower() == "none":
         return None
+    value: int | float | str = text
+    for kind in (int, float):
+        try:
+            value = kind(text)
+            break
+        except ValueError:
+            continue
     try:
-        value: int | float | str = text if not _is_number(text) else (float(text) if not text.isdigit() else int(text))
         parse(value)
     except InvalidBudget as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return value
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _count(text: str) -> int:

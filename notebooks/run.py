@@ -1,11 +1,11 @@
 """Run the notebooks and keep what they print: ``python notebooks/run.py``, or ``python notebooks/run.py NOTEBOOK...``.
 
-The tests run them too, and throw away what they print. Warnings are errors in both.
+The tests run them too, with ``--out FOLDER``, which leaves the notebooks themselves alone. Warnings are errors in both.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import nbformat
@@ -45,12 +45,16 @@ def execute(path: Path) -> nbformat.NotebookNode:
     return book
 
 
-def main(names: list[str]) -> None:
-    """Run notebooks in place."""
-    for path in [Path(name) for name in names] or sorted(FOLDER.glob("*.ipynb")):
+def main() -> None:
+    """Run notebooks, all by default."""
+    parser = argparse.ArgumentParser(description="Run the notebooks and keep what they print.")
+    parser.add_argument("notebooks", nargs="*", type=Path, help="which ones (all)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write them there instead of in place")
+    options = parser.parse_args()
+    for path in options.notebooks or sorted(FOLDER.glob("*.ipynb")):
         print(path.name, flush=True)
-        nbformat.write(execute(path), path)
+        nbformat.write(execute(path), path if options.out is None else options.out / path.name)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

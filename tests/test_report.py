@@ -164,9 +164,9 @@ def test_a_plan_without_its_step_still_reports(plan: fxckpt.Plan) -> None:
         bare.timeline()
 
 
-@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.name in ("t5", "unet")], ids=lambda e: e.name)
-def test_models_of_other_kinds_are_explained(entry: object) -> None:
-    model, inputs = entry.make()  # type: ignore[attr-defined]
+def test_a_model_of_another_kind_is_explained() -> None:
+    entry = next(e for e in ENTRIES if e.name == "unet")
+    model, inputs = entry.make()
     plan = fxckpt.plan(model.train(), *inputs, budget=0.9)
     timeline = plan.timeline()
     assert [sum(live) for live in zip(*timeline.stack.values(), strict=True)] == list(plan.profile)
