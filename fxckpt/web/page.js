@@ -124,12 +124,18 @@ fx.start = async function () {
     $("readout").innerHTML = `<b>${fx.formatBytes(plan.profile[tick])}</b>${isPeak ? " (the peak)" : ""} during ${fx.escape(op >= 0 ? model.name(op) : "the end")}${plan.again[tick] === "1" ? ", again" : ""}${parts}`;
   }
 
+  function needed(i) {
+    const { backward } = model.readers(i);
+    if (model.isBackward(i) || !backward.length) return "";
+    return `<br>read in the backward by ${fx.escape(backward.slice(0, 3).map((u) => model.name(u)).join(", "))}${backward.length > 3 ? ` and ${backward.length - 3} more` : ""}`;
+  }
+
   function hover(thing, place) {
     const box = $("hover");
     box.hidden = thing === null;
     if (thing === null) return;
     const text = typeof thing === "number"
-      ? `<b>${fx.escape(model.name(thing))}</b> ${fx.escape(model.text("type", thing))} ${model.nodes.bytes[thing] ? fx.formatBytes(model.nodes.bytes[thing]) : ""}<br>${fx.escape(model.why(thing, plan, states[thing]))}`
+      ? `<b>${fx.escape(model.name(thing))}</b> ${fx.escape(model.text("type", thing))} ${model.nodes.bytes[thing] ? fx.formatBytes(model.nodes.bytes[thing]) : ""}<br>${fx.escape(model.why(thing, plan, states[thing]))}${needed(thing)}`
       : `<b>${fx.escape(thing.path || thing.label)}</b><br>${thing.nodes} nodes; double-click to ${thing.isOpen ? "fold" : "unfold"}`;
     box.innerHTML = text;
     const frame = $("graph-box").getBoundingClientRect(), inner = $("graph").getBoundingClientRect();
