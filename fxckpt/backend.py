@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from fxckpt.torch_private import (
     guard_sizes,
     inductor_backend,
     inline_regions,
+    is_cut_short,
     keep_saved_values,
     make_boxed,
     through_dynamo,
@@ -124,6 +126,8 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one captured graph; called by Dynamo."""
         gm = inline_regions(gm)
+        if is_cut_short(gm) and self._planner.policy is not None:
+            self._planner = replace(self._planner, policy=self._planner.policy.lenient())
         try:
             if self._inner == "inductor":
                 compiled: Callable[..., Any] = inductor_backend(gm, example_inputs, _InductorPartitioner(self))

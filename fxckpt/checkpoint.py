@@ -9,21 +9,40 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torchs
+from torch import nn
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
+    CheckpointFunction,
     CheckpointPolicy,
+    DefaultDeviceType,
+    GraphExecGroup,
     SelectiveCheckpointContext,
+    check_backward_validity,
+    detach_variable,
+    get_device_states,
     noop_context_fn,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+    set_device_states,
 )
 
+from fxckpt.budget import Budget
+from fxckpt.cost import CostModel
+from fxckpt.course import Course
 from fxckpt.errors import CheckpointError, InvalidOption
+from fxckpt.pipeline import planner_of
+from fxckpt.planned import MEMORY, Follower, differentiable, plan_region
+from fxckpt.policies import as_policy
+from fxckpt.policy import AskedByOp, Policy
+from fxckpt.regions import region_of, watched
 from fxckpt.replay import unpack
 from fxckpt.tape import Keep, Kept, Recorder
 from fxckpt.torch_private import (
@@ -31,11 +50,33 @@ from fxckpt.torch_private import (
     debug_override,
     is_traced,
     is_transformed,
+    modules_of,
     selective_policy,
     surrounding_hooks,
 )
 
+__all__ = [
+    "SAC_IGNORED_OPS",
+    "CheckpointError",
+    "CheckpointFunction",
+    "CheckpointPolicy",
+    "DefaultDeviceType",
+    "GraphExecGroup",
+    "SelectiveCheckpointContext",
+    "check_backward_validity",
+    "checkpoint",
+    "checkpoint_sequential",
+    "create_selective_checkpoint_contexts",
+    "detach_variable",
+    "get_device_states",
+    "noop_context_fn",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
+    "set_device_states",
+]
+
 ENGINES = ("replay", "rerun")
+NO_MODULES: AbstractContextManager[Callable[[], str]] = nullcontext(lambda: "")
 NO_CONTEXTS: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = (nullcontext(), nullcontext())
 CHECKS = ("default", "none")
 WHERE = {
@@ -60,6 +101,9 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
     engine: str = "replay",
+    policy: Any = None,
+    budget: Budget = None,
+    cost: str | CostModel = "roofline",
     **kwargs: Any,
 ) -> Any:
     """Return ``function(*args, **kwargs)``, and keep little of what it made until the backward.
@@ -88,11 +132,19 @@ def checkpoint(
     engine:
         ``"replay"``, or ``"rerun"`` for torch's own implementation: for regions with kernels that write, unknown to PyTorch, into tensors that
         hold values already. Into memory from ``torch.empty``, or into zeros, they may write under either.
+    policy:
+        What the region keeps: one of :mod:`fxckpt.policies`, a function in torch's form, or a list of ops to save. Asked when the region is planned,
+        which is at its first call and whenever it does something new.
+    budget, cost:
+        As for :class:`fxckpt.Backend`, for this region: peak bytes of its own forward and backward, beyond what was allocated when it began.
+        The first call, which is planned when it ends, then makes what is to be kept a second time.
 
     Raises
     ------
-    InvalidOption
+    InvalidOption, InvalidBudget
         For options that cannot be meant, and a policy that returns no ``CheckpointPolicy``.
+    BudgetInfeasible, PolicyConflict, PolicyMatchesNothing
+        At a call that is planned.
     CheckpointError
         In the backward, where a tensor that the region took from outside was written since.
 
@@ -105,7 +157,11 @@ def checkpoint(
     torch.Size([8, 8])
     """
     if torch.compiler.is_compiling() or engine == "rerun":
-        # Dynamo knows torch's function by identity and tags what it covers, but takes no context_fn that was not chosen by the user.
+        if budget is not None and engine == "rerun":
+            raise InvalidOption(f"budget={budget!r} and engine='rerun': torch's implementation knows no budget. Use engine='replay'.")
+        if policy is not None:
+            context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+        # Dynamo knows torch's function by identity and tags what it covers, but takes no context_fn that nobody chose.
         chosen = {} if context_fn is noop_context_fn else {"context_fn": functools.partial(_called, context_fn)}
         return torchs.checkpoint(
             function,
@@ -135,22 +191,120 @@ def checkpoint(
             stacklevel=2,
         )
         return function(*args, **kwargs)
-    contexts, policy = NO_CONTEXTS, None
+    contexts, selective = NO_CONTEXTS, None
     if context_fn is not noop_context_fn:
         contexts = context_fn()
-        policy = selective_policy(contexts)
-        if policy is not None:
+        selective = selective_policy(contexts)
+        if selective is not None:
             contexts = NO_CONTEXTS
-    recorder = Recorder(
-        keep=None if policy is None else _keep_by(policy.function),
-        around=surrounding_hooks(),
-        # A traced graph cannot hold the state of a generator.
-        keep_draws=not preserve_rng_state or is_traced(),
-        check_versions=policy is None or not policy.allows_writes,
-        locate=calling_line if debug_override(debug) else None,
-        replay_context=contexts[1],
-    )
-    return _record(recorder, contexts[0], function, args, kwargs)
+    if selective is not None and (policy is not None or budget is not None):
+        raise InvalidOption(
+            "context_fn and policy (or budget) were given: both say what the region keeps. Give the policy alone: policy=..."
+        )
+    planner = None if policy is None and budget is None else planner_of(budget, policy, cost)
+    follower = None if planner is None else Follower(MEMORY.courses(function, budget, planner.policy, cost))
+    watchers = watched()
+    is_shown = watchers is not None or debug_override(debug) or (follower is not None and not follower.courses.known)
+    looks_at_modules = is_shown or (planner is not None and planner.policy is not None and planner.policy.needs_graph)
+    with modules_of(function) if looks_at_modules else NO_MODULES as module:
+        locate = (lambda: (calling_line() if is_shown else "", module())) if is_shown or planner is not None else None
+        recorder = Recorder(
+            keep=follower if selective is None else _keep_by(selective.function),
+            locate=locate,
+            around=surrounding_hooks(),
+            # A traced graph cannot hold the state of a generator.
+            keep_draws=not preserve_rng_state or is_traced(),
+            check_versions=selective is None or not selective.allows_writes,
+            replay_context=contexts[1],
+        )
+
+        def end(result: Any) -> Course | None:
+            course = None if planner is None or follower is None else plan_region(recorder, follower, result, planner)
+            if watchers is not None:
+                watchers.append(region_of(function, recorder, differentiable(result), None if course is None else course.plan))
+            return course
+
+        return _record(recorder, contexts[0], function, args, kwargs, end)
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Sequence[Callable[..., Any]],
+    segments: int | str,
+    input: Any,
+    use_reentrant: bool | None = None,
+    **options: Any,
+) -> Any:
+    """Return ``input`` sent through ``functions`` in order, in ``segments`` regions.
+
+    As in torch, all but the last segment are checkpointed. ``segments="auto"`` with a ``budget`` makes one region of the whole, whose plan decides
+    what is kept of it; without one it makes about sqrt(n) segments of n functions (Chen et al. 2016, arXiv:1604.06174). ``options`` go to
+    :func:`checkpoint`. Raises :class:`InvalidOption` for a number of segments that the functions cannot be cut into.
+
+    Examples
+    --------
+    >>> import torch, fxckpt
+    >>> layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(9)]
+    >>> fxckpt.checkpoint_sequential(layers, "auto", torch.randn(4, 8)).shape
+    torch.Size([4, 8])
+    """
+    steps = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    unknown = options.keys() - set(_options())
+    if unknown:
+        raise InvalidOption(f"checkpoint_sequential does not know {', '.join(sorted(unknown))}. Its options are {', '.join(_options())}.")
+    if not steps or not all(map(callable, steps)):
+        raise InvalidOption(f"functions={functions!r}: give an nn.Sequential, or a list of modules or functions that is not empty.")
+    if isinstance(segments, bool) or not (segments == "auto" or (isinstance(segments, int) and 1 <= segments <= len(steps))):
+        raise InvalidOption(
+            f"segments={segments!r}: give a whole number from 1 to {len(steps)}, as many functions as there are, or 'auto'."
+        )
+    if segments != "auto" and options.get("budget") is not None:
+        raise InvalidOption(
+            f"budget={options['budget']!r} and segments={segments} were given: a budget chooses what is kept. Use segments='auto'."
+        )
+    options["use_reentrant"] = use_reentrant
+    if segments == "auto" and options.get("budget") is not None:
+        return checkpoint(_Chain(steps), input, **options)
+    size = len(steps) // (round(math.sqrt(len(steps))) if segments == "auto" else int(segments))
+    last = len(steps) - size if segments == "auto" else size * (int(segments) - 1)
+    for start in range(0, last, size):
+        input = checkpoint(_Chain(steps[start : min(start + size, last)]), input, **options)
+    return _Chain(steps[last:])(input)
+
+
+class _Chain(nn.Module):
+    """Functions one after the other."""
+
+    def __init__(self, steps: Sequence[Callable[..., Any]]) -> None:
+        super().__init__()
+        self._steps = steps
+        for i, step in enumerate(steps):
+            if isinstance(step, nn.Module):
+                self.add_module(str(i), step)
+
+    def forward(self, value: Any) -> Any:
+        for step in self._steps:
+            value = step(value)
+        return value
+
+
+def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> tuple[Any, Any]:
+    """Return what torch's function of this name returns, for a policy of :mod:`fxckpt.policies` too.
+
+    A policy is asked op by op here, without a view of the whole: of those that need one (module paths, names, ``sqrt_n``) use
+    ``checkpoint(..., policy=...)``, or :class:`fxckpt.Backend`. Raises :class:`InvalidOption` for such a policy.
+    """
+    policy = policy_fn_or_list
+    if isinstance(policy, Policy) or (isinstance(policy, (list, tuple)) and any(isinstance(part, Policy) for part in policy)):
+        found = as_policy(policy)
+        assert found is not None
+        if found.needs_graph:
+            raise InvalidOption(
+                f"{found!r} looks at modules, names or the whole sequence of values, and here a policy is asked op by op. "
+                "Give it to checkpoint(..., policy=...) in eager code, or to the compile door: fxckpt.Backend(policy=...)."
+            )
+        policy = AskedByOp(found)
+    contexts: tuple[Any, Any] = torchs.create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation)
+    return contexts
 
 
 def _called(context_fn: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -164,25 +318,35 @@ def _record(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    plan: Callable[[Any], Course | None] | None = None,
 ) -> Any:
     """Run a region on a recorder, which is on top of all modes: it sees ops as the region calls them, and replays them so."""
+    course = None
     try:
         with torch.autograd.graph.saved_tensors_hooks(recorder.pack, unpack), context, recorder:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if plan is not None:
+            course = plan(result)
+        return result
     except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is None and kwargs:
+        if kwargs and error.__traceback__ is not None and error.__traceback__.tb_next is None:
             raise InvalidOption(_unknown_keyword(function, kwargs, error)) from error
         raise
+    except UnboundLocalError as error:
+        raise CheckpointError(
+            "the context for the region, from context_fn, suppressed an exception that the region raised, so that there is no result. "
+            "Let exceptions pass through that context."
+        ) from error
     finally:
-        recorder.finish()
-    raise CheckpointError(
-        "the context for the region, from context_fn, suppressed an exception that the region raised, so that there is no result. "
-        "Let exceptions pass through that context."
-    )
+        recorder.finish(course)
+
+
+def _options() -> list[str]:
+    return [name for name, p in inspect.signature(checkpoint).parameters.items() if p.kind is p.KEYWORD_ONLY]
 
 
 def _unknown_keyword(function: Callable[..., Any], kwargs: Mapping[str, Any], error: TypeError) -> str:
-    options = [name for name, p in inspect.signature(checkpoint).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    options = _options()
     near = [f"{name} (did you mean {close[0]}?)" for name in kwargs if (close := difflib.get_close_matches(name, options, 1))]
     return (
         f"{error}. Keywords that checkpoint does not know go to the function: {', '.join(near or kwargs)}. "
@@ -193,7 +357,7 @@ def _unknown_keyword(function: Callable[..., Any], kwargs: Mapping[str, Any], er
 def _keep_by(policy: Callable[..., Any]) -> Keep:
     """Return, for a policy in torch's form, where results stay."""
 
-    def keep(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Kept:
+    def keep(number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Kept:
         if op in SAC_IGNORED_OPS:
             return Kept.NOWHERE
         answer = policy(SelectiveCheckpointContext(is_recompute=False, op_output=out), op, *args, **kwargs)

@@ -6,6 +6,7 @@ whichever door the model came through, and is asked once per value. This file ho
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from fxckpt.errors import InvalidOption, PolicyConflict
+from fxckpt.errors import InvalidOption, PolicyConflict, PolicyMatchesNothing
+
+log = logging.getLogger("fxckpt")
 
 MUST = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
 SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -74,6 +77,11 @@ class Policy(ABC):
     ``~a`` says the opposite of ``a``. In ``|`` and ``&``, two MUSTs that clash raise :class:`~fxckpt.errors.PolicyConflict`.
     """
 
+    @property
+    def needs_graph(self) -> bool:
+        """Whether an answer depends on more than an op and its arguments: on modules, names, or the sequence of values."""
+        return False
+
     @abstractmethod
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """Return what is to happen to ``value``; None leaves it open."""
@@ -83,6 +91,14 @@ class Policy(ABC):
 
         Raises :class:`~fxckpt.errors.PolicyMatchesNothing` for a pattern that no value fits.
         """
+        return self
+
+    def lenient(self) -> Policy:
+        """Return the policy for one graph of several: what it names may be in another one, so that no match is no error."""
+        return Lenient(self)
+
+    def without_match(self, values: Sequence[Value]) -> Policy:
+        """Return the policy for a graph that has nothing of what it names."""
         return self
 
     def __or__(self, other: Any) -> Policy:
@@ -116,9 +132,18 @@ class Either(Policy):
         refuse_clash((self.a, a), (self.b, b), value)
         return max(a, b, key=lambda p: (p in MUST, p in SAVE))
 
+    @property
+    def needs_graph(self) -> bool:
+        """Whether a part of it does."""
+        return self.a.needs_graph or self.b.needs_graph
+
     def bind(self, values: Sequence[Value]) -> Policy:
         """Bind both."""
         return Either(self.a.bind(values), self.b.bind(values))
+
+    def lenient(self) -> Policy:
+        """Make each part lenient."""
+        return Either(self.a.lenient(), self.b.lenient())
 
     def __repr__(self) -> str:
         return f"({self.a!r} | {self.b!r})"
@@ -139,9 +164,18 @@ class Both(Policy):
         refuse_clash((self.a, a), (self.b, b), value)
         return min(a, b, key=list(OPPOSITE)[::-1].index)
 
+    @property
+    def needs_graph(self) -> bool:
+        """Whether a part of it does."""
+        return self.a.needs_graph or self.b.needs_graph
+
     def bind(self, values: Sequence[Value]) -> Policy:
         """Bind both."""
         return Both(self.a.bind(values), self.b.bind(values))
+
+    def lenient(self) -> Policy:
+        """Make each part lenient."""
+        return Both(self.a.lenient(), self.b.lenient())
 
     def __repr__(self) -> str:
         return f"({self.a!r} & {self.b!r})"
@@ -158,9 +192,18 @@ class Opposite(Policy):
         answer = self.a.decide(value)
         return None if answer is None else OPPOSITE[answer]
 
+    @property
+    def needs_graph(self) -> bool:
+        """Whether a part of it does."""
+        return self.a.needs_graph
+
     def bind(self, values: Sequence[Value]) -> Policy:
         """Bind ``a``."""
         return Opposite(self.a.bind(values))
+
+    def lenient(self) -> Policy:
+        """Make each part lenient."""
+        return Opposite(self.a.lenient())
 
     def __repr__(self) -> str:
         return f"~{self.a!r}"
@@ -176,12 +219,43 @@ class FirstMatch(Policy):
         """The first answer there is."""
         return next((answer for p in self.policies if (answer := p.decide(value)) is not None), None)
 
+    @property
+    def needs_graph(self) -> bool:
+        """Whether a part of it does."""
+        return any(p.needs_graph for p in self.policies)
+
     def bind(self, values: Sequence[Value]) -> Policy:
         """Bind all."""
         return FirstMatch(tuple(p.bind(values) for p in self.policies))
 
+    def lenient(self) -> Policy:
+        """Make each part lenient."""
+        return FirstMatch(tuple(p.lenient() for p in self.policies))
+
     def __repr__(self) -> str:
         return f"first_match({', '.join(map(repr, self.policies))})"
+
+
+@dataclass(frozen=True)
+class Lenient(Policy):
+    """A policy that need not find what it names."""
+
+    policy: Policy
+
+    def decide(self, value: Value) -> CheckpointPolicy | None:
+        """What the policy says."""
+        return self.policy.decide(value)
+
+    def bind(self, values: Sequence[Value]) -> Policy:
+        """Bind the policy, if what it names is here."""
+        try:
+            return self.policy.bind(values)
+        except PolicyMatchesNothing as error:
+            log.info("in one graph of several: %s", error)
+            return self.policy.without_match(values)
+
+    def __repr__(self) -> str:
+        return repr(self.policy)
 
 
 @dataclass(frozen=True)
@@ -229,6 +303,29 @@ class Bound(Policy):
 
     def __repr__(self) -> str:
         return repr(self.policy)
+
+
+@dataclass(frozen=True)
+class AskedByOp:
+    """A policy in torch's form: asked with an op and its arguments, without a view of the whole."""
+
+    policy: Policy
+
+    def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """What the policy says of the op; what it leaves open is run again, as torch has it."""
+        first = ctx.op_output[0] if isinstance(ctx.op_output, (tuple, list)) and ctx.op_output else ctx.op_output
+        known = isinstance(first, torch.Tensor)
+        value = Value(
+            op=op,
+            shape=tuple(first.shape) if known else (),
+            dtype=first.dtype if known else None,
+            bytes=first.nbytes if known else 0,
+            args=args,
+            kwargs=kwargs,
+            output=ctx.op_output,
+        )
+        answer = self.policy.decide(value)
+        return CheckpointPolicy.PREFER_RECOMPUTE if answer is None else answer
 
 
 def refuse_clash(first: tuple[Policy, CheckpointPolicy], second: tuple[Policy, CheckpointPolicy], value: Value) -> None:

@@ -6,23 +6,25 @@ Every handle gives its tensor away once; who asks again, in the same backward or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxckpt.errors import CheckpointError
-from fxckpt.tape import Call, Draw, Handle, Place, Snapshot, Tape, flatten, recorded, slice_of
+from fxckpt.tape import Call, Draw, Handle, Place, PlannedReplay, Snapshot, Tape, flatten, slice_of
 from fxckpt.torch_private import after_backward, below_autograd, current_backward, laid_out, not_compiled, storage_key
+
+NOTHING: Mapping[Place, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One call of a program."""
 
-    number: int
     call: Call
     carries: tuple[Place, ...]
     """Places that its write begins."""
@@ -36,11 +38,13 @@ class Program:
 
     steps: tuple[Step, ...]
     last_write: dict[int, int]
-    """For each storage that a step writes, by number, the last step to do so."""
+    """For each storage that a step writes, by number, the number of the last call to do so."""
+    places: Container[Place]
+    """All that are made, or read."""
 
     def is_written_after(self, place: Place) -> bool:
         """Return whether a step writes the storage of ``place`` after it was made."""
-        return self.last_write.get(place.memory, -1) > (-1 if place.call is None else place.call)
+        return self.last_write.get(place.memory, -1) > (-1 if place.call is None else place.call.number)
 
 
 def unpack(handle: Handle) -> Tensor:
@@ -48,72 +52,126 @@ def unpack(handle: Handle) -> Tensor:
 
     Raises :class:`CheckpointError` if what the region took from outside was written since.
     """
-    tape = handle.tape
-    if handle.place.kept is not None:
-        return fetch(handle.place)
+    tape, place = handle.tape, handle.place
+    if place.kept is not None and place.unpack is None:
+        return fetch(place)
     with tape.lock:
         if handle.cached is not None:
             tensor, handle.cached = handle.cached, None
             return tensor
         run = current_backward()
-        if run is None or run == tape.run:
-            return replay(tape, [handle])[handle]
-        tape.run = run
-        made = replay(tape, [h for h in tape.live() if h.place.kept is None])
-        for other, value in made.items():
-            if other is not handle:
-                other.cached = value
-        after_backward(lambda: release(tape))
-        return made[handle]
+        plan = tape.replay
+        if run is not None and run != tape.run:
+            release(tape)
+            tape.run = run
+            after_backward(lambda: release(tape))
+        if place.kept is not None:
+            return given_back(tape, place)
+        if run is not None and plan is not None:
+            advance(tape, plan, plan.positions[handle])
+        elif run is not None and not tape.is_made:
+            tape.is_made = True
+            wanted = [h for h in tape.live() if h.place.kept is None]
+            deliver(wanted, make(tape, {h.place for h in wanted}))
+        found, handle.cached = handle.cached, None
+        return make(tape, (place,), {} if plan is None else plan.made)[place] if found is None else found
+
+
+def deliver(handles: Iterable[Handle], made: Mapping[Place, Tensor]) -> None:
+    """Give handles their tensors, as far as those were made."""
+    for handle in handles:
+        tensor = made.get(handle.place)
+        if tensor is not None:
+            handle.cached = tensor
+
+
+def advance(tape: Tape, plan: PlannedReplay, here: int) -> None:
+    """Run again what a plan has run again up to ``here`` in the order of the backward."""
+    reruns = plan.course.reruns
+    first = plan.done
+    while plan.done < len(reruns) and reruns[plan.done].position <= here:
+        plan.done += 1
+    if plan.done == first:
+        return
+    due = {rerun.call: rerun for rerun in reruns[first : plan.done]}
+    asked = [
+        h
+        for h in tape.live()
+        if h.place.kept is None and (rerun := due.get(plan.roots[h])) is not None and rerun.position <= plan.positions[h] < rerun.until
+    ]
+    held: dict[Place, int] = {}
+    for rerun in due.values():
+        call = plan.calls[rerun.call]() if rerun.call in plan.calls else None
+        if call is not None and rerun.last_reader >= plan.done:
+            held |= {place: rerun.last_reader for ref in call.outputs if (place := ref()) is not None and place.memory not in plan.written}
+    made = make(tape, {*held, *(h.place for h in asked)}, plan.made)
+    deliver(asked, made)
+    plan.held_until.update(held)
+    plan.made.update((place, made[place]) for place in held)
+    for place in [place for place, last in plan.held_until.items() if last < plan.done]:
+        del plan.made[place], plan.held_until[place]
 
 
 def release(tape: Tape) -> None:
     """Let go of what a backward had made and did not ask for."""
     with tape.lock:
         tape.run = None
+        tape.is_made = False
+        tape.fetched.clear()
+        if tape.replay is not None:
+            tape.replay.begin()
         for handle in tape.live():
             handle.cached = None
 
 
-def replay(tape: Tape, handles: Iterable[Handle]) -> dict[Handle, Tensor]:
-    """Run what makes the tensors of ``handles``, below autograd, and return them."""
-    wanted: dict[Place, list[Handle]] = {}
-    for handle in handles:
-        wanted.setdefault(handle.place, []).append(handle)
-    todo = program(tape, wanted)
+def make(tape: Tape, wanted: Iterable[Place], available: Mapping[Place, Tensor] = NOTHING) -> dict[Place, Tensor]:
+    """Run what makes the tensors of ``wanted`` that are not ``available``, below autograd, and return all of them."""
+    todo = program(wanted, available)
     values: dict[Place, Tensor] = {}
     copies: dict[Snapshot, Tensor] = {}
-    made: dict[Handle, Tensor] = {}
+    made: dict[Place, Tensor] = {}
+    wanted = frozenset(wanted)
 
     def tensor_of(place: Place) -> Tensor:
         found = values.get(place)
         if found is None:
-            found = fetch(place, copies if place.memory in todo.last_write else None)
+            found = available.get(place)
+        if found is None:
+            found = given_back(tape, place) if place.unpack else fetch(place, copies if place.memory in todo.last_write else None)
         return found
 
     def made_now(place: Place, tensor: Tensor) -> None:
         values[place] = tensor
-        for handle in wanted.get(place, ()):
-            made[handle] = tensor.clone() if todo.is_written_after(place) else tensor
+        if place in wanted:
+            made[place] = tensor.clone() if todo.is_written_after(place) else tensor
 
     with tape.context, below_autograd(), _Generators() as generators:
         for place in wanted:
-            if place.call is None:
+            if place.is_leaf or place in available:
                 made_now(place, tensor_of(place))
         for step in todo.steps:
             call = step.call
             if call.draw is not None:
                 generators.rewind(call.draw)
-            out = call.op(*_filled(call.args, tensor_of), **_filled_kwargs(call.kwargs, tensor_of))
+            try:
+                args, kwargs = _filled(call.args, tensor_of), _filled_kwargs(call.kwargs, tensor_of)
+            except CheckpointError as error:
+                where = f" in {call.detail.source}" if call.detail is not None else ""
+                raise CheckpointError(f"{error}\nIt is read by {call.op}{where}, which is to run again.") from error
+            out = call.op(*args, **kwargs)
+            del args, kwargs
             results = tuple(flatten(out))
             if len(results) != len(call.outputs):
                 raise CheckpointError(
                     f"{call.op} returned {len(call.outputs)} tensors in the forward and {len(results)} when it was replayed. "
                     "Keep what it returns: fxckpt.register_op(op, recompute=False), or run the region with engine='rerun'."
                 )
-            for place, result in zip(call.outputs, results, strict=True):
-                if place is not None and place.call == step.number and place.carried is None:
-                    made_now(place, result)
+            for ref, result in zip(call.outputs, results, strict=True):
+                asked = ref()
+                if asked is not None and asked in todo.places and asked.call is call and asked.carried is None:
+                    made_now(asked, result)
+            # Or the last result would live on while the next call runs.
+            del out, results, result
             for place in step.carries:
                 assert place.carried is not None
                 made_now(place, tensor_of(place.carried))
@@ -122,32 +180,31 @@ def replay(tape: Tape, handles: Iterable[Handle]) -> dict[Handle, Tensor]:
     return made
 
 
-def program(tape: Tape, wanted: Iterable[Place]) -> Program:
-    """Return what makes ``wanted``."""
-    needed, places = slice_of(tape, wanted)
-    last_read: dict[Place, int] = {}
-    carries: dict[int, list[Place]] = {}
+def program(wanted: Iterable[Place], available: Mapping[Place, Tensor] = NOTHING) -> Program:
+    """Return what makes ``wanted`` of what is ``available``."""
+    needed, places = slice_of(wanted, available)
+    last_read: dict[Place, Call] = {}
+    carries: dict[Call, list[Place]] = {}
     last_write: dict[int, int] = {}
-    calls: dict[int, Call] = {}
-    for number in sorted(needed):
-        call = calls[number] = recorded(tape, number)
+    calls = sorted(needed, key=lambda call: call.number)
+    for call in calls:
         for place in call.reads():
-            last_read[place] = number
+            last_read[place] = call
         for memory in call.writes:
-            last_write[memory] = number
+            last_write[memory] = call.number
     for place in places:
-        if place.is_leaf:
+        if place.call is None or place.kept is not None or place in available:
             continue
-        assert place.call is not None
         last_read.setdefault(place, place.call)
         if place.carried is not None:
             carries.setdefault(place.call, []).append(place)
-            last_read[place.carried] = max(last_read.get(place.carried, -1), place.call)
-    frees: dict[int, list[Place]] = {}
-    for place, number in last_read.items():
-        frees.setdefault(number, []).append(place)
-    steps = tuple(Step(n, call, tuple(carries.get(n, ())), tuple(frees.get(n, ()))) for n, call in calls.items())
-    return Program(steps, last_write)
+            if place.carried not in last_read or last_read[place.carried].number < place.call.number:
+                last_read[place.carried] = place.call
+    frees: dict[Call, list[Place]] = {}
+    for place, call in last_read.items():
+        frees.setdefault(call, []).append(place)
+    steps = tuple(Step(call, tuple(carries.get(call, ())), tuple(frees.get(call, ()))) for call in calls)
+    return Program(steps, last_write, places)
 
 
 def fetch(place: Place, copies: dict[Snapshot, Tensor] | None = None) -> Tensor:
@@ -162,11 +219,22 @@ def fetch(place: Place, copies: dict[Snapshot, Tensor] | None = None) -> Tensor:
         if copies is not None:
             data = copies.setdefault(place.snapshot, data) if place.snapshot in copies else copies.setdefault(place.snapshot, data.clone())
         return laid_out(data, place.geometry)
-    tensor: Tensor = place.kept if place.unpack is None else place.unpack(place.kept)
-    if place.version is not None and place.unpack is None:
+    tensor: Tensor = place.kept
+    if place.version is not None:
         is_rebound = place.storage is not None and place.storage != storage_key(tensor)
         if is_rebound or tensor._version != place.version:
             raise written_since(tensor, place.version, is_rebound=is_rebound)
+    return tensor
+
+
+def given_back(tape: Tape, place: Place) -> Tensor:
+    """Return what the hooks around the region give for a place, asked once in a backward."""
+    tensor = tape.fetched.get(place)
+    if tensor is None:
+        assert place.unpack is not None
+        tensor = place.unpack(place.kept)
+        if tape.run is not None:
+            tape.fetched[place] = tensor
     return tensor
 
 

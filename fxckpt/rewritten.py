@@ -92,10 +92,23 @@ class Rewritten(fx.GraphModule):
         self._of_step.prepare(args, kwargs)
 
     def train(self, mode: bool = True) -> Rewritten:
-        """Set training mode, as any module does."""
-        super().train(mode)
-        self.source.training = mode
+        """Set training mode, as the source does."""
+        if "train" in vars(self.source):
+            # An exported graph has a word of its own to say.
+            self.source.train(mode)
+        else:
+            super().train(mode)
+            self.source.training = mode
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_step" not in self.__dict__:
+                raise
+        # Hooks and callers ask for what the source was given beside its state.
+        return getattr(self.source, name)
 
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
         """Return the code of the step and, once planned, of its forward and backward, with what is saved and what runs again by name."""
@@ -193,8 +206,8 @@ def step_graph(source: nn.Module, step: Callable[..., Any]) -> fx.Graph:
     plain = of_kind(inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     args = tuple(node for _, node in plain)
     kwargs = dict(of_kind(inspect.Parameter.KEYWORD_ONLY))
-    more = next((node for _, node in of_kind(inspect.Parameter.VAR_POSITIONAL)), ())
-    more_kwargs = next((node for _, node in of_kind(inspect.Parameter.VAR_KEYWORD)), {})
+    more: Any = next((node for _, node in of_kind(inspect.Parameter.VAR_POSITIONAL)), ())
+    more_kwargs: Any = next((node for _, node in of_kind(inspect.Parameter.VAR_KEYWORD)), {})
     graph.output(graph.call_function(step, (args, kwargs, more, more_kwargs)))
     return graph
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fxckpt.backend import Backend
 from fxckpt.capture import capture_joint
+from fxckpt.errors import CaptureError
 from fxckpt.interpret import Interpreted
 from fxckpt.plan import Plan
 from fxckpt.signature import Signature, signature_of
@@ -158,7 +159,12 @@ class _FlatCall:
         args, kwargs = unflatten(
             [next(given) if is_tensor else leaf for leaf, is_tensor in zip(self.leaves, self.is_tensor, strict=True)], self.spec
         )
-        leaves, spec = flatten(torch.func.functional_call(self.interpreted, state, args, kwargs))
+        try:
+            result = torch.func.functional_call(self.interpreted, state, args, kwargs)
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors[len(self.names) :])
+            raise CaptureError(f"the module does not run on these inputs ({shapes}): {error}") from error
+        leaves, spec = flatten(result)
         self.results = ([None if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         self.is_result = [isinstance(leaf, Tensor) for leaf in leaves]
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))

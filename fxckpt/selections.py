@@ -117,6 +117,11 @@ class Modules(Policy):
     patterns: tuple[str, ...]
     answer: CheckpointPolicy
 
+    @property
+    def needs_graph(self) -> bool:
+        """Always."""
+        return True
+
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """The answer if the value was made in one of the modules."""
         return self.answer if any(matched_module(value.module, p) is not None for p in self.patterns) else None
@@ -138,6 +143,11 @@ class Names(Policy):
     patterns: tuple[str, ...]
     answer: CheckpointPolicy
     rest: CheckpointPolicy
+
+    @property
+    def needs_graph(self) -> bool:
+        """Always."""
+        return True
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """The answer for the value's name."""

@@ -18,6 +18,11 @@ SAVED, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 class _OfSequence(Policy):
     """A policy that :meth:`bind` makes whole."""
 
+    @property
+    def needs_graph(self) -> bool:
+        """Always."""
+        return True
+
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """Refuse: there is no answer for a value alone."""
         raise InvalidOption(
@@ -68,6 +73,10 @@ class Every(_OfSequence):
             answers.append(SAVED if counts and count % self.n == 0 else AGAIN)
         return Bound(self, tuple(answers))
 
+    def lenient(self) -> Policy:
+        """Make what is counted lenient."""
+        return self if self.of is None else Every(self.n, self.of.lenient())
+
     def __repr__(self) -> str:
         return f"every({self.n})" if self.of is None else f"every({self.n}, of={self.of!r})"
 
@@ -87,6 +96,10 @@ class BlockBoundaries(_OfSequence):
         blocks = [next((m for p in self.patterns if (m := matched_module(value.module, p)) is not None), None) for value in values]
         leaves = {read for value, block in zip(values, blocks, strict=True) for read in value.reads if blocks[read] != block}
         return Bound(self, tuple(None if block is None else SAVED if i in leaves else AGAIN for i, block in enumerate(blocks)))
+
+    def without_match(self, values: Sequence[Value]) -> Policy:
+        """Leave all open."""
+        return Bound(self, (None,) * len(values))
 
     def __repr__(self) -> str:
         return f"block_boundaries({', '.join(map(repr, self.patterns))})"

@@ -7,8 +7,8 @@ A :class:`Place` is one tensor geometry (offset, sizes, strides, dtype) over one
 through them, mean on the tape what they meant to the user: a call that writes a storage ends all its places and begins new ones, carried from the
 old. Storages are told apart by address, and a weak reference keeps a dead one's address from being given to another.
 
-Nothing on the tape refers back to the tape, and places name the call that made them by number: a tape dies with its last handle, without the
-garbage collector.
+A place holds the call that made it, a call holds the places it reads, and nothing holds what comes after it: with the handles that autograd lets go
+of dies all that only they could ask for, without the garbage collector.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxckpt.course import Course
 from fxckpt.errors import CheckpointError
 from fxckpt.passes.decisions import CHOOSING
 from fxckpt.passes.kinds import UNINITIALIZED
@@ -49,8 +50,8 @@ class Kept(enum.IntEnum):
     ON_CPU = 2
 
 
-Keep = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], Kept]
-"""Where the results of an op stay: asked with the op, its arguments and its results after it ran."""
+Keep = Callable[[int, Any, tuple[Any, ...], Mapping[str, Any], Any], Kept | frozenset[int]]
+"""Where the results of an op stay, or which of them do: asked, after it ran, with the number of its call, the op, its arguments and its results."""
 NOTHING_AROUND: AbstractContextManager[None] = nullcontext()
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
@@ -82,7 +83,7 @@ class Traits:
 
     is_random: bool
     dropout: int | None
-    """Position of an argument that is zero where nothing is drawn."""
+    """Position of an argument that is zero where nothing is drawn, or is left out."""
     generator: int | None
     """Position of the generator, if it is not given by keyword."""
     writes: tuple[int | str, ...]
@@ -146,8 +147,8 @@ class Memory:
         self.doubt = doubt
         self.places: dict[Any, Place] = {}
         """The places that nothing has written since, by geometry."""
-        self.writes: list[int] = []
-        """Numbers of the calls that wrote it."""
+        self.writes: list[Call] = []
+        """The calls that wrote it."""
         self.snapshot: Snapshot | None = None
 
 
@@ -163,14 +164,29 @@ class Snapshot:
 class Place:
     """A tensor on the tape, from one write of its storage to the next."""
 
-    __slots__ = ("call", "carried", "geometry", "is_chosen", "is_shared", "kept", "memory", "snapshot", "storage", "unpack", "version")
+    __slots__ = (
+        "__weakref__",
+        "call",
+        "carried",
+        "geometry",
+        "is_chosen",
+        "is_shared",
+        "is_view",
+        "kept",
+        "memory",
+        "needs_grad",
+        "snapshot",
+        "storage",
+        "unpack",
+        "version",
+    )
 
-    def __init__(self, memory: int, geometry: Any, call: int | None, carried: Place | None = None) -> None:
+    def __init__(self, memory: int, geometry: Any, call: Call | None, carried: Place | None = None) -> None:
         self.memory = memory
         """Number of its storage."""
         self.geometry = geometry
         self.call = call
-        """Number of the call that made it, or wrote it last; None: it comes from outside."""
+        """The call that made it, or wrote it last; None: it comes from outside, or is kept."""
         self.carried = carried
         """The same tensor from before that write."""
         self.kept: Any = None
@@ -178,6 +194,8 @@ class Place:
         self.unpack: Unpack | None = None
         self.is_shared = False
         """Whether others can write what is kept."""
+        self.is_view = False
+        """Whether its call made it over a storage that was there."""
         self.is_chosen = False
         """Whether it is kept by choice, not of necessity."""
         self.version: int | None = None
@@ -185,6 +203,8 @@ class Place:
         self.storage: int | None = None
         """Of what is kept, if that is a parameter, which could be given another."""
         self.snapshot: Snapshot | None = None
+        self.needs_grad = False
+        """Whether what comes from outside requires a gradient."""
 
     @property
     def is_leaf(self) -> bool:
@@ -200,20 +220,34 @@ class Draw:
     state: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """What only reports and plans ask of a call."""
+
+    source: str
+    """``"file.py:12"``, the line that called it."""
+    module: str
+    """Path of the module that called it, from the region's own."""
+    paths: tuple[tuple[int, ...], ...]
+    """Where each of its tensors is in what it returned."""
+
+
 class Call:
     """One op as it ran. Tensors among its arguments are :class:`Place`."""
 
-    __slots__ = ("args", "draw", "kwargs", "op", "outputs", "source", "writes")
+    __slots__ = ("__weakref__", "args", "detail", "draw", "kwargs", "number", "op", "outputs", "writes")
 
-    def __init__(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, draw: Draw | None) -> None:
+    def __init__(self, number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, draw: Draw | None) -> None:
+        self.number = number
+        """How many calls came before it."""
         self.op = op
         self.args = args
         self.kwargs = kwargs
         self.draw = draw
-        self.outputs: tuple[Place | None, ...] = ()
+        self.outputs: tuple[weakref.ref[Place], ...] = ()
         self.writes: tuple[int, ...] = ()
         """Numbers of the storages that it writes."""
-        self.source = ""
+        self.detail: Detail | None = None
 
     def reads(self) -> Iterator[Place]:
         """Yield the places among the arguments."""
@@ -233,31 +267,71 @@ def _places(given: Any) -> Iterator[Place]:
 class Handle:
     """What autograd holds in place of a tensor."""
 
-    __slots__ = ("__weakref__", "cached", "place", "tape")
+    __slots__ = ("__weakref__", "cached", "place", "tape", "time")
 
-    def __init__(self, tape: Tape, place: Place) -> None:
+    def __init__(self, tape: Tape, place: Place, time: int) -> None:
         self.tape = tape
         self.place = place
+        self.time = time
+        """How many calls came before: it is a result of the last of them, or an argument of the next."""
         self.cached: Tensor | None = None
 
 
 class Tape:
-    """What a region did. ``calls`` has None for what no backward can ask for."""
+    """What the handles of one region have in common."""
 
-    __slots__ = ("__weakref__", "calls", "context", "handles", "lock", "run")
+    __slots__ = ("__weakref__", "context", "fetched", "handles", "is_made", "lock", "replay", "run")
 
     def __init__(self, context: AbstractContextManager[Any]) -> None:
         self.context = context
         """What a replay runs under."""
-        self.calls: list[Call | None] = []
         self.handles: list[weakref.ref[Handle]] = []
         self.lock = threading.RLock()
         self.run: Any = None
         """The backward that the cached tensors of the handles belong to."""
+        self.is_made = False
+        """Whether it has made them."""
+        self.fetched: dict[Place, Tensor] = {}
+        """What the hooks around the region gave back in that backward: some give only once."""
+        self.replay: PlannedReplay | None = None
+        """How a plan has it go; None: all is made at the first question."""
 
     def live(self) -> list[Handle]:
         """Return the handles that autograd still holds."""
         return [handle for ref in self.handles if (handle := ref()) is not None]
+
+
+class PlannedReplay:
+    """A replay that goes by a plan, as far as it went.
+
+    Handles are told by the call that filled what they look at, and by where the backward asks for them. ``written`` are the numbers of the
+    storages that calls of the region write: what is in those is made anew whenever it is asked for.
+    """
+
+    __slots__ = ("calls", "course", "done", "held_until", "made", "positions", "roots", "written")
+
+    def __init__(self, course: Course, handles: Sequence[Handle], calls: Iterable[Call], written: frozenset[int]) -> None:
+        self.course = course
+        self.written = written
+        due = {rerun.call for rerun in course.reruns}
+        self.calls = {call.number: weakref.ref(call) for call in calls if call.number in due}
+        self.roots: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
+        self.positions: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
+        packed: set[tuple[int, int]] = set()
+        for handle in handles:
+            root = self.roots[handle] = root_of(handle.place)
+            self.positions[handle] = course.position(handle.time, root, is_second=(handle.time, root) in packed)
+            packed.add((handle.time, root))
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what a backward has made."""
+        self.done = 0
+        """How many of the course's reruns it had."""
+        self.made: dict[Place, Tensor] = {}
+        """What later reruns read."""
+        self.held_until: dict[Place, int] = {}
+        """The last of them, for each."""
 
 
 class Recorder(TorchDispatchMode):
@@ -265,7 +339,7 @@ class Recorder(TorchDispatchMode):
 
     ``keep`` says which results stay in memory; ``around`` are the hooks for saved tensors that were in force around the region: what the tape
     holds goes through them, so that offloading and an outer region see it. ``keep_draws`` keeps random results, in place of the generator's state.
-    With ``check_versions``, a write to what the tape holds is an error at the replay. ``locate`` says where in the user's code an op runs.
+    With ``check_versions``, a write to what the tape holds is an error at the replay. ``locate`` says in which line and module an op runs.
     """
 
     supports_higher_order_operators = True
@@ -277,10 +351,14 @@ class Recorder(TorchDispatchMode):
         around: Hooks | None = None,
         keep_draws: bool = False,
         check_versions: bool = True,
-        locate: Callable[[], str] | None = None,
+        locate: Callable[[], tuple[str, str]] | None = None,
         replay_context: AbstractContextManager[Any] = NOTHING_AROUND,
     ) -> None:
         self.tape = Tape(replay_context)
+        self.count = 0
+        """Of the calls so far."""
+        self.calls: list[Call] = []
+        """The calls, where there is a ``keep`` or a ``locate``: they are about to be planned or shown."""
         self._keep = keep
         self._around = around
         self._keep_draws = keep_draws
@@ -289,6 +367,8 @@ class Recorder(TorchDispatchMode):
         self._memories: dict[int, Memory] = {}
         self._remembered: list[int] = []
         self._objects: list[Tensor] = []
+        self._unsettled: list[Place] = []
+        self._held: list[Place] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -301,29 +381,36 @@ class Recorder(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> Handle:
         """Return what autograd is to hold in place of a tensor."""
+        if self._unsettled:
+            self._settle()
         tape = self.tape
-        handle = Handle(tape, self._place(tensor))
+        place = self._place(tensor)
+        if place.is_view and place.kept is None and base_of(place).kept is not None:
+            # A view of what is held anyway costs nothing, and nothing has to make it again.
+            self._hold(place, tensor)
+        handle = Handle(tape, place, self.count)
         tape.handles.append(weakref.ref(handle))
         return handle
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and write it down."""
+        if self._unsettled:
+            self._settle()
         known = traits_of(func)
         if not known.is_plain or kwargs:
             return self._run(known, func, args, kwargs or {})
         # What follows is _run for ops that draw nothing, write nothing, and leave no doubt: nearly all there are.
         placed = tuple([self._place(a) if isinstance(a, Tensor) else self._placed(a) if type(a) is list else a for a in args])
         out = func(*args)
-        tape = self.tape
-        number = len(tape.calls)
-        call = Call(func, placed, kwargs, None)
-        tape.calls.append(call)
+        call = Call(self.count, func, placed, kwargs, None)
+        self.count += 1
         if isinstance(out, Tensor):
-            call.outputs = (self._made(out, number, CERTAIN),)
+            places = [self._made(out, call, CERTAIN)]
         else:
-            call.outputs = tuple([self._made(t, number, CERTAIN) for t in flatten(out)])
+            places = [self._made(t, call, CERTAIN) for t in flatten(out)]
+        call.outputs = tuple([weakref.ref(place) for place in places])
         if self._keep is not None or self._locate is not None:
-            self._ask(call, func, args, {}, out)
+            self._ask(call, places, args, {}, out)
         return out
 
     def _run(self, known: Traits, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -332,7 +419,7 @@ class Recorder(TorchDispatchMode):
         placed_kwargs = {name: self._placed(value, reads) for name, value in kwargs.items()}
         draw = None
         never_twice = known.never_twice
-        if known.is_random and (known.dropout is None or len(args) <= known.dropout or args[known.dropout] != 0.0):
+        if known.is_random and (known.dropout is None or (known.dropout < len(args) and args[known.dropout] != 0.0)):
             if self._keep_draws:
                 never_twice = True
             else:
@@ -340,53 +427,86 @@ class Recorder(TorchDispatchMode):
                 draw = Draw(generator, generator.get_state())
         written = self._before_writes(known, args, kwargs) if known.writes else ()
         out = op(*args, **kwargs)
-        call = Call(op, placed, placed_kwargs, draw)
-        number = len(self.tape.calls)
-        self.tape.calls.append(call)
+        call = Call(self.count, op, placed, placed_kwargs, draw)
+        self.count += 1
         if written:
             call.writes = tuple([memory.number for memory, _ in written])
             for memory, is_whole in written:
                 doubt = OPAQUE if never_twice else _doubt_after(memory, is_whole=is_whole and known.overwrites)
-                self._after_write(memory, number, doubt)
+                self._after_write(memory, call, doubt)
         doubt = OPAQUE if never_twice else known.doubt
-        call.outputs = tuple([self._made(t, number, doubt) for t in flatten(out)])
-        self._ask(call, op, args, kwargs, out)
+        places = [self._made(t, call, doubt) for t in flatten(out)]
+        call.outputs = tuple([weakref.ref(place) for place in places])
+        if self._keep is not None or self._locate is not None:
+            self._ask(call, places, args, kwargs, out)
+        if written:
+            self._unsettled.extend(place for memory, _ in written for place in memory.places.values() if place.is_shared)
         return out
 
-    def _ask(self, call: Call, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Ask whether the results of an op are kept, and where it ran."""
+    def _settle(self) -> None:
+        """Read the versions of what a call wrote: autograd counts a write after it, which is after it was written down."""
+        for place in self._unsettled:
+            if place.version is not None and isinstance(place.kept, Tensor):
+                place.version = place.kept._version
+        self._unsettled.clear()
+
+    def _ask(self, call: Call, places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Ask whether the results of a call are kept, and where it ran."""
+        self.calls.append(call)
         if self._locate is not None:
-            call.source = self._locate()
-        if self._keep is None or not traits_of(op).reads:
+            call.detail = Detail(*self._locate(), tuple(paths(out)))
+        if self._keep is None or not traits_of(call.op).reads:
             return
-        where = self._keep(op, args, kwargs, out)
-        for place, tensor in zip(call.outputs, flatten(out), strict=True):
-            if where and place is not None and place.kept is None:
+        where = self._keep(call.number, call.op, args, kwargs, out)
+        for i, (place, tensor) in enumerate(zip(places, flatten(out), strict=True)):
+            if (where if isinstance(where, Kept) else i in where) and place.kept is None:
                 self._hold(place, tensor)
                 place.is_chosen = True
                 if where is Kept.ON_CPU:
                     offload(place)
 
-    def finish(self) -> Tape:
-        """End the recording: what no handle can ask for is dropped, and what stays goes through the hooks around the region."""
+    def places_of(self, tensors: Iterable[Tensor]) -> list[Place]:
+        """Return the places of tensors that the region made or took."""
+        return [self._place(tensor, reads=False) for tensor in tensors]
+
+    def latest(self, kept: Mapping[int, frozenset[int]]) -> set[Place]:
+        """Return the places of results, of each call by position; where they were written since, the places that this began."""
+        memories = {memory.number: memory for memory in self._memories.values()}
+        found = {place for call in self.calls for i in kept.get(call.number, ()) if (place := call.outputs[i]()) is not None}
+        return {memories[place.memory].places[place.geometry] for place in found}
+
+    def keep_only(self, made: Mapping[Place, Tensor]) -> None:
+        """Keep by choice what was made again, and nothing else; nobody else has it."""
+        for place in self._held:
+            if place.is_chosen and place not in made:
+                place.kept, place.is_shared, place.is_chosen, place.version = None, False, False, None
+        for place, tensor in made.items():
+            if place.kept is None:
+                place.kept = tensor
+                self._held.append(place)
+
+    def finish(self, course: Course | None = None) -> None:
+        """End the recording: what no handle can ask for dies, and what stays goes through the hooks around the region."""
         tape = self.tape
-        forget_storage(self._remembered)
+        self._settle()
+        if course is not None:
+            written = frozenset(number for call in self.calls for number in call.writes)
+            tape.replay = PlannedReplay(course, tape.live(), self.calls, written)
+        for place in self._held:
+            if place.kept is not None:
+                place.call = place.carried = None
+        self.calls.clear()
+        self._held.clear()
         for memory in self._memories.values():
             memory.places.clear()
         self._memories.clear()
         self._objects.clear()
-        needed, places = slice_of(tape, [handle.place for handle in tape.live()])
-        for number, call in enumerate(tape.calls):
-            if number not in needed:
-                tape.calls[number] = None
-            elif call is not None:
-                call.outputs = tuple([place if place in places else None for place in call.outputs])
+        forget_storage(self._remembered)
         if self._around is not None:
             pack, unpack = self._around
-            for place in places:
+            for place in slice_of(handle.place for handle in tape.live())[1]:
                 if place.kept is not None and place.unpack is None:
                     place.kept, place.unpack = pack(place.kept), unpack
-        return tape
 
     def _placed(self, given: Any, reads: bool = True) -> Any:
         """Return an argument with its tensors replaced by their places."""
@@ -410,7 +530,7 @@ class Recorder(TorchDispatchMode):
         memory = self._memories.get(key)
         if memory is None:
             memory = self._add_memory(key, tensor, is_external=True, doubt=CERTAIN)
-        geometry = (
+        geometry: Any = (
             (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()) if key > 0 else None
         )
         try:
@@ -429,22 +549,24 @@ class Recorder(TorchDispatchMode):
         place = Place(memory.number, geometry, None)
         if memory.snapshot is not None:
             place.snapshot = memory.snapshot
-            for number in memory.writes:
-                place = Place(memory.number, geometry, number, carried=place)
+            for call in memory.writes:
+                place = Place(memory.number, geometry, call, carried=place)
         else:
             self._hold(place, tensor)
+            place.needs_grad = tensor.requires_grad
             if not memory.is_external:
                 memory.doubt = OPAQUE
         memory.places[geometry] = place
         return place
 
-    def _made(self, tensor: Tensor, call: int, doubt: int) -> Place:
+    def _made(self, tensor: Tensor, call: Call, doubt: int) -> Place:
         """Return the place of a result."""
         key = storage_key(tensor)
         memory = self._memories.get(key)
+        is_view = memory is not None
         if memory is None:
             memory = self._add_memory(key, tensor, is_external=False, doubt=doubt)
-        geometry = (
+        geometry: Any = (
             (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()) if key > 0 else None
         )
         try:
@@ -454,12 +576,15 @@ class Recorder(TorchDispatchMode):
             place = memory.places.get(geometry)
         if place is None:
             place = memory.places[geometry] = Place(memory.number, geometry, call)
+            place.is_view = is_view
         return place
 
     def _hold(self, place: Place, tensor: Tensor) -> None:
         """Keep a tensor as it is now: an alias, until a call on the tape writes it."""
         place.kept = share_version(tensor)
         place.is_shared = True
+        if place.call is not None:
+            self._held.append(place)
         if self._check_versions and not tensor.is_inference():
             place.version = tensor._version
             place.storage = storage_key(tensor) if place.kept is tensor else None
@@ -482,9 +607,10 @@ class Recorder(TorchDispatchMode):
                 place.kept, place.is_shared, place.version = None, False, None
                 place.snapshot = memory.snapshot
             elif place.is_shared and not place.is_chosen:
-                place.kept, place.is_shared, place.version = place.kept.clone(), False, None
+                # What the tape can make again is not held; what it cannot is held as it was.
+                place.kept, place.is_shared, place.version = place.kept.clone() if memory.doubt else None, False, None
 
-    def _after_write(self, memory: Memory, call: int, doubt: int) -> None:
+    def _after_write(self, memory: Memory, call: Call, doubt: int) -> None:
         """End the places of a storage, and begin those that follow."""
         memory.writes.append(call)
         memory.doubt = doubt
@@ -516,33 +642,41 @@ def offload(place: Place) -> None:
     place.unpack = lambda tensor: tensor.to(device)
 
 
-def recorded(tape: Tape, number: int) -> Call:
-    """Return a call of a tape."""
-    call = tape.calls[number]
-    assert call is not None, "dropped as nothing that a handle can ask for"
-    return call
+def base_of(place: Place) -> Place:
+    """Return the place that a place is a view of, or a view of a view of."""
+    while place.is_view and place.call is not None:
+        base = next((read for read in place.call.reads() if read.memory == place.memory), None)
+        if base is None:
+            break
+        place = base
+    return place
 
 
-def slice_of(tape: Tape, wanted: Iterable[Place]) -> tuple[set[int], set[Place]]:
-    """Return the numbers of the calls that make ``wanted``, and all the places on the way there."""
-    needed: set[int] = set()
-    seen: set[Place] = set()
+def root_of(place: Place) -> int:
+    """Return the number of the call that filled what a place looks at; -1 for what comes from outside."""
+    call = base_of(place).call
+    return -1 if call is None else call.number
+
+
+def slice_of(wanted: Iterable[Place], available: Container[Place] = ()) -> tuple[set[Call], Collection[Place]]:
+    """Return the calls that make ``wanted`` of what is ``available``, and all the places on the way there, in the same order every time."""
+    needed: set[Call] = set()
+    seen: dict[Place, None] = {}
     stack = list(wanted)
     while stack:
         place = stack.pop()
         if place in seen:
             continue
-        seen.add(place)
-        if place.is_leaf:
+        seen[place] = None
+        call = place.call
+        if place.kept is not None or call is None or place in available:
             continue
-        number = place.call
-        assert number is not None
         if place.carried is not None:
             stack.append(place.carried)
-        if number not in needed:
-            needed.add(number)
-            stack.extend(recorded(tape, number).reads())
-    return needed, seen
+        if call not in needed:
+            needed.add(call)
+            stack.extend(call.reads())
+    return needed, seen.keys()
 
 
 def flatten(out: Any) -> Iterator[Tensor]:
@@ -552,6 +686,15 @@ def flatten(out: Any) -> Iterator[Tensor]:
     elif isinstance(out, (tuple, list)):
         for item in out:
             yield from flatten(item)
+
+
+def paths(out: Any, at: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """Yield where each tensor that :func:`flatten` yields is."""
+    if isinstance(out, Tensor):
+        yield at
+    elif isinstance(out, (tuple, list)):
+        for i, item in enumerate(out):
+            yield from paths(item, (*at, i))
 
 
 def _written(args: tuple[Any, ...], kwargs: Mapping[str, Any], where: int | str) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, Unsupported
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._higher_order_ops.effects import _get_effect
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -149,7 +149,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 def remember_storage(tensor: torch.Tensor) -> int:
     """Keep the address of a tensor's storage from being given to another, though the storage itself may die; undone by :func:`forget_storage`."""
-    return int(tensor.untyped_storage()._weak_ref())
+    reference: Any = tensor.untyped_storage()._weak_ref()
+    return int(reference)
 
 
 def forget_storage(remembered: list[int]) -> None:
@@ -259,6 +260,37 @@ def is_traced() -> bool:
 def is_transformed() -> bool:
     """Return whether a ``torch.func`` transform is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextlib.contextmanager
+def modules_of(function: Callable[..., Any]) -> Iterator[Callable[[], str]]:
+    """Yield what tells the path of the module that is running, from the module that ``function`` is, is a method of, or closes over."""
+    root = _module_behind(function)
+    names = {} if root is None else {module: name for name, module in root.named_modules()}
+    stack: list[str] = []
+
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        stack.append(names.get(module, stack[-1] if stack else ""))
+
+    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+        stack.pop()
+
+    hooks = torch.nn.modules.module
+    entering = hooks.register_module_forward_pre_hook(enter)
+    leaving = hooks.register_module_forward_hook(leave, always_call=True)
+    try:
+        yield lambda: stack[-1] if stack else ""
+    finally:
+        entering.remove()
+        leaving.remove()
+
+
+def _module_behind(function: Any) -> torch.nn.Module | None:
+    while isinstance(function, partial):
+        function = function.func
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    candidates = [function, getattr(function, "__self__", None), *cells]
+    return next((c for c in candidates if isinstance(c, torch.nn.Module)), None)
 
 
 def calling_line() -> str:
@@ -408,6 +440,11 @@ def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
     return inline_invoke_subgraph(gm)
 
 
+def is_cut_short(gm: fx.GraphModule) -> bool:
+    """Return whether a Dynamo graph ends at a graph break: more of the model is in other graphs."""
+    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+
+
 def make_boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an inner compiler so that what it returns takes its arguments in a list (AOTAutograd's fast convention)."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -444,7 +481,23 @@ def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> 
     newer = {"recompile_limit": 64, "isolate_recompiles": True}
     known = inspect.signature(torch.compile).parameters
     options: dict[str, Any] = {name: value for name, value in newer.items() if name in known}
-    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False, **options)
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False, **options)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except Unsupported as error:
+            raise no_whole_graph(error) from error
+
+    return run
+
+
+def no_whole_graph(error: Unsupported) -> CaptureError:
+    """Return the error for a model that Dynamo cannot capture as one graph."""
+    return CaptureError(
+        f"the model does not capture as one graph: {error}\n"
+        "Remove the graph break, or compile with fxckpt.Backend and read backend.plans: one plan a graph."
+    )
 
 
 @contextlib.contextmanager
@@ -470,6 +523,27 @@ class _CaptureDone(ShortenTraceback):
 def leave_capture() -> NoReturn:
     """Abandon the compile that :func:`capture_whole` began, with success."""
     raise _CaptureDone(first_useful_frame=None)
+
+
+def trace_joint(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], receive: Callable[..., Any]) -> None:
+    """Give the joint graph of ``gm`` on fake inputs to ``receive``, which is called as a partition function; nothing is executed.
+
+    Raises :class:`CaptureError` where torch cannot trace it. ``receive`` is not called where no output needs a gradient.
+    """
+
+    def partition(joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any) -> NoReturn:
+        receive(joint, num_fwd_outputs)
+        leave_capture()
+
+    compile_graph = aot_autograd(fw_compiler=boxed, inference_compiler=boxed, partition_fn=partition, keep_inference_input_mutations=True)
+    try:
+        compile_graph(gm, list(inputs))
+    except _CaptureDone:
+        return
+    except FxckptError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"torch could not trace the gradient of the region: {type(error).__name__}: {error}") from error
 
 
 class _PlacedFakeTensorMode(FakeTensorMode):
@@ -498,7 +572,7 @@ def capture_whole(
     """
     import copy
 
-    from torch._dynamo.exc import TorchDynamoException, Unsupported
+    from torch._dynamo.exc import TorchDynamoException
     from torch._subclasses.fake_tensor import FakeCopyMode
     from torch.utils import _pytree as pytree
 
@@ -523,10 +597,7 @@ def capture_whole(
     except _CaptureDone:
         return
     except Unsupported as error:
-        raise CaptureError(
-            f"the model does not capture as one graph: {error}\n"
-            "Remove the graph break, or compile with fxckpt.Backend and read backend.plans: one plan a graph."
-        ) from error
+        raise no_whole_graph(error) from error
     except TorchDynamoException as error:
         if isinstance(error, FxckptError):
             raise

@@ -1,6 +1,7 @@
 """Values: the forward of a program as policies see it.
 
-One :class:`~fxckpt.policy.Value` an op, in the order of the forward; what only the backward asks for is among them. Views are none.
+One :class:`~fxckpt.policy.Value` an op that was traced in the forward, in its order. Views are none, and neither is what autograd's formulas compute
+of forward values (``cos`` for ``sin``): an eager step makes it in the backward.
 """
 
 from __future__ import annotations
@@ -14,18 +15,24 @@ from torch import fx
 from fxckpt.passes.facts import Facts
 from fxckpt.passes.kinds import tensors
 from fxckpt.passes.normalize import NAME
+from fxckpt.passes.program import Side
 from fxckpt.passes.step import module_path, source_line
 from fxckpt.policy import Value
-from fxckpt.torch_private import size_hint
+from fxckpt.torch_private import partitioner_tag, size_hint
 
 
 def values_of(facts: Facts) -> list[Value]:
     """Return the values of a program."""
     program = facts.program
     came_before: Counter[Any] = Counter()
-    values = []
-    for position, op in enumerate(program.ops):
+    values: list[Value] = []
+    place: dict[int, int] = {}
+    """Position by index of the op."""
+    for index, op in enumerate(program.ops):
         node = facts.op_node[op.name]
+        if op.side is not Side.FORWARD and partitioner_tag(node) in ("is_backward", "must_be_in_backward"):
+            continue
+        place[index] = len(values)
         first = next(tensors(node.meta.get("val")), None)
         values.append(
             Value(
@@ -41,8 +48,8 @@ def values_of(facts: Facts) -> list[Value]:
                 args=fx.map_arg(node.args, _value),
                 kwargs=fx.map_arg(node.kwargs, _value),
                 output=node.meta.get("val"),
-                position=position,
-                reads=tuple(dict.fromkeys(p for s in op.reads if (p := program.producers[s]) >= 0)),
+                position=place[index],
+                reads=tuple(dict.fromkeys(place[p] for s in op.reads if (p := program.producers[s]) in place)),
                 node=op.name,
             )
         )

@@ -1,0 +1,40 @@
+"""Hugging Face: ``transformers`` models whose gradient checkpointing is fxckpt's."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fxckpt.checkpoint import checkpoint
+from fxckpt.errors import InvalidOption
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def patch_transformers(model: M, **options: Any) -> M:
+    """Turn gradient checkpointing on in a ``transformers`` model, by :func:`fxckpt.checkpoint` with ``options``; return the model.
+
+    Every block that the model checkpoints is a region. Parameter names, and what is saved to disk, stay as they are;
+    ``model.gradient_checkpointing_disable()`` undoes it. Raises :class:`InvalidOption` for a model without gradient checkpointing.
+
+    Examples
+    --------
+    >>> import transformers, fxckpt
+    >>> config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=11, bos_token_id=0, eos_token_id=0)
+    >>> model = fxckpt.patch_transformers(transformers.GPT2LMHeadModel(config))
+    >>> model.is_gradient_checkpointing
+    True
+    """
+    if not getattr(model, "supports_gradient_checkpointing", False) or not hasattr(model, "gradient_checkpointing_enable"):
+        raise InvalidOption(
+            f"{type(model).__name__} is no transformers model with gradient checkpointing. "
+            "Wrap the calls of its blocks yourself: x = fxckpt.checkpoint(block, x)."
+        )
+    enable: Any = model.gradient_checkpointing_enable
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            setattr(module, "_gradient_checkpointing_func", functools.partial(checkpoint, **options))  # noqa: B010
+    return model

@@ -1,0 +1,114 @@
+"""Plans of regions: what an eager region keeps, and when what it does not keep runs again.
+
+The first call of a region is recorded with its results held, so that its tape, as a graph, can be planned by the compile door's own planner and
+policies; a plan is then a :class:`Course` for this call and for later ones that go the same way, op by op and shape by shape.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxckpt.course import Consumer, Course, Rerun, Seen
+from fxckpt.passes.facts import Facts
+from fxckpt.passes.normalize import normalize
+from fxckpt.pipeline import Planner
+from fxckpt.plan import Decision, Plan
+from fxckpt.tape import Call, Place
+from fxckpt.tape_graph import CALL, graph_of
+from fxckpt.torch_private import trace_joint
+
+
+def course_of(calls: Sequence[Call], outputs: Sequence[Place], did: Sequence[Seen], planner: Planner) -> Course | None:
+    """Return the course of a region whose calls are given; None if nothing in it has a gradient.
+
+    Raises :class:`BudgetInfeasible`, :class:`PolicyConflict` and what else planning raises, and :class:`CaptureError`.
+    """
+    graph = graph_of(calls, outputs)
+    found: list[tuple[fx.GraphModule, int]] = []
+    inputs = graph.fake_inputs()
+    with torch.enable_grad():
+        trace_joint(_calling(graph.module, len(inputs)), inputs, lambda joint, n: found.append((joint, n)))
+    if not found:
+        return None
+    joint, num_fwd_outputs = found[0]
+    normalize(joint)
+    facts, plan = planner.plan(joint, num_fwd_outputs=num_fwd_outputs)
+    return Course(
+        plan=plan,
+        seen=tuple(did),
+        kept=_kept(facts, plan, calls),
+        reruns=_reruns(facts, plan),
+        consumers=_consumers(facts),
+        end=len(facts.program.backward),
+    )
+
+
+def _calling(module: fx.GraphModule, inputs: int) -> fx.GraphModule:
+    """Return a graph of one call, of ``module`` node by node under its metadata."""
+
+    def region(*tensors: Tensor) -> Any:
+        with fx.traceback.preserve_node_meta():
+            return fx.Interpreter(module).run(*tensors)
+
+    graph = fx.Graph()
+    graph.output(graph.call_function(region, tuple(graph.placeholder(f"input_{i}") for i in range(inputs))))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _number(node: fx.Node) -> int:
+    """Return the number of the call that a node is, or is a part of; -1 for none."""
+    number = node.meta.get("custom", {}).get(CALL, -1)
+    return number if isinstance(number, int) else -1
+
+
+def _kept(facts: Facts, plan: Plan, calls: Sequence[Call]) -> dict[int, frozenset[int]]:
+    kept: dict[int, set[int]] = {}
+    by_number = {call.number: call for call in calls}
+    for row in plan.rows:
+        node = facts.owner.get(row.name)
+        if row.decision is not Decision.SAVED or node is None or _number(node) < 0:
+            continue
+        call = by_number[_number(node)]
+        path = (node.args[1],) if node.target is operator.getitem else ()
+        paths = () if call.detail is None else call.detail.paths
+        kept.setdefault(_number(node), set()).update([paths.index(path)] if path in paths else range(len(call.outputs)))
+    return {number: frozenset(which) for number, which in kept.items()}
+
+
+def _reruns(facts: Facts, plan: Plan) -> tuple[Rerun, ...]:
+    program = facts.program
+    position = {op.name: i for i, op in enumerate(program.backward)}
+    op_of = {op.name: op for op in program.ops}
+    end = len(program.backward)
+    starts = [position.get(run.before, end) for run in plan.schedule]
+    last_reader = list(range(len(starts)))
+    until = [end] * len(starts)
+    latest: dict[str, int] = {}
+    for i, run in enumerate(plan.schedule):
+        for storage in op_of[run.name].reads:
+            producer = program.storages[storage].producer
+            if producer >= 0 and (maker := program.ops[producer].name) in latest:
+                last_reader[latest[maker]] = i
+        if run.name in latest:
+            until[latest[run.name]] = starts[i]
+        latest[run.name] = i
+    numbers = [_number(facts.op_node[run.name]) for run in plan.schedule]
+    return tuple(map(Rerun, numbers, starts, last_reader, until))
+
+
+def _consumers(facts: Facts) -> dict[int, Consumer]:
+    program = facts.program
+    nodes = {node.name: node for node in facts.tangent_closure}
+    position: dict[int, int] = {}
+    roots: dict[int, set[int]] = {}
+    for i, op in enumerate(program.backward):
+        number = _number(nodes[op.name]) if op.name in nodes else -1
+        producers = [program.storages[s].producer for s in op.reads]
+        position[number] = i
+        roots.setdefault(number, set()).update(_number(facts.op_node[program.ops[p].name]) for p in producers if p >= 0)
+    return {number: Consumer(position[number], frozenset(roots[number])) for number in position if number >= 0}

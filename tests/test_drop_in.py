@@ -1,0 +1,334 @@
+"""``fxckpt.X`` in place of ``torch.utils.checkpoint.X``: names, options, selective policies, segments, compiled callers, transformers, DDP."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint as torchs
+import transformers as hf
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxckpt
+from fxckpt import CheckpointPolicy as Policy
+from fxckpt import create_selective_checkpoint_contexts as selective
+from tests.steps import differing, outcome
+from tests.test_checkpoint import ops_of_the_backward, plain, step
+
+aten = torch.ops.aten
+
+
+def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Policy:
+    return Policy.MUST_SAVE if op is aten.mm.default else Policy.PREFER_RECOMPUTE
+
+
+def two_products(x: Tensor, w: Tensor) -> Tensor:
+    return F.dropout((x @ w).sin() @ w, 0.3).exp()
+
+
+@pytest.mark.parametrize("name", torchs.__all__)
+def test_every_name_of_torchs_module_is_here(name: str) -> None:
+    from fxckpt import checkpoint as _  # noqa: F401  the function, not the module
+
+    assert callable(getattr(fxckpt, name)) or name == "SAC_IGNORED_OPS"
+    ours = __import__("sys").modules["fxckpt.checkpoint"]
+    assert getattr(ours, name) is getattr(fxckpt, name)
+
+
+def test_every_option_of_torchs_checkpoint_is_taken() -> None:
+    x = torch.randn(4, requires_grad=True)
+    options = {"use_reentrant": True, "preserve_rng_state": True, "determinism_check": "none", "debug": True, "early_stop": False}
+    assert torch.equal(fxckpt.checkpoint(torch.sin, x, context_fn=torchs.noop_context_fn, **options), x.sin())
+
+
+@pytest.mark.parametrize(
+    "call, told",
+    [
+        (lambda x: fxckpt.checkpoint(3, x), "int is neither"),
+        (lambda x: fxckpt.checkpoint(torch.sin, x, determinism_check="strict"), "'default', 'none'"),
+        (lambda x: fxckpt.checkpoint(torch.sin, x, engine="tape"), "'replay', 'rerun'"),
+        (lambda x: fxckpt.checkpoint(lambda x: x.sin(), x, budegt=0.5), "did you mean budget"),
+        (lambda x: fxckpt.checkpoint(torch.sin, x, budget=-1), "budget"),
+        (lambda x: fxckpt.checkpoint(torch.sin, x, budget=0.5, engine="rerun"), "engine='replay'"),
+        (lambda x: fxckpt.checkpoint(torch.sin, x, policy=3), "not a policy"),
+        (lambda x: fxckpt.checkpoint(torch.sin, x, policy=lambda *a, **k: "save"), "returned 'save'"),
+        (lambda x: fxckpt.checkpoint(torch.sin, x, context_fn=lambda: selective(lambda *a, **k: 7)), "returned 7"),
+        (lambda x: fxckpt.checkpoint(torch.sin, x, context_fn=lambda: selective([aten.mm.default]), budget=0.5), "both say"),
+        (lambda x: fxckpt.checkpoint_sequential([torch.sin], 2, x), "from 1 to 1"),
+        (lambda x: fxckpt.checkpoint_sequential([torch.sin], True, x), "from 1 to 1"),
+        (lambda x: fxckpt.checkpoint_sequential([], 1, x), "not empty"),
+        (lambda x: fxckpt.checkpoint_sequential([torch.sin], 1, x, budegt=1), "budegt"),
+        (lambda x: fxckpt.checkpoint_sequential([torch.sin] * 4, 2, x, budget=0.5), "segments='auto'"),
+        (lambda x: fxckpt.patch_transformers(nn.Linear(2, 2)), "Linear is no transformers model"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_a_way_out(call: Callable[[Tensor], Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        call(torch.randn(4, requires_grad=True))
+
+
+def test_an_error_of_the_function_is_its_own() -> None:
+    def region(x: Tensor) -> Tensor:
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        fxckpt.checkpoint(region, torch.randn(4))
+
+
+# --- selective policies of torch's form ---
+
+
+def with_policy(policy: Any, **options: Any) -> Callable[..., Any]:
+    return functools.partial(fxckpt.checkpoint, context_fn=functools.partial(selective, policy, **options))
+
+
+SELECTIVE = {
+    "function": save_products,
+    "ops": [aten.mm.default],
+    "bool": lambda ctx, op, *args, **kwargs: op is aten.mm.default,
+    "offloaded": lambda ctx, op, *args, **kwargs: Policy.MUST_CPU_OFFLOAD if op is aten.mm.default else Policy.MUST_RECOMPUTE,
+    "composed": fxckpt.policies.save_ops(aten.mm) | fxckpt.policies.recompute_all,
+}
+
+
+@pytest.mark.parametrize("policy", SELECTIVE.values(), ids=SELECTIVE)
+def test_a_selective_policy_says_what_does_not_run_again(policy: Any) -> None:
+    checkpoint = with_policy(policy)
+    assert differing(step(two_products, plain, twice=True), step(two_products, checkpoint, twice=True)) == []
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    ran = ops_of_the_backward(checkpoint(two_products, x, w))
+    # Each product has a gradient product of its own; neither runs again.
+    assert (ran["mm"], ran["sin"], ran["exp"]) == (2, 0, 1)
+
+
+def test_a_selective_region_takes_a_second_backward() -> None:
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    out = with_policy(save_products)(two_products, x, w).sum()
+    first, second = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_kept_value_may_be_written_in_the_region() -> None:
+    region = lambda x, w: F.relu(x @ w, inplace=True).mul(x)  # noqa: E731
+    checkpoint = with_policy(save_products)
+    assert differing(step(region, plain), step(region, checkpoint)) == []
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    assert ops_of_the_backward(checkpoint(region, x, w))["relu_"] == 0
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_kept_value_written_after_the_region(allowed: bool) -> None:
+    leaked: list[Tensor] = []
+
+    def region(x: Tensor, w: Tensor) -> Tensor:
+        leaked.append((x @ w).detach())
+        return leaked[-1].sin() * x.sin() + (x @ w).exp()
+
+    every = with_policy(lambda ctx, op, *args, **kwargs: Policy.MUST_SAVE, allow_cache_entry_mutation=allowed)
+    out = every(region, torch.randn(4, 4, requires_grad=True), torch.randn(4, 4))
+    saved = out.grad_fn
+    assert saved is not None
+    leaked[0].add_(1)
+    out.sum().backward()
+
+
+def test_policies_that_need_the_whole_are_told_where_to_go() -> None:
+    with pytest.raises(fxckpt.InvalidOption, match=r"checkpoint\(..., policy=...\)"):
+        selective(fxckpt.policies.sqrt_n)
+
+
+def test_other_contexts_surround_the_region_and_its_replay() -> None:
+    entered: list[str] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            entered.append(self.name)
+
+        def __exit__(self, *_: Any) -> None: ...
+
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    fxckpt.checkpoint(two_products, x, w, context_fn=lambda: (Named("region"), Named("replay"))).sum().backward()
+    assert entered == ["region", "replay"]
+
+
+def test_a_context_that_swallows_an_exception_is_an_error() -> None:
+    import contextlib
+
+    def region(x: Tensor) -> Tensor:
+        raise KeyError
+
+    with pytest.raises(fxckpt.CheckpointError, match="suppressed"):
+        fxckpt.checkpoint(region, torch.zeros(1), context_fn=lambda: (contextlib.suppress(KeyError), contextlib.nullcontext()))
+
+
+# --- segments ---
+
+
+@pytest.mark.parametrize("segments, regions", [(1, 0), (3, 2), (9, 8), ("auto", 2)])
+def test_all_segments_but_the_last_are_regions(segments: int | str, regions: int) -> None:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(9)))
+    x = torch.randn(2, 4, requires_grad=True)
+    expected = torch.autograd.grad(layers(x).sum(), x)[0]
+    with fxckpt.record_regions() as found:
+        out = fxckpt.checkpoint_sequential(layers, segments, x)
+    assert len(found) == regions
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)
+
+
+def test_a_budget_plans_the_whole_sequence() -> None:
+    layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(6)]
+    x = torch.randn(64, 16, requires_grad=True)
+    with fxckpt.record_regions() as found:
+        fxckpt.checkpoint_sequential(layers, "auto", x, budget=0.5).sum().backward()
+    (region,) = found
+    assert region.plan is not None and region.plan.peak_bytes <= region.plan.budget_bytes  # type: ignore[operator]
+
+
+# --- inside torch.compile ---
+
+
+def tags_of(function: Callable[[Tensor], Tensor]) -> dict[str, str]:
+    """Compile a function without graph breaks and return the checkpoint tags that the partitioner sees."""
+    from functorch.compile import default_partition, make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    found: dict[str, str] = {}
+
+    def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        found.update((n.name, n.meta["recompute"].name) for n in joint.graph.nodes if n.meta.get("recompute") is not None)
+        return default_partition(joint, inputs, **options)
+
+    backend = aot_autograd(fw_compiler=lambda gm, _: make_boxed_func(gm.forward), partition_fn=partition)
+    torch.compile(function, backend=backend, fullgraph=True)(torch.randn(4, 4, requires_grad=True)).sum().backward()
+    return found
+
+
+W = torch.randn(4, 4)
+
+
+def region_of_one(x: Tensor) -> Tensor:
+    return (x @ W).sin()
+
+
+def test_a_region_is_tagged_in_a_compiled_caller() -> None:
+    assert tags_of(lambda x: fxckpt.checkpoint(region_of_one, x))["mm"] == "PREFER_RECOMPUTE"
+
+
+def closing_over(x: Tensor) -> Tensor:
+    saved = [aten.mm.default]
+    return fxckpt.checkpoint(region_of_one, x, policy=lambda ctx, op, *a, **k: op in saved)  # type: ignore[no-any-return]
+
+
+POLICIES_IN_COMPILED_CODE: dict[str, Callable[[Tensor], Tensor]] = {
+    "partial": lambda x: fxckpt.checkpoint(region_of_one, x, context_fn=functools.partial(selective, save_products)),
+    "lambda": lambda x: fxckpt.checkpoint(region_of_one, x, context_fn=lambda: selective(save_products)),
+    "closure": closing_over,
+    "policy": lambda x: fxckpt.checkpoint(region_of_one, x, policy=fxckpt.policies.save_matmuls),
+    "ops": lambda x: fxckpt.checkpoint(region_of_one, x, policy=[aten.mm.default]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*context_fn is passed:UserWarning")
+@pytest.mark.parametrize("function", POLICIES_IN_COMPILED_CODE.values(), ids=POLICIES_IN_COMPILED_CODE)
+def test_a_policy_arrives_in_a_compiled_caller(function: Callable[[Tensor], Tensor]) -> None:
+    tags = tags_of(function)
+    assert (tags["mm"], tags["sin"]) == ("MUST_SAVE", "PREFER_RECOMPUTE")
+
+
+def test_compiled_code_in_a_region_runs_compiled() -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    inner = torch.compile(lambda x, w: (x @ w).sin(), backend=backend)
+    region = lambda x, w: inner(x.cos(), w).exp()  # noqa: E731
+    expected = step(region, plain)
+    assert differing(expected, step(region, fxckpt.checkpoint)) == []
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_region_of_a_compiled_block(backend: str) -> None:
+    inner = torch.compile(lambda x, w: (x @ w).sin().exp(), backend=backend)
+    region = lambda x, w: inner(x.cos(), w).exp()  # noqa: E731
+    expected, got = step(region, plain), step(region, fxckpt.checkpoint)
+    assert differing(expected, got) == []
+
+
+# --- transformers and DDP ---
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = hf.GPT2Config(n_layer=3, n_embd=32, n_head=4, vocab_size=61, n_positions=32, bos_token_id=0, eos_token_id=0)
+    tokens = torch.randint(0, 61, (2, 16))
+    return hf.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
+
+
+def t5() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = hf.T5Config(d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=61, decoder_start_token_id=0, dropout_rate=0.1)
+    tokens = torch.randint(1, 61, (2, 16))
+    return hf.T5ForConditionalGeneration(config), {"input_ids": tokens, "labels": tokens}
+
+
+def trained(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], prepare: Callable[[nn.Module], Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model, inputs = make()
+    model.train()
+    prepare(model)
+    return outcome(model, lambda *_: model(**inputs, use_cache=False).loss, ())
+
+
+@pytest.mark.filterwarnings("ignore:.*use_cache:UserWarning")
+@pytest.mark.parametrize("make", [gpt2, t5])
+@pytest.mark.parametrize("options", [{}, {"policy": fxckpt.policies.save_matmuls}], ids=["plain", "policy"])
+def test_transformers_train_the_same(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], options: dict[str, Any]) -> None:
+    with fxckpt.record_regions() as found:
+        got = trained(make, lambda model: fxckpt.patch_transformers(model, **options))
+    assert len(found) >= 3 and any(row.what == "runs again" for row in found[0].rows)
+    assert differing(trained(make, lambda model: None), got) == []
+
+
+def test_transformers_own_hook_takes_checkpoint() -> None:
+    def prepare(model: Any) -> None:
+        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=fxckpt.checkpoint)
+
+    assert differing(trained(gpt2, lambda model: None), trained(gpt2, prepare)) == []
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531"}
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_region_in_a_module_that_ddp_wraps(one_rank: None) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.GELU()) for _ in range(3))
+            self.checkpoint: Callable[..., Any] = plain
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = self.checkpoint(block, x)
+            return x
+
+    def run(checkpoint: Callable[..., Any]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        net, x = Net(), torch.randn(8, 4)
+        net.checkpoint = checkpoint
+        return outcome(net, nn.parallel.DistributedDataParallel(net, static_graph=False), (x,))
+
+    assert differing(run(plain), run(fxckpt.checkpoint)) == []
