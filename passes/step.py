@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -133,7 +134,7 @@ def _op_of(storage: str) -> str:
 
 def step_of(graph: fx.Graph, facts: Facts) -> Step:
     """Return the step that ``facts`` were read from. Leaves the graph alone."""
-    module_of, line_of = _Remembered(_clean_path), _Remembered(_last_frame)
+    module_of, line_of, type_of = _Remembered(_clean_path), _Remembered(_last_frame), _Remembered(_type_name)
     index = {storage.name: s for s, storage in enumerate(facts.program.storages)}
     writes = {op.name: op.writes for op in (*facts.program.ops, *facts.program.backward)}
     op_of: dict[Any, str] = {}
@@ -142,9 +143,10 @@ def step_of(graph: fx.Graph, facts: Facts) -> Step:
     for node in graph.nodes:
         if node.op == "output":
             continue
+        meta = node.meta
         inputs = tuple([position[arg] for arg in node.all_input_nodes])
-        value = node.meta.get("val")
-        first = next(tensors(value), None)
+        value = meta.get("val")
+        first = value if isinstance(value, torch.Tensor) else next(tensors(value), None)
         held: tuple[int, ...]
         if node.op != "call_function":
             kind, held = Kind.SIZE if is_symbolic(node) else Kind.INPUT, ()
@@ -163,13 +165,13 @@ def step_of(graph: fx.Graph, facts: Facts) -> Step:
                 kind=kind,
                 op=op_of[node.target],
                 module=module_of(_raw_path(node)),
-                source=line_of(node.meta.get("stack_trace") or ""),
-                shape=tuple([size_hint(n) for n in first.shape]) if first is not None else (),
-                dtype=str(first.dtype).removeprefix("torch.") if first is not None else "",
+                source=line_of(meta.get("stack_trace") or ""),
+                shape=_sizes(first) if first is not None else (),
+                dtype=type_of(first.dtype) if first is not None else "",
                 inputs=inputs,
                 storages=held,
                 is_backward=node in facts.tangent_closure,
-                is_in_region=isinstance(node.meta.get("recompute"), CheckpointPolicy),
+                is_in_region=isinstance(meta.get("recompute"), CheckpointPolicy),
             )
         )
     return Step(facts.program, tuple(labels))
@@ -177,6 +179,8 @@ def step_of(graph: fx.Graph, facts: Facts) -> Step:
 
 def _shown(node: fx.Node, tensor: Any, inputs: list[Label]) -> tuple[int, ...]:
     """Return the storages that a view shows: its inputs', where there is a doubt by what torch says."""
+    if len(inputs) == 1:
+        return inputs[0].storages
     found = tuple(dict.fromkeys(s for label in inputs for s in label.storages))
     if len(found) < 2 or tensor is None:
         return found
@@ -185,18 +189,27 @@ def _shown(node: fx.Node, tensor: Any, inputs: list[Label]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(s for label in inputs if label.name in chosen for s in label.storages))
 
 
-class _Remembered(dict[str, str]):
-    """Answers once per distinct text: thousands of nodes share a few hundred modules and lines."""
+class _Remembered(dict[Any, str]):
+    """Answers once per distinct question: thousands of nodes share a few hundred modules and lines."""
 
-    def __init__(self, answer: Callable[[str], str]) -> None:
+    def __init__(self, answer: Callable[[Any], str]) -> None:
         super().__init__()
         self.answer = answer
 
-    def __call__(self, text: str) -> str:
-        found = self.get(text)
-        if found is None:
-            found = self[text] = self.answer(text)
+    def __missing__(self, question: Any) -> str:
+        found = self[question] = self.answer(question)
         return found
+
+    __call__ = dict.__getitem__
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    shape = tensor.shape
+    return tuple(shape) if all([type(n) is int for n in shape]) else tuple([size_hint(n) for n in shape])
 
 
 def op_name(node: fx.Node) -> str:
