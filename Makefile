@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # torch comes first and pinned: an unpinned torch may pull in gigabytes of GPU libraries.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test sweep lint type format clean
+.PHONY: demo test sweep notebooks web lint type format clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -33,6 +33,20 @@ test: $(VENV)/.test  ## the whole test suite, without the slow sweeps
 sweep: $(VENV)/.test  ## what takes long: every op, every draw, and the property tests with a thousand examples each
 	$(BIN)/python -m pytest -m sweep --timeout 1800 tests
 	$(BIN)/python -m pytest --hypothesis-profile sweep --timeout 7200 tests/passes tests/test_dags.py
+
+notebooks: $(VENV)/.test  ## run the notebooks and keep what they print
+	$(BIN)/python notebooks/run.py
+
+# The lock file pins each version and the hash of what is fetched; the copies are committed, so that neither npm nor a network is needed to install.
+web:  ## fetch the libraries of the HTML page again (needs npm)
+	rm -rf build/web && mkdir -p build/web fxckpt/web/vendor
+	cp fxckpt/web/package.json fxckpt/web/package-lock.json build/web
+	cd build/web && npm ci --ignore-scripts --no-audit --no-fund
+	cd build/web/node_modules && cp cytoscape/dist/cytoscape.min.js @dagrejs/dagre/dist/dagre.min.js uplot/dist/uPlot.iife.min.js \
+	    uplot/dist/uPlot.min.css ../../../fxckpt/web/vendor
+	cd build/web/node_modules && for name in cytoscape @dagrejs/dagre @dagrejs/graphlib uplot; do \
+	    cp $$name/LICENSE ../../../fxckpt/web/vendor/LICENSE.$$(basename $$name); done
+	cd fxckpt/web/vendor && sha256sum *.js *.css > SHA256SUMS
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -20,6 +20,7 @@ from fxckpt.cost import CostModel
 from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed
 from fxckpt.pipeline import planner_of
 from fxckpt.plan import Plan
+from fxckpt.profiling import record_runs
 from fxckpt.report import Report
 from fxckpt.torch_private import (
     CustomPartitionerFn,
@@ -135,7 +136,7 @@ class Backend:
 
             def compile_backward(half: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
                 keep_saved_values()
-                return compiler(half, inputs)
+                return compiler(half, inputs) if callable(self._inner) else boxed(half, inputs, prepare=record_runs)
 
             compile_graph = aot_autograd(
                 fw_compiler=compiler,
@@ -164,9 +165,22 @@ class Backend:
                 f"planning failed, which is a defect of fxckpt: {type(error).__name__}: {error}\nThe model runs without backend='fxckpt'."
             ) from error
         self._plans.append(plan)
-        for name, figure in plan.explain().summary():
-            log.info("graph %d: %s: %s", len(self._plans), name, figure)
+        self._log(plan, len(joint.graph.nodes))
         return forward, backward
+
+    def _log(self, plan: Plan, nodes: int) -> None:
+        """Log the figures of a plan, and with DEBUG its values with their reasons in words."""
+        number = len(self._plans)
+        if log.isEnabledFor(logging.INFO):
+            log.info("graph %d: %d nodes", number, nodes)
+            for name, figure in plan.explain().summary():
+                log.info("graph %d: %s: %s", number, name, figure)
+        if log.isEnabledFor(logging.DEBUG):
+            shown = plan.explain()
+            for row in shown.rows:
+                log.debug(
+                    "graph %d: %s (%s, %s): %s", number, row.name, row.module or "model", row.source or "no source", shown.why(row.name)
+                )
 
     def _identity(self) -> str:
         return f"{source_digest()} {self!r}"

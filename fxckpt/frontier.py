@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tabulate import tabulate
 from tqdm import tqdm
 
 from fxckpt.budget import Budget, format_bytes, validate
 from fxckpt.capture import capture_joint, is_on_meta
 from fxckpt.cost import CostModel
 from fxckpt.errors import InvalidOption
+from fxckpt.passes.describe import describe
 from fxckpt.passes.normalize import normalize
+from fxckpt.passes.price_search import PriceSearch, evenly_spaced
 from fxckpt.pipeline import Planner
-from fxckpt.plan import Plan
+from fxckpt.plan import Plan, step_of_plan
 from fxckpt.policies import as_policy
-from fxckpt.report import format_seconds
+from fxckpt.tables import Column, Table
+from fxckpt.units import format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from fxckpt.pictures import Peer
 
 
 @dataclass(frozen=True)
@@ -58,39 +64,50 @@ class Frontier:
             for plan in self.plans
         )
 
+    def table(self) -> Table:
+        """Return the curve as a table."""
+        columns = (
+            Column("budget_bytes", "budget", format_bytes, is_number=True),
+            Column("peak_bytes", "peak", format_bytes, is_number=True),
+            Column("saved_bytes", "saved", format_bytes, is_number=True),
+            Column("recompute_seconds", "extra time", format_seconds, is_number=True),
+            Column("share", "of the step", lambda v: f"{v:+.2%}", is_number=True),
+            Column("lower_bound_seconds", "least possible", format_seconds, is_number=True),
+            Column("price", "price a MiB", format_seconds, is_number=True),
+        )
+        rows = zip(self.rows, self.plans, strict=True)
+        return Table(
+            columns,
+            tuple(
+                (p.budget_bytes, p.peak_bytes, p.saved_bytes, p.recompute_seconds, p.share, p.lower_bound_seconds, plan.price)
+                for p, plan in rows
+            ),
+        )
+
     def __str__(self) -> str:
-        body = [
-            (
-                format_bytes(p.budget_bytes),
-                format_bytes(p.peak_bytes),
-                format_bytes(p.saved_bytes),
-                format_seconds(p.recompute_seconds),
-                f"{p.share:+.2%}",
-                format_seconds(p.lower_bound_seconds),
-            )
-            for p in self.rows
-        ]
-        head = ("budget", "peak", "saved", "extra time", "of the step", "least possible")
-        return str(tabulate(body, headers=head, disable_numparse=True, colalign=("right",) * 6))
+        return str(self.table())
 
-    def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw recompute time over peak, with the lower bound under it, and return the axes. Needs matplotlib."""
-        from matplotlib import pyplot as plt
+    def plot(self, ax: Axes | None = None, *, chosen: Plan | None = None, peers: Sequence[Peer] = ()) -> Axes:
+        """Draw recompute time over peak, with the lower bounds, and return the axes. Needs matplotlib.
 
-        axes = ax if ax is not None else plt.subplots(layout="constrained")[1]
-        step = self.plans[0].step_seconds or 1.0
-        peaks = [p.peak_bytes / 2**20 for p in self.rows]
-        budgets = [p.budget_bytes / 2**20 for p in self.rows]
-        axes.step(peaks, [100 * p.share for p in self.rows], where="post", color="tab:blue", marker="o", label="best plan found")
-        bounds = [100 * p.lower_bound_seconds / step for p in self.rows]
-        axes.plot(budgets, bounds, color="0.3", linestyle="--", label="no plan is below")
-        axes.axvline(self.plans[0].floor_bound_bytes / 2**20, color="0.6", linestyle=":", label="no plan is to the left")
-        axes.set_xlabel("peak of one forward and backward, MiB")
-        axes.set_ylabel("recompute time, % of the step")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend()
-        return axes
+        ``chosen`` is a plan to mark, ``peers`` are other ways to train the same step (:class:`fxckpt.pictures.Peer`).
+        """
+        from fxckpt import pictures
+
+        return pictures.frontier(self, ax, chosen=chosen, peers=peers)
+
+    def to_html(self, path: str | Path, *, chosen: Plan | None = None, title: str = "fxckpt") -> Path:
+        """Write one self-contained page with a slider over these plans, ``chosen`` (or the middle one) shown first; return its path."""
+        from fxckpt import page
+
+        first = self.plans.index(chosen) if chosen is not None else len(self.plans) // 2
+        return page.write(self.plans, path, chosen=first, title=title)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        return self.table().to_html()
 
 
 def frontier(
@@ -134,3 +151,19 @@ def frontier(
     with tqdm(total=count, desc="frontier", disable=None) as bar:
         plans = planner.frontier(joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=points, tick=bar.update)
     return Frontier(plans)
+
+
+def frontier_of(plan: Plan, points: int = 8) -> Frontier:
+    """Return the frontier of the step that a plan carries, with the plan itself among its points; the model is not captured again.
+
+    Raises :class:`InvalidOption` for a plan that does not carry its step, and for fewer than 2 points.
+    """
+    if points < 2:
+        raise InvalidOption(f"points={points!r}: a frontier has at least 2 points, the floor and the uncheckpointed plan.")
+    step = step_of_plan(plan)
+    with tqdm(total=points, desc="frontier", disable=None) as bar:
+        found = PriceSearch().frontier(step.program, partial(evenly_spaced, points), bar.update)
+    made = (describe(step, f, f.best, budget_bytes=f.limit, cost=plan.cost) for f in found if f.best is not None)
+    others = (replace(other, graph=plan.graph) for other in made)
+    apart = [other for other in others if (other.saved, other.schedule) != (plan.saved, plan.schedule)]
+    return Frontier(tuple(sorted((*apart, plan), key=lambda p: (p.peak_bytes, p.budget_bytes or p.peak_bytes))))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +27,7 @@ from fxckpt.passes.normalize import normalize
 from fxckpt.passes.partition import partition
 from fxckpt.passes.price_search import Candidate, PriceSearch, evenly_spaced
 from fxckpt.passes.rematerialize import rematerialize
+from fxckpt.passes.step import step_of
 from fxckpt.passes.values import values_of
 from fxckpt.passes.verify import verify
 from fxckpt.plan import Plan
@@ -31,6 +35,8 @@ from fxckpt.policies import as_policy
 from fxckpt.policy import Policy, decide_all
 from fxckpt.scratch import MeasuredScratch
 from fxckpt.torch_private import unbounded_sizes
+
+log = logging.getLogger("fxckpt")
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ class Planner:
         if found.best is None:
             assert budget_bytes is not None
             raise infeasible(self.budget, budget_bytes, floor, found.baseline.simulation.peak_bytes)
-        return facts, replace(describe(facts, found, found.best, budget_bytes=budget_bytes, cost=cost), graph=lines)
+        described = describe(step_of(joint.graph, facts), found, found.best, budget_bytes=budget_bytes, cost=cost)
+        return facts, replace(described, graph=lines)
 
     def frontier(
         self,
@@ -100,8 +107,8 @@ class Planner:
             return chosen
 
         found = self.search.frontier(facts.program, limits, tick)
-        lines = fingerprint(joint.graph)
-        return tuple(replace(describe(facts, f, f.best, budget_bytes=f.limit, cost=cost), graph=lines) for f in found if f.best is not None)
+        step, lines = step_of(joint.graph, facts), fingerprint(joint.graph)
+        return tuple(replace(describe(step, f, f.best, budget_bytes=f.limit, cost=cost), graph=lines) for f in found if f.best is not None)
 
     def _read(self, joint: fx.GraphModule, num_fwd_outputs: int, device: torch.device, *, bind_preferences: bool) -> tuple[Facts, str]:
         """Return the graph's facts and the name of the cost model they were made with."""
@@ -128,14 +135,27 @@ class Planner:
 
     def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
         """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is used up."""
-        normalize(joint)
-        facts, plan = self.plan(joint, num_fwd_outputs=num_fwd_outputs)
-        result = rematerialize(joint, facts, plan, num_fwd_outputs=num_fwd_outputs)
+        with _timed("normalize"):
+            normalize(joint)
+        with _timed("plan"):
+            facts, plan = self.plan(joint, num_fwd_outputs=num_fwd_outputs)
+        with _timed("rematerialize"):
+            result = rematerialize(joint, facts, plan, num_fwd_outputs=num_fwd_outputs)
         if self.exact:
             result = insert_checks(joint, result, num_fwd_outputs=num_fwd_outputs)
-        forward, backward = partition(joint, result, num_fwd_outputs=num_fwd_outputs)
-        verify(forward, backward, plan)
+        with _timed("partition"):
+            forward, backward = partition(joint, result, num_fwd_outputs=num_fwd_outputs)
+        with _timed("verify"):
+            verify(forward, backward, plan)
         return forward, backward, plan
+
+
+@contextmanager
+def _timed(what: str) -> Iterator[None]:
+    """Log what a pass took."""
+    begin = time.perf_counter()
+    yield
+    log.debug("%s took %.1f ms", what, 1e3 * (time.perf_counter() - begin))
 
 
 def planner_of(budget: budgets.Budget, policy: Any, cost: str | CostModel, **options: Any) -> Planner:

@@ -9,10 +9,18 @@ from __future__ import annotations
 import enum
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxckpt.errors import InvalidOption
 
 if TYPE_CHECKING:
-    from fxckpt.report import Explanation
+    from matplotlib.axes import Axes
+
+    from fxckpt.frontier import Frontier
+    from fxckpt.passes.step import Step
+    from fxckpt.report import Difference, Explanation
+    from fxckpt.timeline import Timeline
 
 
 class Decision(enum.StrEnum):
@@ -111,6 +119,9 @@ class Plan:
     cost: str
     graph: tuple[str, ...] = field(default=(), repr=False)
     """The joint graph the plan was made for, a line a node."""
+    step: Step | None = field(default=None, compare=False, repr=False)
+    """The graph it was made for, as plain data (:class:`fxckpt.passes.step.Step`): what reports, pictures and pages are drawn from. Two plans
+    that decide the same are equal whatever it is."""
 
     @property
     def digest(self) -> str:
@@ -141,3 +152,59 @@ class Plan:
         from fxckpt.report import explain
 
         return explain(self)
+
+    def diff(self, other: Plan) -> Difference:
+        """Return what changes from this plan to ``other``. Raises :class:`fxckpt.InvalidOption` for a plan of another graph."""
+        from fxckpt.report import diff
+
+        return diff(self, other)
+
+    def timeline(self) -> Timeline:
+        """Return what the memory holds at every op of the step, value by value."""
+        from fxckpt.timeline import timeline
+
+        return timeline(self)
+
+    def frontier(self, points: int = 8) -> Frontier:
+        """Return the plans of the same step at other budgets, this one among them; nothing is captured again."""
+        from fxckpt.frontier import frontier_of
+
+        return frontier_of(self, points)
+
+    def plot_memory(self, ax: Axes | None = None, *, over: str = "ops") -> Axes:
+        """Draw what holds the memory over the step's ops (or ``over="time"``), and return the axes. Needs matplotlib."""
+        from fxckpt import pictures
+
+        return pictures.memory(self, ax, over=over)
+
+    def plot_modules(self, ax: Axes | None = None, *, depth: int | None = None) -> Axes:
+        """Draw saved and recomputed bytes by module, and return the axes. Needs matplotlib."""
+        from fxckpt import pictures
+
+        return pictures.modules(self, ax, depth=depth)
+
+    def to_html(self, path: str | Path, *, points: int = 8, title: str = "fxckpt") -> Path:
+        """Write one self-contained page: the graph by module, why each value is saved or recomputed, the memory over the step; return its path.
+
+        The page has a slider over ``points`` plans of the same step, which are made for it (:meth:`frontier`); with 0 it shows this plan alone.
+        """
+        from fxckpt import page
+
+        plans = self.frontier(points).plans if points else (self,)
+        return page.write(plans, path, chosen=plans.index(self), title=title)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self.explain().top(20)))
+
+    def _repr_html_(self) -> str:
+        return self.explain()._repr_html_()
+
+
+def step_of_plan(plan: Plan) -> Step:
+    """Return the step a plan carries. Raises :class:`fxckpt.InvalidOption` for a plan without one."""
+    if plan.step is None:
+        raise InvalidOption(
+            "this plan does not carry the graph it was made for, so it cannot be drawn or explained value by value. "
+            "Plan again: fxckpt.plan(model, *inputs, budget=...)."
+        )
+    return plan.step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from fxckpt.errors import InvalidPlan
@@ -14,7 +14,9 @@ FORM = "fxckpt plan 1"
 
 def dump(plan: Plan, *, indent: int | None = None) -> str:
     """Return a plan as JSON text."""
-    return json.dumps({"form": FORM, **asdict(plan)}, indent=indent)
+    # The step is what a plan is drawn from, many times larger than what it decides: it stays behind.
+    figures = {name: value for name, value in asdict(replace(plan, step=None)).items() if name != "step"}
+    return json.dumps({"form": FORM, **figures}, indent=indent)
 
 
 def load(text: str) -> Plan:
@@ -40,7 +42,8 @@ def _plan(data: dict[str, Any]) -> Plan:
         for row in data["rows"]
     )
     schedule = tuple(Recompute(**run) for run in data["schedule"])
-    plain: dict[str, Any] = {f.name: tuple(data[f.name]) if isinstance(data[f.name], list) else data[f.name] for f in fields(Plan)}
+    names = [f.name for f in fields(Plan) if f.name != "step"]
+    plain: dict[str, Any] = {n: tuple(data[n]) if isinstance(data[n], list) else data[n] for n in names}
     if unknown := data.keys() - plain.keys():
         raise ValueError(f"unknown field {min(unknown)!r}")
     return Plan(**(plain | {"rows": rows, "schedule": schedule}))

@@ -2,56 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fnmatch
+import html
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from tabulate import tabulate
 
 from fxckpt.budget import format_bytes
-from fxckpt.plan import Decision, Plan, Row
+from fxckpt.errors import InvalidOption
+from fxckpt.passes.step import Step
+from fxckpt.plan import Decision, Plan, Reason, Row
+from fxckpt.reasons import Readers, Reasons
+from fxckpt.tables import Column, Table
+from fxckpt.units import format_flops, format_seconds, format_shape, shorten
 
 BARS = " ▁▂▃▄▅▆▇█"
 
-
-def shorten(text: str, width: int) -> str:
-    """Cut the middle out of a long text.
-
-    >>> shorten("transformer.h.11.attn.c_proj", 16)
-    'transfo…n.c_proj'
-    """
-    if len(text) <= width:
-        return text
-    left = (width - 1) // 2
-    return f"{text[:left]}…{text[-(width - 1 - left) :]}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Return seconds for people: ``"1.25 ms"``."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
-
-
-def format_flops(flops: float) -> str:
-    """Return FLOPs for people: ``"2.1 GFLOP"``."""
-    for unit in ("", "K", "M", "G", "T"):
-        if abs(flops) < 1000:
-            return f"{flops:.1f} {unit}FLOP" if unit else f"{flops:.0f} FLOP"
-        flops /= 1000
-    return f"{flops:.1f} PFLOP"
+KEYS: dict[str, Callable[[Row], Any]] = {
+    "bytes": lambda row: -row.bytes,
+    "seconds": lambda row: -(row.recompute_seconds * max(row.runs, 1)),
+    "flops": lambda row: -(row.recompute_flops * max(row.runs, 1)),
+    "runs": lambda row: -row.runs,
+    "name": lambda row: row.name,
+    "module": lambda row: row.module,
+    "op": lambda row: row.op,
+    "decision": lambda row: row.decision.value,
+}
+"""What rows are sorted by: figures from large to small, words from A to Z."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A plan explained: its rows as data, and as text when printed."""
+    """A plan explained: its rows as data, and as text when printed.
+
+    >>> import torch, fxckpt
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)))
+    >>> plan = fxckpt.plan(model, torch.empty(512, 64, device="meta"), budget=0.7)
+    >>> shown = plan.explain()
+    >>> print(shown.filter(op="addmm").top(1).rows[0].reason)
+    cheaper to save than to recompute at this budget
+    >>> shown.why("addmm")[:36]
+    'saved: recomputing it needs 0.addmm '
+    """
 
     plan: Plan
     rows: tuple[Row, ...]
     """Largest first."""
 
+    @cached_property
+    def _reasons(self) -> Reasons:
+        return Reasons(self.plan)
+
     def top(self, count: int) -> Explanation:
-        """Return the explanation with the ``count`` largest rows."""
-        return replace(self, rows=self.rows[:count])
+        """Return the explanation with its first ``count`` rows: the largest, unless it was sorted otherwise."""
+        return replace(self, rows=self.rows[: max(0, count)])
+
+    def sort(self, key: str) -> Explanation:
+        """Return the explanation with its rows in another order, one of :data:`KEYS`. Raises :class:`InvalidOption` for any other."""
+        if key not in KEYS:
+            raise InvalidOption(f"sort({key!r}): rows are sorted by {', '.join(map(repr, KEYS))}.")
+        return replace(self, rows=tuple(sorted(self.rows, key=KEYS[key])))
+
+    def filter(
+        self,
+        *,
+        decision: Decision | str | None = None,
+        module: str | None = None,
+        op: str | None = None,
+        name: str | None = None,
+        reason: Reason | None = None,
+        least_bytes: int = 0,
+    ) -> Explanation:
+        """Return the explanation with the rows that match all that is given.
+
+        ``module``, ``op`` and ``name`` are patterns (``"*.attn"``, ``"*soft*"``); a module's pattern also matches what is inside it.
+        """
+        wanted = None if decision is None else _decision(decision)
+        kept = tuple(
+            row
+            for row in self.rows
+            if (wanted is None or row.decision is wanted)
+            and (module is None or _is_inside(row.module, module))
+            and (op is None or fnmatch.fnmatchcase(row.op, op))
+            and (name is None or fnmatch.fnmatchcase(row.name, name))
+            and (reason is None or row.reason is reason)
+            and row.bytes >= least_bytes
+        )
+        return replace(self, rows=kept)
+
+    def by_module(self, depth: int | None = None) -> Table:
+        """Return bytes and time by module, the largest first; ``depth`` cuts paths to so many parts."""
+        return _grouped("module", self.rows, lambda row: ".".join(row.module.split(".")[:depth]) or "(model)")
+
+    def by_op(self) -> Table:
+        """Return bytes and time by op, the largest first."""
+        return _grouped("op", self.rows, lambda row: row.op)
+
+    def by_reason(self) -> Table:
+        """Return bytes and time by reason, the largest first."""
+        return _grouped("reason", self.rows, lambda row: f"{row.decision.value}: {row.reason.value}")
+
+    def why(self, name: str) -> str:
+        """Return the reason for one value as a sentence. Raises :class:`InvalidOption` for a name the plan does not decide about."""
+        return self._reasons.why(self._row(name))
+
+    def readers(self, name: str) -> Readers:
+        """Return the ops that read a value: in the forward, those of them that run again, and in the backward."""
+        return self._reasons.readers(self._row(name).name)
+
+    def _row(self, name: str) -> Row:
+        found = next((row for row in self.plan.rows if row.name == name), None)
+        if found is None:
+            near = [row.name for row in self.plan.rows if name in row.name][:5]
+            hint = f"Near it: {', '.join(near)}." if near else "plan.explain() lists them."
+            raise InvalidOption(f"{name!r} is neither saved nor recomputed by this plan. {hint}")
+        return found
+
+    def diff(self, other: Plan) -> Difference:
+        """Return what changes from this plan to ``other``, another plan of the same graph."""
+        return diff(self.plan, other)
+
+    def saved_values(self) -> SavedValues:
+        """Return what the backward gets from the forward, one line a value, as ``jax.ad_checkpoint.print_saved_residuals`` lists it."""
+        rows = sorted((r for r in self.rows if r.decision is Decision.SAVED), key=lambda row: -row.bytes)
+        inputs = self._reasons.inputs_read() if self.plan.step is not None else ()
+        return SavedValues(
+            tuple(SavedValue(format_shape(r.dtype, r.shape), r.bytes, _origin(r), r.source, r.module) for r in rows)
+            + tuple(SavedValue(format_shape(i.dtype, i.shape), 0, f"from the input {i.name}", i.source, i.module) for i in inputs)
+        )
 
     def gap(self) -> str:
         """Say how far from the best possible the plan can be."""
@@ -86,12 +168,52 @@ class Explanation:
             ("price of memory", f"{format_seconds(plan.price)} a MiB at the margin; the next 100 MiB save {self.next_100_mib()}"),
         ]
 
-    def __str__(self) -> str:
+    def table(self) -> Table:
+        """Return the rows as a table; as data it also has each reason in words and who reads the value in the backward."""
+        has_step = self.plan.step is not None
+
+        def backward(row: Row) -> str:
+            if not has_step:
+                return ""
+            readers = self._reasons.readers(row.name)
+            return " ".join((*readers.recompute, *readers.backward))
+
+        return Table(COLUMNS, tuple((*_cells(row), self._reasons.why(row), backward(row)) for row in self.rows))
+
+    def to_markdown(self) -> str:
+        """Return the figures and the rows as Markdown."""
+        figures = tabulate(self.summary(), ("", ""), tablefmt="github", disable_numparse=True)
+        return f"{figures}\n\n{self.table().to_markdown()}"
+
+    def to_csv(self) -> str:
+        """Return the rows as comma-separated values: plain bytes, seconds and FLOPs, and the reasons in words."""
+        return self.table().to_csv()
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Return the rows as a JSON array: plain bytes, seconds and FLOPs, and the reasons in words."""
+        return self.table().to_json(indent)
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a pandas frame. Needs pandas, which fxckpt does not install."""
+        return self.table().to_pandas()
+
+    def _hidden(self) -> str:
         hidden = len(self.plan.rows) - len(self.rows)
-        parts = [tabulate(self.summary(), tablefmt="plain"), memory_bar(self.plan), _table(self.rows)]
-        if hidden > 0:
-            parts.append(f"... and {hidden} smaller values")
-        return "\n\n".join(parts)
+        return f"... and {hidden} more values" if hidden > 0 else ""
+
+    def __str__(self) -> str:
+        parts = [tabulate(self.summary(), tablefmt="plain"), memory_bar(self.plan), str(_plain_table(self.rows)), self._hidden()]
+        return "\n\n".join(filter(None, parts))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self.top(20)))
+
+    def _repr_html_(self) -> str:
+        figures = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in self.summary())
+        bar = html.escape(memory_bar(self.plan))
+        shown = self.top(20)
+        table = _plain_table(shown.rows).to_html()
+        return f"<table>{figures}</table>\n<pre>{bar}</pre>\n{table}\n<p>{html.escape(shown._hidden())}</p>"
 
 
 def explain(plan: Plan) -> Explanation:
@@ -99,24 +221,202 @@ def explain(plan: Plan) -> Explanation:
     return Explanation(plan, tuple(sorted(plan.rows, key=lambda row: -row.bytes)))
 
 
-def _table(rows: Sequence[Row]) -> str:
-    head = ("value", "op", "shape", "dtype", "bytes", "module", "source", "decision", "reason", "recompute")
-    body = [
-        (
-            shorten(r.name, 26),
-            shorten(r.op, 22),
-            "x".join(map(str, r.shape)),
-            r.dtype,
-            format_bytes(r.bytes),
-            shorten(r.module, 26),
-            shorten(r.source, 24),
-            r.decision.value,
-            r.reason.value,
-            f"{r.runs} x {format_seconds(r.recompute_seconds)}" if r.decision is Decision.RECOMPUTED else "",
+COLUMNS = (
+    Column("name", "value", lambda v: shorten(v, 26)),
+    Column("op", "op", lambda v: shorten(v, 22)),
+    Column("shape", "shape", lambda v: "x".join(map(str, v))),
+    Column("dtype", "dtype"),
+    Column("bytes", "bytes", format_bytes, is_number=True),
+    Column("module", "module", lambda v: shorten(v, 26)),
+    Column("source", "source", lambda v: shorten(v, 24)),
+    Column("decision", "decision"),
+    Column("reason", "reason"),
+    Column("runs", "runs", lambda v: str(v or ""), is_number=True),
+    Column("recompute_seconds", "time a run", format_seconds, is_number=True),
+    Column("recompute_flops", "FLOPs a run", format_flops, is_number=True, is_brief=False),
+    Column("why", "why", is_brief=False),
+    Column("backward_readers", "read in the backward by", is_brief=False),
+)
+_PLAIN = COLUMNS[:-2]
+
+
+def _cells(row: Row) -> tuple[Any, ...]:
+    return (
+        row.name,
+        row.op,
+        row.shape,
+        row.dtype,
+        row.bytes,
+        row.module,
+        row.source,
+        row.decision.value,
+        row.reason.value,
+        row.runs,
+        row.recompute_seconds,
+        row.recompute_flops,
+    )
+
+
+def _plain_table(rows: Iterable[Row]) -> Table:
+    return Table(_PLAIN, tuple(_cells(row) for row in rows))
+
+
+def _decision(given: Decision | str) -> Decision:
+    try:
+        return Decision(given)
+    except ValueError:
+        raise InvalidOption(f"decision={given!r}: a value is {' or '.join(repr(d.value) for d in Decision)}.") from None
+
+
+def _is_inside(module: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, f"{pattern}.*")
+
+
+def _origin(row: Row) -> str:
+    return f"generator state of {row.op}" if row.reason is Reason.RNG_STATE else f"output of {row.op}"
+
+
+def _grouped(what: str, rows: Iterable[Row], key: Callable[[Row], str]) -> Table:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    columns = (
+        Column(what, what, lambda v: shorten(v, 60)),
+        Column("saved_bytes", "saved", format_bytes, is_number=True),
+        Column("saved_values", "values", is_number=True),
+        Column("recomputed_bytes", "recomputed", format_bytes, is_number=True),
+        Column("recomputed_values", "values", is_number=True),
+        Column("runs", "runs", is_number=True),
+        Column("recompute_seconds", "extra time", format_seconds, is_number=True),
+        Column("recompute_flops", "extra FLOPs", format_flops, is_number=True),
+    )
+    table = Table(columns, tuple(_sums(name, members) for name, members in groups.items()))
+    return replace(table, rows=tuple(sorted(table.rows, key=lambda r: (-(r[1] + r[3]), r[0]))))
+
+
+def _sums(name: str, rows: list[Row]) -> tuple[Any, ...]:
+    saved = [row for row in rows if row.decision is Decision.SAVED]
+    again = [row for row in rows if row.decision is Decision.RECOMPUTED]
+    # What only the backward needs runs there the first time: that is no extra time.
+    extra = [row for row in again if row.reason is not Reason.FREE]
+    return (
+        name,
+        sum(row.bytes for row in saved),
+        len(saved),
+        sum(row.bytes for row in again),
+        len(again),
+        sum(row.runs for row in again),
+        sum(row.runs * row.recompute_seconds for row in extra),
+        sum(row.runs * row.recompute_flops for row in extra),
+    )
+
+
+@dataclass(frozen=True)
+class SavedValue:
+    """One thing the backward reads. ``bytes`` are 0 for an input, which is not the step's memory."""
+
+    type: str
+    """dtype and shape, as JAX writes them: ``f32[4,256]``."""
+    bytes: int
+    origin: str
+    source: str
+    """``file.py:12``, where the trace recorded it."""
+    module: str
+
+
+@dataclass(frozen=True)
+class SavedValues:
+    """What the backward gets from the forward; printed, one line a value."""
+
+    values: tuple[SavedValue, ...]
+
+    def __str__(self) -> str:
+        width = max((len(v.type) for v in self.values), default=0)
+        lines = []
+        for v in self.values:
+            where = f" from {v.source}" if v.source else ""
+            module = f" ({v.module})" if v.module else ""
+            size = format_bytes(v.bytes) if v.bytes else ""
+            lines.append(f"{v.type:<{width}}  {size:>10}  {v.origin}{where}{module}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What changes from one plan to another of the same graph."""
+
+    before: Plan
+    after: Plan
+    rows: tuple[tuple[Row | None, Row | None], ...]
+    """Values that are decided otherwise, or run another number of times, the largest first. None: the backward does not need it."""
+
+    def table(self) -> Table:
+        """Return the changes as a table."""
+        columns = (
+            Column("name", "value", lambda v: shorten(v, 26)),
+            Column("op", "op", lambda v: shorten(v, 22)),
+            Column("module", "module", lambda v: shorten(v, 30)),
+            Column("bytes", "bytes", format_bytes, is_number=True),
+            Column("before", "before"),
+            Column("after", "after"),
+            Column("why", "why now", lambda v: shorten(v, 110)),
         )
-        for r in rows
-    ]
-    return str(tabulate(body, headers=head, disable_numparse=True))
+        words = Reasons(self.after)
+
+        def cells(before: Row | None, after: Row | None) -> tuple[Any, ...]:
+            row = after or before
+            assert row is not None
+            why = words.why(after) if after is not None else "the backward does not need it"
+            return (row.name, row.op, row.module, row.bytes, _said(before), _said(after), why)
+
+        return Table(columns, tuple(cells(*pair) for pair in self.rows))
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Return the figures that change as (name, text)."""
+        a, b = self.before, self.after
+        return [
+            ("peak", f"{format_bytes(a.peak_bytes)} -> {format_bytes(b.peak_bytes)} ({_signed(b.peak_bytes - a.peak_bytes)})"),
+            ("saved", f"{format_bytes(a.saved_bytes)} -> {format_bytes(b.saved_bytes)} ({_signed(b.saved_bytes - a.saved_bytes)})"),
+            ("extra time", f"{format_seconds(a.recompute_seconds)} -> {format_seconds(b.recompute_seconds)}"),
+            ("changed", f"{len(self.rows)} values"),
+        ]
+
+    def top(self, count: int) -> Difference:
+        """Return the difference with its ``count`` largest changes."""
+        return replace(self, rows=self.rows[: max(0, count)])
+
+    def __str__(self) -> str:
+        figures = tabulate(self.summary(), tablefmt="plain")
+        return f"{figures}\n\n{self.table()}" if self.rows else f"{figures}\n\nthe same decisions"
+
+
+def diff(before: Plan, after: Plan) -> Difference:
+    """Return what changes from one plan to another. Raises :class:`InvalidOption` for plans of different graphs."""
+    if _graph(before.step) != _graph(after.step) or before.baseline_peak_bytes != after.baseline_peak_bytes:
+        raise InvalidOption(
+            "these two plans are of different graphs, so their values cannot be compared. Plan the same model with the same input sizes twice."
+        )
+    old, new = ({row.name: row for row in plan.rows} for plan in (before, after))
+    changed = [(old.get(n), new.get(n)) for n in dict.fromkeys((*old, *new)) if _said(old.get(n)) != _said(new.get(n))]
+    return Difference(before, after, tuple(sorted(changed, key=lambda pair: -_bytes(*pair))))
+
+
+def _graph(step: Step | None) -> tuple[str, ...]:
+    return () if step is None else tuple(label.name for label in step.labels)
+
+
+def _bytes(before: Row | None, after: Row | None) -> int:
+    return max(row.bytes for row in (before, after) if row is not None)
+
+
+def _said(row: Row | None) -> str:
+    if row is None:
+        return "not needed"
+    return row.decision.value if row.runs < 2 else f"{row.decision.value} x{row.runs}"
+
+
+def _signed(nbytes: int) -> str:
+    return f"{'-' if nbytes < 0 else '+'}{format_bytes(abs(nbytes))}"
 
 
 def memory_bar(plan: Plan, width: int = 72, height: int = 8) -> str:

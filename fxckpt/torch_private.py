@@ -30,6 +30,7 @@ from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from fxckpt.errors import CaptureError, FxckptError, InnerCompilerMissing
 
 __all__ = [
+    "RECORD_FUNCTION",
     "BackendCompilerFailed",
     "CustomPartitionerFn",
     "FakeTensor",
@@ -58,6 +59,9 @@ __all__ = [
     "tag_side",
 ]
 
+
+RECORD_FUNCTION = "torch._C._profiler._RecordFunctionFast"
+"""The record that torch's own generated code takes; by name, for it is written into code."""
 
 NAME = "fxckpt::named"
 """The op behind :func:`fxckpt.name`. It returns nothing, so that neither autograd nor functionalization sees an alias in it."""
@@ -337,12 +341,18 @@ def split(
     return _extract_fwd_bwd_modules(joint, list(saved), list(symbolic), num_fwd_outputs=num_fwd_outputs)
 
 
-def boxed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a graph to Python that takes its arguments in a list it empties, so that each dies after its last use."""
+def boxed(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, prepare: Callable[[fx.GraphModule], object] = lambda gm: None
+) -> Callable[..., Any]:
+    """Compile a graph to Python that takes its arguments in a list it empties, so that each dies after its last use.
+
+    ``prepare`` sees the graph module right before its code is made.
+    """
     from torch.fx.graph import _BoxedCodeGen
 
     lower_rng(gm.graph)
     gm.graph.set_codegen(_BoxedCodeGen())
+    prepare(gm)
     gm.recompile()
     forward = gm.forward
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from fxckpt.errors import RecomputeMismatch
-from fxckpt.passes.describe import module_path, op_name, source_line
 from fxckpt.passes.facts import ancestors, graph_outputs
 from fxckpt.passes.kinds import is_uninitialized, tensors
 from fxckpt.passes.rematerialize import DIGEST_OF, RECOMPUTE_OF, RUNS_AGAIN, Rematerialized
+from fxckpt.passes.step import module_path, op_name, source_line
 from fxckpt.torch_private import fake_like, partitioner_tag, tag_side
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64

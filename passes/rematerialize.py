@@ -159,6 +159,8 @@ class _Rewriter:
     def _mark(self, made: fx.Node, node: fx.Node) -> fx.Node:
         made.meta = copy.copy(node.meta)
         made.meta[RECOMPUTE_OF] = node.name
+        # print_readable() shows this key.
+        made.meta["custom"] = {**node.meta.get("custom", {}), "recompute_of": node.name}
         tag_side(made, backward=True)
         return made
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxckpt.passes.describe import module_path, source_line
 from fxckpt.passes.facts import Facts
 from fxckpt.passes.kinds import tensors
 from fxckpt.passes.normalize import NAME
 from fxckpt.passes.program import Side
+from fxckpt.passes.step import module_path, source_line
 from fxckpt.policy import Value
 from fxckpt.torch_private import partitioner_tag, size_hint
 

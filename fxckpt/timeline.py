@@ -1,0 +1,120 @@
+"""Timeline: what the memory holds at every op of a planned step, value by value, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from fxckpt.budget import format_bytes
+from fxckpt.passes.lifetimes import NO_STORAGE, Holder, Lifetime, Moment, aligned, lifetimes, moments, stacked
+from fxckpt.passes.schedule import save_all
+from fxckpt.passes.simulate import simulate
+from fxckpt.passes.step import Step
+from fxckpt.plan import Plan, step_of_plan
+from fxckpt.tables import Column, Table
+from fxckpt.units import shorten
+
+
+class Tick(NamedTuple):
+    """One op of the step, in the order in which they run."""
+
+    name: str
+    phase: str
+    """"forward", "backward", or "recompute": a forward op that the backward runs."""
+    module: str
+    seconds: float
+    bytes: int
+    """Live while it runs."""
+    uncheckpointed_bytes: int
+    """Live while it runs if everything that the backward reads is saved."""
+
+
+class Held(NamedTuple):
+    """``bytes`` held by one value from tick ``first`` to tick ``last``, both included."""
+
+    name: str
+    """The node that owns it; ``"(gradients from outside)"`` or ``"(workspace)"`` for what no node does."""
+    module: str
+    holder: Holder
+    first: int
+    last: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The memory of one step, op by op. Bytes are beyond what was allocated when the step began."""
+
+    ticks: tuple[Tick, ...]
+    held: tuple[Held, ...]
+    """Every interval in which a value is live; at each tick their bytes add up to the tick's."""
+    forward_ticks: int
+    """How many leading ticks belong to the forward."""
+    budget_bytes: int | None
+
+    @cached_property
+    def stack(self) -> dict[Holder, tuple[int, ...]]:
+        """Live bytes at each tick by what holds them."""
+        parts = stacked((Lifetime(NO_STORAGE, h.holder, h.first, h.last, h.bytes) for h in self.held), len(self.ticks))
+        return {holder: tuple(live) for holder, live in parts.items()}
+
+    @property
+    def peak_tick(self) -> int:
+        """Where the peak is first reached."""
+        return max(range(len(self.ticks)), key=lambda i: self.ticks[i].bytes) if self.ticks else 0
+
+    def at(self, tick: int) -> tuple[Held, ...]:
+        """Return what is live at a tick, largest first."""
+        return tuple(sorted((h for h in self.held if h.first <= tick <= h.last), key=lambda h: (-h.bytes, h.first, h.name)))
+
+    def table(self, tick: int | None = None) -> Table:
+        """Return what is live at a tick, by default at the peak, as a table."""
+        here = self.at(self.peak_tick if tick is None else tick)
+        columns = (
+            Column("name", "value", lambda v: shorten(v, 28)),
+            Column("bytes", "bytes", format_bytes, is_number=True),
+            Column("held_as", "held as"),
+            Column("module", "module", lambda v: shorten(v, 30)),
+            Column("from", "from", is_number=True),
+            Column("to", "to", is_number=True),
+        )
+        name = [tick.name for tick in self.ticks]
+        return Table(columns, tuple((h.name, h.bytes, h.holder.value, h.module, name[h.first], name[h.last]) for h in here if h.bytes))
+
+    def __str__(self) -> str:
+        if not self.ticks:
+            return "nothing runs"
+        peak = self.ticks[self.peak_tick]
+        parts = {holder: live[self.peak_tick] for holder, live in self.stack.items()}
+        shares = ", ".join(f"{format_bytes(n)} {holder.value}" for holder, n in parts.items() if n)
+        where = f" ({peak.module})" if peak.module else ""
+        table = self.table()
+        rest = f"\n... and {len(table) - 15} smaller ones" if len(table) > 15 else ""
+        return f"peak {format_bytes(peak.bytes)} during {peak.name}{where}, {peak.phase}: {shares}\n\n{table.top(15)}{rest}"
+
+
+def timeline(plan: Plan) -> Timeline:
+    """Return the timeline of a plan. Raises :class:`fxckpt.InvalidOption` for a plan that does not carry its step."""
+    step = step_of_plan(plan)
+    program, schedule = step.program, step.schedule_of(plan)
+    order = moments(program, schedule)
+    baseline = save_all(program)
+    without = aligned(order, moments(program, baseline), simulate(program, baseline).profile)
+    ticks = tuple(_tick(step, m, live, other) for m, live, other in zip(order, plan.profile, without, strict=True))
+    held = tuple(_held(step, interval) for interval in lifetimes(program, schedule))
+    return Timeline(ticks, held, plan.forward_ops, plan.budget_bytes)
+
+
+def _tick(step: Step, moment: Moment, live: int, without: int) -> Tick:
+    phase = "forward" if moment.is_forward else ("recompute" if moment.is_again else "backward")
+    label = step.by_name.get(moment.op.name)
+    return Tick(moment.op.name, phase, label.module if label else "", moment.op.seconds, live, without)
+
+
+def _held(step: Step, interval: Lifetime) -> Held:
+    if interval.storage == NO_STORAGE:
+        name = "(workspace)" if interval.holder is Holder.TEMPORARY else "(gradients from outside)"
+        return Held(name, "", interval.holder, interval.first, interval.last, interval.bytes)
+    name = step.storage_names[interval.storage]
+    return Held(name, step.owners[interval.storage].module, interval.holder, interval.first, interval.last, interval.bytes)

@@ -1,0 +1,210 @@
+// The page: one plan and one selection at a time, shown by the graph, the timeline and the panel alike.
+"use strict";
+fx.MOST_FOUND = 60;
+fx.MOST_LISTED = 24;
+
+fx.start = async function () {
+  const $ = (id) => document.getElementById(id);
+  const data = await fx.unpack($("data").textContent);
+  const model = new fx.Model(data);
+  const tree = new fx.Tree(model);
+  let plan = null, states = null, selected = null;
+
+  const graph = new fx.Graph($("graph"), model, tree, {
+    select, hover, plan: () => plan, note, views: (on) => { $("show-views").checked = on; },
+  });
+  const timeline = new fx.Timeline($("timeline"), model, { hover: readout, click: selectTick });
+
+  function setPlan(number) {
+    plan = model.plans[number];
+    states = model.states(plan);
+    $("slider").value = String(number);
+    $("plan-title").textContent = plan.title;
+    graph.paint(states);
+    timeline.tick = null;
+    timeline.show(plan);
+    select(selected);
+    readout(null);
+  }
+
+  function select(thing) {
+    selected = thing;
+    timeline.tick = null;
+    graph.live([]);
+    graph.mark(thing);
+    timeline.mark(storagesOf(thing));
+    $("panel").innerHTML = thing === null ? figures() : typeof thing === "number" ? nodePanel(thing) : groupPanel(thing);
+  }
+
+  function storagesOf(thing) {
+    if (thing === null || typeof thing !== "number") return [];
+    const state = model.storageOf.get(`${model.name(thing)}_rng_state`);
+    return state === undefined ? model.nodes.storages[thing] : [...model.nodes.storages[thing], state];
+  }
+
+  // Show a node, unfolding what it is in.
+  function go(i) {
+    if (tree.groupOf[i] >= 0) graph.reveal(i);
+    select(i);
+  }
+
+  function selectTick(tick) {
+    select(plan.ops[tick] >= 0 ? plan.ops[tick] : null);
+    timeline.setTick(tick);
+    const live = timeline.live(tick);
+    graph.live(live.filter((l) => l.storage >= 0).map((l) => model.nodes.owner[l.storage]));
+    if (selected !== null && tree.groupOf[selected] >= 0) {
+      const standIn = tree.standIn(selected);
+      const element = graph.cy.getElementById(graph.id(standIn));
+      if (element.length) graph.cy.animate({ center: { eles: element }, duration: 150 });
+    }
+    $("panel").innerHTML = tickPanel(tick, live);
+  }
+
+  const link = (i, text) => `<a data-node="${i}">${fx.escape(text ?? model.name(i))}</a>`;
+  const rows = (pairs) => `<table>${pairs.map(([name, text]) => `<tr><td>${fx.escape(name)}</td><td>${text}</td></tr>`).join("")}</table>`;
+  const list = (found) => {
+    if (!found.length) return "<p>none</p>";
+    const shown = found.slice(0, fx.MOST_LISTED).map((i) => `<li>${link(i)} <span class="rest">${fx.escape(model.module(i))}</span></li>`).join("");
+    return `<ul>${shown}</ul>${found.length > fx.MOST_LISTED ? `<p class="rest">and ${found.length - fx.MOST_LISTED} more</p>` : ""}`;
+  };
+
+  function figures() {
+    const help = model.plans.length > 1 ? "<p class=\"rest\">Move the slider through the plans. Click a box for what it holds and why, double-click to unfold it.</p>" : "<p class=\"rest\">Click a box for what it holds and why, double-click to unfold it.</p>";
+    return `<h2>This plan</h2>${rows(plan.figures.map(([name, text]) => [name, fx.escape(text)]))}${help}`;
+  }
+
+  function nodePanel(i) {
+    const { nodes } = model;
+    const state = fx.STATES[states[i]];
+    const readers = model.readers(i);
+    const again = readers.forward.filter((u) => plan.rows[model.name(u)]?.[0]);
+    const pairs = [["op", fx.escape(model.op(i))], ["value", fx.escape(model.text("type", i))], ["bytes", nodes.bytes[i] ? fx.formatBytes(nodes.bytes[i]) : model.kind(i) === fx.VIEW ? "none of its own (a view)" : "none of its own"]];
+    if (model.kind(i) === fx.OP) pairs.push(["one run", `${fx.formatSeconds(nodes.seconds[i])}${nodes.flops[i] ? `, ${fx.formatFlops(nodes.flops[i])}` : ""}`]);
+    const runs = plan.rows[model.name(i)]?.[1];
+    if (runs) pairs.push(["runs again", runs === 1 ? "once" : `${runs} times`]);
+    pairs.push(["module", fx.escape(model.module(i) || "(model)")], ["source", fx.escape(model.text("source", i) || "not recorded")]);
+    const drawn = plan.rows[`${model.name(i)}_rng_state`];
+    return `<h2>${fx.escape(model.name(i))}</h2>
+      <p class="why" style="--tag: ${state.color}">${fx.escape(model.why(i, plan, states[i]))}</p>
+      ${drawn ? `<p class="why" style="--tag: ${fx.STATES[fx.SAVED].color}">generator state ${fx.escape(drawn[2])}</p>` : ""}${rows(pairs)}
+      <h3>read in the backward by</h3>${list(readers.backward)}
+      ${again.length ? `<h3>read again in the backward by</h3>${list(again)}` : ""}
+      <h3>read in the forward by</h3>${list(readers.forward)}
+      <h3>made from</h3>${list(nodes.inputs[i])}`;
+  }
+
+  function groupPanel(group) {
+    const members = tree.members(group);
+    const sums = fx.STATES.map(() => [0, 0]);
+    for (const i of members) { sums[states[i]][0] += 1; sums[states[i]][1] += model.nodes.bytes[i]; }
+    const pairs = fx.STATES.map((s, k) => [s.label, sums[k]]).filter(([, [count]]) => count).map(([label, [count, bytes]]) => [label, `${fx.formatBytes(bytes)} in ${count} node${count > 1 ? "s" : ""}`]);
+    const largest = members.filter((i) => model.nodes.bytes[i]).sort((a, b) => model.nodes.bytes[b] - model.nodes.bytes[a]).slice(0, fx.MOST_LISTED);
+    const line = (i) => `<tr><td>${link(i)}</td><td><i style="background:${fx.STATES[states[i]].color}"></i>${fx.STATES[states[i]].label}</td><td class="number">${fx.formatBytes(model.nodes.bytes[i])}</td></tr>`;
+    return `<h2>${fx.escape(group.path || "(model)")}</h2><p>${group.isBackward ? "backward" : "forward"}, ${group.nodes} nodes
+      · <a data-toggle="${group.id}">${group.isOpen ? "fold" : "unfold"}</a></p>${rows(pairs)}<h3>largest values</h3><table>${largest.map(line).join("")}</table>`;
+  }
+
+  function tickPanel(tick, live) {
+    const op = plan.ops[tick];
+    const when = tick < plan.forward ? "forward" : plan.again[tick] === "1" ? "runs again in the backward" : "backward";
+    const name = (l) => (l.storage < 0 ? (model.holders[l.holder].name === "gradients" ? "gradients from outside" : "workspace of the kernel") : link(model.nodes.owner[l.storage], model.nodes.storage_names[l.storage]));
+    const line = (l) => `<tr><td>${name(l)}</td><td>${model.holders[l.holder].label}</td><td class="number">${fx.formatBytes(l.bytes)}</td></tr>`;
+    const shown = live.filter((l) => l.bytes).slice(0, 2 * fx.MOST_LISTED);
+    return `<h2>${op >= 0 ? link(op) : "end of the step"}</h2><p>op ${tick + 1} of ${plan.ops.length}, ${when}${op >= 0 && model.module(op) ? `, in ${fx.escape(model.module(op))}` : ""}</p>
+      <p><b>${fx.formatBytes(plan.profile[tick])}</b> live; uncheckpointed ${fx.formatBytes(plan.uncheckpointed[tick])}</p>
+      <h3>live while it runs</h3><table>${shown.map(line).join("")}</table>${live.length > shown.length ? `<p class="rest">and ${live.length - shown.length} more</p>` : ""}`;
+  }
+
+  function readout(tick) {
+    if (tick === null) tick = plan.profile.indexOf(Math.max(...plan.profile));
+    const op = plan.ops[tick];
+    const parts = model.holders.map((h, k) => (timeline.stack[k][tick] ? `<i style="background:${h.color}"></i>${h.label} ${fx.formatBytes(timeline.stack[k][tick])}` : "")).join("");
+    const isPeak = plan.profile[tick] === plan.peak;
+    $("readout").innerHTML = `<b>${fx.formatBytes(plan.profile[tick])}</b>${isPeak ? " (the peak)" : ""} during ${fx.escape(op >= 0 ? model.name(op) : "the end")}${plan.again[tick] === "1" ? ", again" : ""}${parts}`;
+  }
+
+  function needed(i) {
+    const { backward } = model.readers(i);
+    if (model.isBackward(i) || !backward.length) return "";
+    return `<br>read in the backward by ${fx.escape(backward.slice(0, 3).map((u) => model.name(u)).join(", "))}${backward.length > 3 ? ` and ${backward.length - 3} more` : ""}`;
+  }
+
+  function hover(thing, place) {
+    const box = $("hover");
+    box.hidden = thing === null;
+    if (thing === null) return;
+    const text = typeof thing === "number"
+      ? `<b>${fx.escape(model.name(thing))}</b> ${fx.escape(model.text("type", thing))} ${model.nodes.bytes[thing] ? fx.formatBytes(model.nodes.bytes[thing]) : ""}<br>${fx.escape(model.why(thing, plan, states[thing]))}${needed(thing)}`
+      : `<b>${fx.escape(thing.path || thing.label)}</b><br>${thing.nodes} nodes; double-click to ${thing.isOpen ? "fold" : "unfold"}`;
+    box.innerHTML = text;
+    const frame = $("graph-box").getBoundingClientRect(), inner = $("graph").getBoundingClientRect();
+    box.style.left = `${Math.max(4, Math.min(place.x + 14, frame.width - 430))}px`;
+    box.style.top = `${Math.min(place.y + inner.top - frame.top + 16, frame.height - box.offsetHeight - 6)}px`;
+  }
+
+  let noteTimer = 0;
+  function note(text) {
+    $("note").textContent = text;
+    $("note").hidden = false;
+    clearTimeout(noteTimer);
+    noteTimer = setTimeout(() => { $("note").hidden = true; }, 4000);
+  }
+
+  const names = model.nodes.name.map((name) => name.toLowerCase());
+  const texts = model.nodes.texts.map((text) => text.toLowerCase());
+
+  function search(text) {
+    const wanted = text.trim().toLowerCase();
+    const box = $("found");
+    box.hidden = !wanted;
+    if (!wanted) return;
+    const found = [];
+    const scored = (i) => {
+      const name = names[i];
+      if (name.includes(wanted)) return name === wanted ? 0 : name.startsWith(wanted) ? 1 : 2;
+      return matches[model.nodes.module[i]] || matches[model.nodes.op[i]] || matches[model.nodes.source[i]] ? 3 : 4;
+    };
+    const matches = texts.map((t) => t.includes(wanted));
+    for (let i = 0; i < model.count; i++) { const score = scored(i); if (score < 4) found.push([score, i]); }
+    found.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
+    box.innerHTML = found.slice(0, fx.MOST_FOUND).map(([, i]) => `<li data-node="${i}">${fx.escape(model.name(i))} <small>${fx.escape(model.module(i))}</small></li>`).join("")
+      + (found.length > fx.MOST_FOUND ? `<li><small>and ${found.length - fx.MOST_FOUND} more</small></li>` : "") + (found.length ? "" : "<li><small>nothing has that name</small></li>");
+  }
+
+  const pick = (event) => {
+    const node = event.target.closest("[data-node]"), fold = event.target.closest("[data-toggle]");
+    if (node) { go(Number(node.dataset.node)); $("found").hidden = true; }
+    if (fold) graph.toggle(tree.groups[Number(fold.dataset.toggle)]);
+  };
+  $("panel").addEventListener("click", pick);
+  $("found").addEventListener("mousedown", pick);
+  $("search").addEventListener("input", () => search($("search").value));
+  $("search").addEventListener("focus", () => search($("search").value));
+  $("search").addEventListener("blur", () => { $("found").hidden = true; });
+  $("search").addEventListener("keydown", (event) => {
+    if (event.key === "Escape") $("found").hidden = true;
+    const first = $("found").querySelector("[data-node]");
+    if (event.key === "Enter" && first && !$("found").hidden) { go(Number(first.dataset.node)); $("found").hidden = true; }
+  });
+  $("slider").max = String(model.plans.length - 1);
+  $("slider").disabled = model.plans.length < 2;
+  $("slider").addEventListener("input", () => setPlan(Number($("slider").value)));
+  $("fold").addEventListener("click", () => { tree.fold(); graph.draw(); graph.fit(); select(null); });
+  $("unfold").addEventListener("click", () => { if (!tree.unfoldLevel(fx.MOST_SHOWN)) note(`no room to unfold all of a level: ${fx.MOST_SHOWN} boxes are the most`); graph.draw(); graph.fit(); select(selected); });
+  $("fit").addEventListener("click", () => graph.fit());
+  $("show-views").addEventListener("change", () => { graph.showViews = $("show-views").checked; graph.draw(); select(selected); });
+  $("show-across").addEventListener("change", () => { graph.showAcross = $("show-across").checked; graph.draw(); select(selected); });
+  $("legend").innerHTML = fx.STATES.map((s) => `<span><i style="background:${s.color}"></i>${s.label}</span>`).join("");
+  new ResizeObserver(() => { graph.cy.resize(); timeline.resize(); }).observe(document.body);
+
+  tree.fold();
+  tree.unfoldSome(fx.FIRST_SHOWN);
+  setPlan(data.chosen);
+  graph.draw();
+  graph.fit();
+  // What a test, or a curious reader's console, holds on to.
+  window.fxpage = { model, tree, graph, timeline, go, select, setPlan, selected: () => selected, states: () => states };
+  document.body.dataset.ready = "yes";
+};
+fx.start();

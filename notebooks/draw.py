@@ -1,0 +1,87 @@
+"""Draw the pictures of the README: ``python notebooks/draw.py``. Needs what the tests need, and Chromium for the page.
+
+The model is GPT-2 (12 layers, d 768, batch 4 x 256, dropout) on a generic GPU's roofline, planned from shapes alone; torch's own partitioner
+is judged on the same graph by the same liveness and the same costs.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib
+from PIL import Image
+
+FOLDER = Path(__file__).parent / "pictures"
+WIDTH = 1400
+"""Pixels of the page's picture."""
+
+
+def main() -> None:
+    """Draw everything."""
+    matplotlib.use("Agg")
+    sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+    from models import gpt2
+    from peers import allocates, judge, torch_partition
+
+    import fxckpt
+    from fxckpt.capture import capture_joint
+    from fxckpt.cost import Roofline
+    from fxckpt.frontier import Frontier
+    from fxckpt.passes.normalize import normalize
+    from fxckpt.pictures import Peer
+    from fxckpt.pipeline import Planner
+    from fxckpt.policies import block_boundaries
+
+    cost = Roofline(100e12, 1.5e12, 0.0)
+    model, inputs = gpt2()
+    joint = capture_joint(model, (), inputs)
+    normalize(joint.module)
+    planner = Planner(None, None, cost, measure_scratch=False)
+    curve = Frontier(planner.frontier(joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=16))
+    step = sum(cost.seconds(node) for node in joint.module.graph.nodes if allocates(node))
+    peers = []
+    for budget in (1.0, 0.7, 0.5, 0.3, 0.1):
+        forward, backward = torch_partition(joint.module, budget, num_fwd_outputs=joint.num_fwd_outputs)
+        judged = judge(forward, backward, cost, num_fwd_outputs=joint.num_fwd_outputs)
+        peers.append(Peer(f"torch budget {budget:g}", judged.peak_bytes, judged.seconds / step - 1))
+    by_block = fxckpt.plan(model, **inputs, policy=block_boundaries("model.transformer.h.*"), cost=cost)
+    peers.append(Peer("checkpoint every block", by_block.peak_bytes, by_block.recompute_seconds / by_block.step_seconds))
+    chosen = next(plan for plan in curve.plans if plan.peak_bytes > 0.45 * plan.baseline_peak_bytes)
+    FOLDER.mkdir(exist_ok=True)
+    keep(chosen.plot_memory().figure, "memory.png")
+    keep(curve.plot(chosen=chosen, peers=peers).figure, "frontier.png")
+    with tempfile.TemporaryDirectory() as folder:
+        shoot(curve.to_html(Path(folder) / "page.html", chosen=chosen, title="GPT-2, 12 layers"))
+
+
+def keep(figure: object, name: str) -> None:
+    """Save a figure with few colours: a third of the bytes, and nobody sees it."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110)  # type: ignore[attr-defined]
+    Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(FOLDER / name, optimize=True)
+
+
+def shoot(page: Path) -> None:
+    """Take a picture of the page with one value selected."""
+    from playwright.sync_api import sync_playwright
+
+    path = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        tab = browser.new_page(viewport={"width": WIDTH, "height": 860})
+        tab.goto(page.as_uri())
+        tab.wait_for_selector("body[data-ready=yes]")
+        tab.evaluate("() => fxpage.go(fxpage.model.position.get('_softmax_7'))")
+        tab.evaluate("() => { fxpage.graph.cy.zoom(0.9); fxpage.graph.cy.center(fxpage.graph.cy.nodes('.chosen')); }")
+        tab.wait_for_timeout(1500)
+        drawn = tab.screenshot()
+        browser.close()
+    Image.open(io.BytesIO(drawn)).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(FOLDER / "page.png", optimize=True)
+
+
+if __name__ == "__main__":
+    main()

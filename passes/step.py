@@ -1,0 +1,252 @@
+"""Step: the joint graph a plan was made for, as plain data: its program, and what its nodes are called.
+
+A plan carries its step along, so that reports, pictures and pages can be made long after the graph is gone: who needs a value, what running
+it again would take, what the memory holds at any moment. It has names, never ``fx.Node``.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxckpt.passes.facts import Facts
+from fxckpt.passes.kinds import tensors
+from fxckpt.passes.program import Op, Program
+from fxckpt.passes.schedule import Schedule
+from fxckpt.plan import Plan
+from fxckpt.torch_private import is_symbolic, size_hint, storage_id
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+class Kind(enum.StrEnum):
+    """What a node of the joint graph is to the planner."""
+
+    INPUT = "input"
+    """A parameter, an input, a constant or an incoming gradient: not the step's memory."""
+    OP = "op"
+    """It fills memory or has an effect."""
+    PART = "part"
+    """One of the results of an op that has several."""
+    VIEW = "view"
+    """It shows memory of another node, takes no time, and is made again wherever it is needed."""
+    SIZE = "size"
+    """A size or a scalar."""
+
+
+class Label(NamedTuple):
+    """What one node of the joint graph is called. ``inputs`` are positions among the labels, ``storages`` indices of the program."""
+
+    name: str
+    kind: Kind
+    op: str
+    module: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+    inputs: tuple[int, ...]
+    storages: tuple[int, ...]
+    """What it fills, or, for a view, shows."""
+    is_backward: bool
+    is_in_region: bool
+    """A checkpoint region in the model says something about it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A joint graph as planning saw it: the program, and a label for every node in the graph's order."""
+
+    program: Program
+    labels: tuple[Label, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, Label]:
+        """Every node's label, by its name."""
+        return {label.name: label for label in self.labels}
+
+    @cached_property
+    def owners(self) -> tuple[Label, ...]:
+        """Per storage: the node that is saved where the storage is; for a generator state, the op that draws."""
+        found = {s: label for label in reversed(self.labels) if label.kind in (Kind.OP, Kind.PART) for s in label.storages}
+        # An op's parts are named apart: they come after it, and own what they show.
+        parts = {s: label for label in self.labels if label.kind is Kind.PART for s in label.storages}
+        return tuple((parts.get(s) or found.get(s) or self.by_name[_op_of(st.name)]) for s, st in enumerate(self.program.storages))
+
+    @cached_property
+    def storage_names(self) -> tuple[str, ...]:
+        """Per storage: the name a plan knows it by."""
+        return tuple(state_name(storage.name) for storage in self.program.storages)
+
+    @cached_property
+    def storage_index(self) -> dict[str, int]:
+        """Storages by the name a plan knows them by."""
+        return {name: s for s, name in enumerate(self.storage_names)}
+
+    @cached_property
+    def op_index(self) -> dict[str, int]:
+        """Forward ops by name."""
+        return {op.name: o for o, op in enumerate(self.program.ops)}
+
+    @cached_property
+    def backward_index(self) -> dict[str, int]:
+        """Backward ops by name."""
+        return {op.name: j for j, op in enumerate(self.program.backward)}
+
+    @cached_property
+    def readers(self) -> tuple[tuple[Op, ...], ...]:
+        """Per storage: the ops that read it, through views too, the forward's first."""
+        found: list[list[Op]] = [[] for _ in self.program.storages]
+        for op in (*self.program.ops, *self.program.backward):
+            for s in op.reads:
+                found[s].append(op)
+        return tuple(map(tuple, found))
+
+    def schedule_of(self, plan: Plan) -> Schedule:
+        """Return the schedule of a plan of this step."""
+        return Schedule(
+            tuple(sorted(self.storage_index[name] for name in plan.saved)),
+            tuple(self.op_index[run.name] for run in plan.schedule),
+            tuple(self.backward_index[run.before] for run in plan.schedule),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is derived is derived again: a pickle carries the data alone.
+        return {"program": replace(self.program), "labels": self.labels}
+
+
+def state_name(storage: str) -> str:
+    """Return the graph's name for a storage (generator states are named after their op)."""
+    return storage.replace(".rng_state", "_rng_state")
+
+
+def _op_of(storage: str) -> str:
+    return storage.removesuffix(".rng_state").split("#")[0]
+
+
+def step_of(graph: fx.Graph, facts: Facts) -> Step:
+    """Return the step that ``facts`` were read from. Leaves the graph alone."""
+    module_of, line_of, type_of = _Remembered(_clean_path), _Remembered(_last_frame), _Remembered(_type_name)
+    index = {storage.name: s for s, storage in enumerate(facts.program.storages)}
+    writes = {op.name: op.writes for op in (*facts.program.ops, *facts.program.backward)}
+    op_of: dict[Any, str] = {}
+    position: dict[fx.Node, int] = {}
+    labels: list[Label] = []
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        meta = node.meta
+        inputs = tuple([position[arg] for arg in node.all_input_nodes])
+        value = meta.get("val")
+        first = value if isinstance(value, torch.Tensor) else next(tensors(value), None)
+        held: tuple[int, ...]
+        if node.op != "call_function":
+            kind, held = Kind.SIZE if is_symbolic(node) else Kind.INPUT, ()
+        elif node.name in writes:
+            kind, held = Kind.OP, writes[node.name]
+        elif node.target is operator.getitem and node.name in index:
+            kind, held = Kind.PART, (index[node.name],)
+        else:
+            kind, held = (Kind.SIZE if first is None else Kind.VIEW), _shown(node, first, [labels[i] for i in inputs])
+        if node.target not in op_of or node.target is operator.getitem:
+            op_of[node.target] = "" if kind is Kind.INPUT else op_name(node)
+        position[node] = len(labels)
+        labels.append(
+            Label(
+                name=node.name,
+                kind=kind,
+                op=op_of[node.target],
+                module=module_of(_raw_path(node)),
+                source=line_of(meta.get("stack_trace") or ""),
+                shape=_sizes(first) if first is not None else (),
+                dtype=type_of(first.dtype) if first is not None else "",
+                inputs=inputs,
+                storages=held,
+                is_backward=node in facts.tangent_closure,
+                is_in_region=isinstance(meta.get("recompute"), CheckpointPolicy),
+            )
+        )
+    return Step(facts.program, tuple(labels))
+
+
+def _shown(node: fx.Node, tensor: Any, inputs: list[Label]) -> tuple[int, ...]:
+    """Return the storages that a view shows: its inputs', where there is a doubt by what torch says."""
+    if len(inputs) == 1:
+        return inputs[0].storages
+    found = tuple(dict.fromkeys(s for label in inputs for s in label.storages))
+    if len(found) < 2 or tensor is None:
+        return found
+    same = [arg for arg in node.all_input_nodes if any(storage_id(t) == storage_id(tensor) for t in tensors(arg.meta.get("val")))]
+    chosen = {arg.name for arg in same}
+    return tuple(dict.fromkeys(s for label in inputs if label.name in chosen for s in label.storages))
+
+
+class _Remembered(dict[Any, str]):
+    """Answers once per distinct question: thousands of nodes share a few hundred modules and lines."""
+
+    def __init__(self, answer: Callable[[Any], str]) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def __missing__(self, question: Any) -> str:
+        found = self[question] = self.answer(question)
+        return found
+
+    __call__ = dict.__getitem__
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    shape = tensor.shape
+    return tuple(shape) if all([type(n) is int for n in shape]) else tuple([size_hint(n) for n in shape])
+
+
+def op_name(node: fx.Node) -> str:
+    """Return the op's name without its namespace (``mm``, ``bernoulli.p``); a tuple's item is named after its op."""
+    while node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+        parent = node.args[0]
+        assert isinstance(parent, fx.Node)
+        node = parent
+    name = str(node.target).removeprefix("aten.")
+    return name.removesuffix(".default")
+
+
+def module_path(node: fx.Node) -> str:
+    """Return the path of the module that made a node, as ``named_modules()`` spells it; empty for the model itself."""
+    return _clean_path(_raw_path(node))
+
+
+def _raw_path(node: fx.Node) -> str:
+    stack: Any = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return str(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def _clean_path(path: str) -> str:
+    path = re.sub(r"getattr\((.+), '([^']+)'\)", r"\1.\2", path)
+    path = re.sub(r"^G\.fxckpt_rewritten_step\w*\.source", "", path)  # a rewritten module that Dynamo goes through
+    path = path.replace("._modules", "").replace("._orig_mod", "")
+    path = re.sub(r"^L\[['\"][^\]]+['\"]\]|^L__[a-z]+___|^self\b|^__", "", path)
+    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)
+    return path.strip(".")
+
+
+def source_line(node: fx.Node) -> str:
+    """Return ``file.py:12`` of the user's code that made a node; empty if the trace did not record it."""
+    return _last_frame(node.meta.get("stack_trace") or "")
+
+
+def _last_frame(trace: str) -> str:
+    start = trace.rfind('File "')
+    match = _FRAME.match(trace, start) if start >= 0 else None
+    return f"{match[1].rsplit('/', 1)[-1]}:{match[2]}" if match else ""

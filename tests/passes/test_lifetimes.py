@@ -1,0 +1,33 @@
+"""What holds each byte: the parts add up to the simulator's profile."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxckpt.passes.lifetimes import Holder, aligned, lifetimes, moments, stacked
+from fxckpt.passes.program import Program
+from fxckpt.passes.schedule import emit, save_all
+from fxckpt.passes.simulate import simulate
+from tests.passes.programs import programs
+from tests.passes.test_price_search import decisions
+
+
+@given(data=st.data(), program=programs())
+def test_the_parts_add_up_to_the_profile(data: st.DataObject, program: Program) -> None:
+    schedule = emit(program, data.draw(decisions(program)))
+    profile = simulate(program, schedule).profile
+    parts = stacked(lifetimes(program, schedule), len(profile))
+    assert [sum(live) for live in zip(*parts.values(), strict=True)] == list(profile)
+    forward = simulate(program, schedule).forward_ops
+    assert not any(parts[Holder.RECOMPUTED][:forward]) and not any(parts[Holder.GRADIENT][:forward])
+
+
+@given(data=st.data(), program=programs())
+def test_the_uncheckpointed_profile_keeps_its_peak_over_the_ops_of_another(data: st.DataObject, program: Program) -> None:
+    schedule, baseline = emit(program, data.draw(decisions(program))), save_all(program)
+    profile = simulate(program, baseline).profile
+    over = aligned(moments(program, schedule), moments(program, baseline), profile)
+    assert len(over) == len(simulate(program, schedule).profile)
+    assert max(over) == max(profile)
+    assert aligned(moments(program, baseline), moments(program, baseline), profile)[-1] == profile[-1]

@@ -1,0 +1,242 @@
+"""The page: one file without a network, and in a real browser what it shows is what was planned."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxckpt
+from fxckpt import page
+from fxckpt.cost import Roofline
+from fxckpt.passes.bounds import Bound
+from fxckpt.passes.describe import describe
+from fxckpt.passes.price_search import Candidate, Found
+from fxckpt.passes.program import IN_BACKWARD, Op, Program, Side, Storage
+from fxckpt.passes.schedule import save_all
+from fxckpt.passes.simulate import simulate
+from fxckpt.passes.step import Kind, Label, Step
+
+COST = Roofline(2e11, 1e10, 0.0)
+
+
+@pytest.fixture(scope="module")
+def curve() -> fxckpt.Frontier:
+    blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(4))
+    return fxckpt.frontier(nn.Sequential(*blocks), torch.randn(2048, 64), points=5, cost=COST)
+
+
+def embedded(text: str) -> dict[str, Any]:
+    packed = re.search(r'<script id="data"[^>]*>([^<]*)</script>', text)
+    assert packed is not None
+    found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    return found
+
+
+def test_the_page_carries_everything_and_asks_for_nothing(curve: fxckpt.Frontier, tmp_path: Path) -> None:
+    path = curve.to_html(tmp_path / "page.html", chosen=curve.plans[1], title="<b>")
+    text = path.read_text()
+    assert "<title>&lt;b&gt;</title>" in text and "<!--" not in re.sub(r"<script>.*?</script>", "", text, flags=re.S)
+    assert not re.search(r"<(?:script|link|img)[^>]*(?:src|href)=", text)
+    assert "default-src 'none'" in text
+    data = embedded(text)
+    assert data["chosen"] == 1 and len(data["plans"]) == 5
+    assert len(data["nodes"]["name"]) == len(curve.plans[0].step.labels)
+
+
+def test_the_data_adds_up_to_the_profile(curve: fxckpt.Frontier) -> None:
+    data = page.data(curve.plans)
+    for plan, drawn in zip(curve.plans, data["plans"], strict=True):
+        held, live = drawn["held"], [0] * len(plan.profile)
+        for storage, first, more, nbytes in zip(held["storage"], held["first"], held["last"], held["bytes"], strict=True):
+            for at in range(first, first + more + 1):
+                live[at] += nbytes if storage < 0 else data["nodes"]["storage_bytes"][storage]
+        assert live == list(plan.profile)
+        assert {name for name, row in drawn["rows"].items() if row[0] == 0} == set(plan.saved)
+
+
+def test_a_plan_alone_and_plans_of_different_graphs(curve: fxckpt.Frontier, tmp_path: Path) -> None:
+    path = curve.plans[1].to_html(tmp_path / "one.html", points=0)
+    assert len(embedded(path.read_text())["plans"]) == 1
+    other = fxckpt.plan(nn.Linear(4, 4), torch.randn(2, 4))
+    with pytest.raises(fxckpt.InvalidOption, match="different graphs"):
+        page.render([curve.plans[0], other])
+
+
+def test_the_same_plans_make_the_same_page(curve: fxckpt.Frontier) -> None:
+    assert page.render(curve.plans) == page.render(curve.plans)
+
+
+def test_the_libraries_are_those_that_were_vendored() -> None:
+    folder = resources.files("fxckpt").joinpath("web", "vendor")
+    listed = dict(reversed(line.split()) for line in folder.joinpath("SHA256SUMS").read_text().splitlines())  # type: ignore[misc]
+    assert {name for name in page.SCRIPTS + page.STYLES if name.startswith("vendor/")} == {f"vendor/{name}" for name in listed}
+    for name, digest in listed.items():
+        assert hashlib.sha256(folder.joinpath(name).read_bytes()).hexdigest() == digest
+
+
+def chain(length: int) -> fxckpt.Plan:
+    """A plan of ``length`` nodes that saves all: ops in a row, and their gradients."""
+    half = length // 2
+    ops = tuple(Op(f"f{i}", Side.FORWARD, 1e-6, 1, (i - 1,) if i else (), (i,)) for i in range(half))
+    backward = tuple(Op(f"b{j}", Side.BACKWARD, 1e-6, 1, (half - 1 - j, *((half + j - 1,) if j else ())), (half + j,)) for j in range(half))
+    storages = (*(Storage(f"f{i}", 1024, i) for i in range(half)), *(Storage(f"b{j}", 1024, IN_BACKWARD) for j in range(half)))
+    program = Program(ops, (*backward, Op("output", Side.BACKWARD, 0.0, 0, (2 * half - 1,), ())), storages, 0)
+
+    def label(at: int) -> Label:
+        is_backward = at >= half
+        layer = (at if not is_backward else 2 * half - 1 - at) * 100 // half
+        inputs = (at - 1,) if 0 < at != half else (half - 1,) if at else ()
+        name = f"b{at - half}" if is_backward else f"f{at}"
+        return Label(
+            name, Kind.OP, "aten.mm", f"model.layers.{layer}.mlp", "model.py:1", (16, 16), "float32", inputs, (at,), is_backward, False
+        )
+
+    step = Step(program, tuple(label(at) for at in range(2 * half)))
+    candidate = Candidate(save_all(program), simulate(program, save_all(program)))
+    found = Found(None, candidate, candidate, candidate, Bound(0.0, 0.0), Bound(0.0, 0.0), 0)
+    return describe(step, found, candidate, budget_bytes=None, cost="none")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="the page is tried in a browser, which takes playwright (pip install playwright)"
+    )
+    path = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
+    with playwright.sync_playwright() as started:
+        if path is None and not Path(started.chromium.executable_path).exists():
+            pytest.skip("the page is tried in a browser, and there is no Chromium: install the package chromium")
+        launched = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """Open a page offline; a message on its console or a request fails the test."""
+    context = browser.new_context(viewport={"width": 1400, "height": 900}, offline=True)
+    complaints: list[str] = []
+
+    def show(path: Path) -> Any:
+        tab = context.new_page()
+        tab.on("console", lambda message: complaints.append(message.text))
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.on("request", lambda request: None if request.url.startswith(("file:", "data:", "blob:")) else complaints.append(request.url))
+        tab.goto(path.as_uri())
+        tab.wait_for_selector("body[data-ready=yes]")
+        return tab
+
+    yield show
+    context.close()
+    assert complaints == []
+
+
+def press(tab: Any, name: str, *, times: int = 1) -> None:
+    """Click a node where it is drawn."""
+    tab.evaluate("name => fxpage.go(fxpage.model.position.get(name))", name)
+    tab.evaluate("() => fxpage.select(null)")
+    place = tab.evaluate(
+        "name => { const p = fxpage.graph.cy.getElementById('n' + fxpage.model.position.get(name)).renderedPosition();"
+        " const box = document.getElementById('graph').getBoundingClientRect(); return [p.x + box.left, p.y + box.top]; }",
+        name,
+    )
+    tab.mouse.click(*place, click_count=times)
+
+
+@pytest.mark.browser
+def test_a_click_shows_the_reason_and_the_readers(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+    plan = curve.plans[1]
+    tab = opened(curve.to_html(tmp_path / "page.html", chosen=plan))
+    assert "uncheckpointed peak" in tab.inner_text("#panel")
+    for name in (next(n for n in plan.saved if not n.endswith("_rng_state")), plan.recomputed[0]):
+        press(tab, name)
+        panel = tab.inner_text("#panel")
+        assert plan.explain().why(name) in panel
+        readers = plan.explain().readers(name)
+        assert all(reader in panel for reader in (*readers.backward, *readers.forward, *readers.recompute))
+
+
+@pytest.mark.browser
+def test_the_slider_changes_colours_and_figures(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+    tight, loose = curve.plans[0], curve.plans[-1]
+    name = next(n for n in tight.recomputed if n in loose.saved)
+    tab = opened(curve.to_html(tmp_path / "page.html", chosen=tight))
+    tab.evaluate("name => fxpage.go(fxpage.model.position.get(name))", name)
+    color = "name => fxpage.graph.cy.getElementById('n' + fxpage.model.position.get(name)).style('background-color')"
+    before, title = tab.evaluate(color, name), tab.inner_text("#plan-title")
+    tab.focus("#slider")
+    tab.keyboard.press("End")
+    assert tab.evaluate(color, name) != before
+    assert tab.inner_text("#plan-title") != title
+    assert loose.explain().why(name) in tab.inner_text("#panel")
+
+
+@pytest.mark.browser
+def test_search_unfolds_what_it_finds(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+    name = curve.plans[1].recomputed[-1]
+    tab = opened(curve.to_html(tmp_path / "page.html", chosen=curve.plans[1]))
+    tab.click("#fold")
+    tab.fill("#search", name)
+    tab.keyboard.press("Enter")
+    assert tab.inner_text("#panel h2") == name
+    assert tab.evaluate("name => fxpage.graph.cy.getElementById('n' + fxpage.model.position.get(name)).length", name) == 1
+    tab.fill("#search", "nothing has this name")
+    assert "nothing has that name" in tab.inner_text("#found")
+
+
+@pytest.mark.browser
+def test_the_timeline_tells_what_is_live_and_a_value_when_it_lives(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+    plan = curve.plans[1]
+    tab = opened(curve.to_html(tmp_path / "page.html", chosen=plan))
+    box = tab.locator("#timeline .u-over").bounding_box()
+    at = 0.6
+    tab.mouse.click(box["x"] + at * box["width"], box["y"] + box["height"] / 2)
+    timeline = plan.timeline()
+    tick = int(at * len(timeline.ticks))
+    panel = tab.inner_text("#panel")
+    assert timeline.ticks[tick].name in panel and timeline.at(tick)[0].name in panel
+    name = next(n for n in plan.saved if not n.endswith("_rng_state"))
+    tab.evaluate("name => fxpage.go(fxpage.model.position.get(name))", name)
+    bands = tab.evaluate("() => fxpage.timeline.bands")
+    assert [h.first for h in timeline.held if h.name == name] == [first for first, _ in bands]
+
+
+@pytest.mark.browser
+def test_a_double_click_unfolds_and_folds(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+    tab = opened(curve.to_html(tmp_path / "page.html", chosen=curve.plans[1]))
+    tab.click("#fold")
+    shown = "() => fxpage.tree.visible().length"
+    before = tab.evaluate(shown)
+    place = tab.evaluate(
+        "() => { const p = fxpage.graph.cy.nodes('.folded')[0].renderedPosition();"
+        " const box = document.getElementById('graph').getBoundingClientRect(); return [p.x + box.left, p.y + box.top]; }"
+    )
+    tab.mouse.dblclick(*place)
+    assert tab.evaluate(shown) > before
+    tab.click("#panel [data-toggle]")
+    assert tab.evaluate(shown) == before
+
+
+@pytest.mark.browser
+def test_twenty_thousand_nodes_stay_folded_until_asked(opened: Any, tmp_path: Path) -> None:
+    tab = opened(page.write([chain(20_000)], tmp_path / "large.html"))
+    assert tab.evaluate("() => fxpage.model.count") == 20_000
+    assert tab.evaluate("() => fxpage.graph.cy.nodes().length") < 200
+    tab.fill("#search", "f7321")
+    tab.keyboard.press("Enter")
+    assert "recomputing it needs" in tab.inner_text("#panel .why")
+    for _ in range(3):
+        tab.click("#unfold")
+    assert tab.evaluate("() => fxpage.graph.cy.nodes().length") < 2000

@@ -1,0 +1,73 @@
+"""Pictures: what is drawn is what was planned, with units on the axes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxckpt
+from fxckpt.cost import Roofline
+
+matplotlib = pytest.importorskip("matplotlib")
+matplotlib.use("Agg")
+
+
+@pytest.fixture(scope="module")
+def curve() -> fxckpt.Frontier:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+    return fxckpt.frontier(model, torch.randn(1024, 64), points=5, cost=Roofline(2e11, 1e10, 0.0))
+
+
+@pytest.fixture(autouse=True)
+def closed() -> object:
+    yield
+    from matplotlib import pyplot as plt
+
+    plt.close("all")
+
+
+def labels(axes: object) -> list[str]:
+    return axes.get_legend_handles_labels()[1]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("over", ["ops", "time"])
+def test_memory_has_its_parts_the_budget_and_what_it_would_have_been(curve: fxckpt.Frontier, over: str) -> None:
+    plan = curve.plans[1]
+    axes = plan.plot_memory(over=over)
+    assert {"saved", "recomputed", "gradients", "budget", "uncheckpointed"} <= set(labels(axes))
+    assert "MiB" in axes.get_ylabel() and axes.get_xlabel()
+    assert axes.get_ylim()[1] * 2**20 > plan.baseline_peak_bytes
+    (line,) = [c for c in axes.lines if c.get_drawstyle() == "steps-post"]
+    assert max(line.get_ydata()) == pytest.approx(plan.peak_bytes / 2**20)
+
+
+def test_memory_over_something_else(curve: fxckpt.Frontier) -> None:
+    with pytest.raises(fxckpt.InvalidOption, match="'ops' or 'time'"):
+        curve.plans[0].plot_memory(over="days")
+
+
+def test_the_frontier_marks_the_plan_and_its_peers(curve: fxckpt.Frontier) -> None:
+    from fxckpt.pictures import Peer
+
+    axes = curve.plot(chosen=curve.plans[2], peers=[Peer("by hand", curve.plans[3].peak_bytes, 0.4)])
+    assert {"this plan", "by hand", "least possible time"} <= set(labels(axes))
+    assert "%" in axes.get_ylabel() and "MiB" in axes.get_xlabel()
+    assert axes.get_ylim()[1] > 40
+
+
+def test_modules_are_bars_in_the_models_order(curve: fxckpt.Frontier) -> None:
+    _, given = matplotlib.pyplot.subplots()
+    axes = curve.plans[1].plot_modules(given, depth=1)
+    assert axes is given
+    names = [text.get_text() for text in axes.get_yticklabels()]
+    assert [n for n in names if n.isdigit()] == ["0", "1", "2", "3"]
+    assert sum(bar.get_width() for bar in axes.containers[0]) * 2**20 == pytest.approx(curve.plans[1].saved_bytes)
+
+
+def test_a_plans_own_frontier_contains_it(curve: fxckpt.Frontier) -> None:
+    plan = curve.plans[2]
+    own = plan.frontier(points=4)
+    assert plan in own.plans
+    assert [p.peak_bytes for p in own.plans] == sorted(p.peak_bytes for p in own.plans)
+    assert all(p.step is plan.step for p in own.plans)
