@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,9 @@ from fxckpt.region_plan import course_of
 from fxckpt.replay import make
 from fxckpt.structure import flatten
 from fxckpt.tape import Kept, Recorder
+from fxckpt.torch_private import OpOverload
 
+PLAIN = (int, float, str, bytes, type(None), OpOverload)
 MOST_COURSES = 16
 """A function that goes more ways than this has the oldest planned again."""
 
@@ -109,4 +111,5 @@ def _identity(policy: Policy | None) -> Any:
         return policy
     cells = tuple(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
     closed_over = (*cells, *(getattr(function, "__defaults__", None) or ()))
-    return code, tuple(value if isinstance(value, Hashable) else id(value) for value in closed_over)
+    # By identity where the value is not plain: a model that a policy closes over must not live on here.
+    return code, tuple(value if isinstance(value, PLAIN) else id(value) for value in closed_over)

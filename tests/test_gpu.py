@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from tests.steps import FLOOR, same_at_every_budget
+import fxckpt
+from tests.steps import FLOOR, differing, outcome, same_at_every_budget
 from tests.test_models import Trial, compiled, same
 from tests.test_random import DRAWS, Residual
 from tests.zoo import ENTRIES, Entry
@@ -51,3 +57,27 @@ class TwoGenerators(nn.Module):
 
 def test_draws_on_two_devices() -> None:
     same_at_every_budget(lambda: (TwoGenerators().cuda(), (torch.randn(512, 64, device="cuda"),)), (None, 0.8, FLOOR))
+
+
+@pytest.mark.parametrize("budget", [None, 0.7])
+def test_an_eager_region_draws_on_two_devices(budget: float | None) -> None:
+    def run(checkpoint: Callable[..., Any]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = TwoGenerators().cuda()
+        return outcome(model, lambda x: checkpoint(model, x), (torch.randn(512, 64, device="cuda", requires_grad=True),))
+
+    assert differing(run(lambda f, x: f(x)), run(functools.partial(fxckpt.checkpoint, budget=budget))) == []
+
+
+def test_an_eager_region_peaks_like_torchs() -> None:
+    block = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 256)).cuda()
+    x = torch.randn(4096, 256, device="cuda", requires_grad=True)
+
+    def peak(checkpoint: Callable[..., Any]) -> int:
+        def run() -> None:
+            checkpoint(block, checkpoint(block, x)).sum().backward()
+
+        run()
+        return fxckpt.measure_peak(run)
+
+    assert peak(fxckpt.checkpoint) <= 1.02 * peak(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False))
