@@ -55,7 +55,7 @@ class Backend:
         One of :mod:`fxckpt.policies`, a list of them, or torch's own form: a function ``policy(ctx, op, *args, **kwargs)`` that returns a
         ``torch.utils.checkpoint.CheckpointPolicy``, or a list of ops to save. MUST_SAVE and MUST_RECOMPUTE bind at any budget; what must not run
         twice (mutation, effects, unknown ops) is saved all the same, and the plan says why. PREFER_SAVE and PREFER_RECOMPUTE are done without a
-        budget, and weighed with one. A policy goes before the checkpoint regions in the model. A :class:`Plan` is applied as it is.
+        budget, and settle ties with one. A policy goes before the checkpoint regions in the model. A :class:`Plan` is applied as it is.
     inner:
         Who compiles the two halves: ``"inductor"``, ``"aot_eager"`` or a callable ``(gm, example_inputs) -> callable``, given the forward
         graph, then the backward graph.

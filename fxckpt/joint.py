@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from fxckpt.budget import Budget
 from fxckpt.cost import CostModel
 from fxckpt.errors import CaptureError
+from fxckpt.packing import Packed, pack, unpack
 from fxckpt.passes.normalize import normalize
 from fxckpt.passes.partition import partition
 from fxckpt.passes.rematerialize import rematerialize
@@ -54,6 +55,17 @@ class RewrittenJoint(fx.GraphModule):
         """The graph that was rewritten."""
         source: fx.GraphModule = self.meta[SOURCE]
         return source
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_unpickled, (pack(self), self.plan, *map(pack, (self.forward_graph, self.backward_graph, self.source))))
+
+
+def _unpickled(joint: Packed, plan: Plan, *others: Packed) -> RewrittenJoint:
+    plain = unpack(joint)
+    assert isinstance(plain, fx.GraphModule)
+    made = RewrittenJoint(plain, plain.graph)
+    made.meta |= dict(zip((PLAN, FORWARD, BACKWARD, SOURCE), (plan, *map(unpack, others)), strict=True))
+    return made
 
 
 def rewrite_joint(gm: fx.GraphModule, policy: Any, *, budget: Budget, cost: str | CostModel) -> fx.GraphModule:

@@ -43,11 +43,19 @@ def _value(node: fx.Node) -> Any:
     return UNKNOWN
 
 
+def real_like(value: Tensor) -> Tensor:
+    """Return a tensor without values of the geometry of a fake one."""
+    shape, stride = [size_hint(n) for n in value.shape], [size_hint(n) for n in value.stride()]
+    made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return made.requires_grad_(value.requires_grad) if made.is_floating_point() or made.is_complex() else made
+
+
 def _real(value: Any) -> Any:
     if isinstance(value, Tensor):
-        shape, stride = [size_hint(n) for n in value.shape], [size_hint(n) for n in value.stride()]
-        made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-        return made.requires_grad_(value.requires_grad) if made.is_floating_point() or made.is_complex() else made
+        try:
+            return real_like(value)
+        except (RuntimeError, AssertionError):
+            return UNKNOWN  # the graph was made for a device that is not here
     if isinstance(value, torch.SymInt):
         return size_hint(value)
     if isinstance(value, (int, float, bool, str, type(None))):

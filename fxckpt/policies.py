@@ -18,9 +18,9 @@ policy                                        what it names                     
 ``save_any_except("attn_out")``               must run the values of these names again                prefer to save it
 ============================================  ======================================================  =========================
 
-MUST binds at any budget, PREFER is done where there is no budget and weighed where there is one. What must not run twice (mutation, effects,
-unknown ops, decisions that nobody demands) is saved whatever a policy prefers. Policies compose: ``a | b``, ``a & b``, ``~a``
-(:class:`Policy` says how) and ``first_match(a, b)``.
+MUST binds at any budget. PREFER is done where there is no budget; where there is one, it settles which of equally good plans is taken. What
+must not run twice (mutation, effects, unknown ops, decisions that nobody demands) is saved whatever a policy prefers. Policies compose:
+``a | b``, ``a & b``, ``~a`` (:class:`Policy` says how) and ``first_match(a, b)``.
 """
 
 from __future__ import annotations

@@ -246,6 +246,11 @@ class Lenient(Policy):
         """What the policy says."""
         return self.policy.decide(value)
 
+    @property
+    def needs_graph(self) -> bool:
+        """Whether the policy does."""
+        return self.policy.needs_graph
+
     def bind(self, values: Sequence[Value]) -> Policy:
         """Bind the policy, if what it names is here."""
         try:

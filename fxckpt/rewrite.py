@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from fxckpt.budget import Budget
 from fxckpt.cost import CostModel
 from fxckpt.errors import InvalidOption
 from fxckpt.joint import is_joint, rewrite_joint
-from fxckpt.placeholders import inputs_of
-from fxckpt.rewritten import FunctionModule, Rewritten
+from fxckpt.placeholders import inputs_of, real_like
+from fxckpt.rewritten import FunctionModule, Rewritten, parameters_of
+from fxckpt.torch_private import FakeTensor
 
 
 def rewrite(
@@ -77,6 +79,9 @@ def rewrite(
             f"rewrite({gm!r}): {type(gm).__name__} is nothing to rewrite. Give a GraphModule, a module or a function"
             + (", an instance: rewrite(Model())." if isinstance(gm, type) else ".")
         )
+    owner = getattr(gm, "__self__", None)
+    if isinstance(owner, nn.Module) and getattr(gm, "__name__", "") == "forward":
+        gm = owner
     source = gm if isinstance(gm, nn.Module) else FunctionModule(gm)
     made = Rewritten(source, options)
     given = inputs_of(source) if example_inputs is None else _arguments(source, example_inputs)
@@ -87,13 +92,15 @@ def rewrite(
 
 def _arguments(source: nn.Module, example_inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return example inputs as (args, kwargs). Raises :class:`InvalidOption` if the module does not take them."""
+    # What stands for a tensor in another trace tells no more than shapes.
+    example_inputs = pytree.tree_map_only(FakeTensor, real_like, example_inputs)
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     if isinstance(example_inputs, Mapping):
         kwargs = dict(example_inputs)
     else:
         args = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-    signature = inspect.signature(source.forward)
+    signature = inspect.Signature(parameters_of(source.forward))
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

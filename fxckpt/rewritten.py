@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import types
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxckpt.errors import CaptureError
+from fxckpt.packing import Packed, pack, unpack
 from fxckpt.plan import Plan
 from fxckpt.running import DynamoRunner, GraphRunner, Halves, Recorder, Runner
 from fxckpt.structure import flatten
+from fxckpt.torch_private import is_traced, is_transformed
 
 SHARED = (
     "_parameters",
@@ -83,9 +86,10 @@ class Rewritten(fx.GraphModule):
 
     @property
     def _halves(self) -> Halves:
-        if not self._of_step.recorder.made:
-            raise CaptureError(NOT_YET)
-        return self._of_step.recorder.made[-1]
+        made = self._of_step.recorder.made
+        if not made:
+            raise CaptureError("the graphs of the plan are made at the first call: call the module once." if self.plans else NOT_YET)
+        return made[-1]
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plan for these arguments, without running anything. Raises what planning raises."""
@@ -131,7 +135,11 @@ class Rewritten(fx.GraphModule):
         return Rewritten(self.source, self._of_step.options, self.plans)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Rewritten, (self.source, self._of_step.options, self.plans))
+        return (_unpickled, (pack(self.source), self._of_step.options, self.plans))
+
+
+def _unpickled(source: nn.Module | Packed, options: tuple[Any, ...], known: Sequence[Plan]) -> Rewritten:
+    return Rewritten(unpack(source), options, known)
 
 
 NOT_YET = (
@@ -160,7 +168,9 @@ class Step:
     ) -> Any:
         """Run the forward."""
         args, kwargs = (*args, *more), {**kwargs, **more_kwargs}
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._needs_plan(args, kwargs):
+        # Who traces or transforms is to see the ops themselves.
+        is_seen_through = torch.compiler.is_compiling() or is_traced() or is_transformed()
+        if is_seen_through or not torch.is_grad_enabled() or not self._needs_plan(args, kwargs):
             return self.source.forward(*args, **kwargs)
         return self.runner(args, kwargs)
 
@@ -193,9 +203,9 @@ class FunctionModule(nn.Module):
 
 def step_graph(source: nn.Module, step: Callable[..., Any]) -> fx.Graph:
     """Return the graph of a module of the signature of ``source`` that calls ``step(args, kwargs, more_args, more_kwargs)``."""
-    parameters = list(inspect.signature(source.forward).parameters.values())
+    parameters = parameters_of(source.forward)
     if not _can_spell(parameters):
-        parameters = list(inspect.signature(lambda *args, **kwargs: None).parameters.values())
+        parameters = parameters_of(lambda *args, **kwargs: None)
     graph = fx.Graph()
     stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     given = {p: graph.placeholder(stars.get(p.kind, "") + p.name, default_value=p.default) for p in parameters}
@@ -210,6 +220,14 @@ def step_graph(source: nn.Module, step: Callable[..., Any]) -> fx.Graph:
     more_kwargs: Any = next((node for _, node in of_kind(inspect.Parameter.VAR_KEYWORD)), {})
     graph.output(graph.call_function(step, (args, kwargs, more, more_kwargs)))
     return graph
+
+
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return what a function takes: anything, if it does not tell, as functions in C do not."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return list(inspect.signature(lambda *args, **kwargs: None).parameters.values())
 
 
 def _can_spell(parameters: Sequence[inspect.Parameter]) -> bool:
@@ -227,6 +245,6 @@ def _can_spell(parameters: Sequence[inspect.Parameter]) -> bool:
 
 
 def _summary(plan: Plan) -> str:
-    again = {name: sum(run.name == name for run in plan.schedule) for name in plan.recomputed}
-    runs = ", ".join(name if count == 1 else f"{name} x {count}" for name, count in again.items())
+    counts = Counter(run.name for run in plan.schedule)
+    runs = ", ".join(name if counts[name] == 1 else f"{name} x {counts[name]}" for name in plan.recomputed)
     return f"# saved for the backward: {', '.join(plan.saved) or 'nothing'}\n# runs again in the backward: {runs or 'nothing'}\n"

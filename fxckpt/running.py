@@ -8,6 +8,7 @@ would do something else.
 from __future__ import annotations
 
 import copy
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from fxckpt.interpret import Interpreted
 from fxckpt.plan import Plan
 from fxckpt.signature import Signature, signature_of
 from fxckpt.structure import flatten, unflatten
-from fxckpt.torch_private import compile_whole, inline_regions
+from fxckpt.torch_private import FakeTensorMode, capture_whole, compile_whole, inline_regions
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,10 @@ class Recorder(Backend):
 
     def capture(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plan ``function(*args, **kwargs)`` on fake tensors."""
+        if self._inner == "inductor":
+            # Inductor plans the graph that its own passes leave.
+            capture_whole(function, tuple(args), dict(kwargs), self)
+            return
         joint = capture_joint(function, args, dict(kwargs))
         self._partition(joint.module, (), num_fwd_outputs=joint.num_fwd_outputs)
 
@@ -62,7 +67,7 @@ class Recorder(Backend):
         plan = self._plans[-1]
         # What compiles them changes them.
         halves = [fx.GraphModule(half, copy.deepcopy(half.graph), name) for half, name in ((forward, "Forward"), (backward, "Backward"))]
-        self.made.append(Halves(plan, *halves))
+        self.made = [*(known for known in self.made if known.plan != plan), Halves(plan, *halves)]
         if plan not in self._planner.known:
             self._planner = replace(self._planner, known=(*self._planner.known, plan))
         return forward, backward
@@ -137,7 +142,7 @@ class GraphRunner(Runner):
         assert isinstance(self.source, fx.GraphModule)
         call = _FlatCall(without_regions(self.source), tuple(names), tuple(leaves), spec)
         with torch.enable_grad():
-            return _Compiled(self.recorder(_graph_of(call, len(tensors)), list(tensors)), call.rebuild)
+            return _Compiled(self.recorder(_graph_of(call, tensors), list(tensors)), call.rebuild)
 
 
 class _FlatCall:
@@ -184,16 +189,21 @@ def without_regions(source: fx.GraphModule) -> fx.GraphModule:
     return inline_regions(fx.GraphModule(source, copy.deepcopy(source.graph)))
 
 
-def _graph_of(call: _FlatCall, inputs: int) -> fx.GraphModule:
-    """Return the graph of one call."""
+def _graph_of(call: _FlatCall, tensors: Sequence[Tensor]) -> fx.GraphModule:
+    """Return the graph of one call. How many tensors it gives is found on fake ones."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        results = len(call(*map(mode.from_tensor, tensors)))
     graph = fx.Graph()
-    made = graph.call_function(call, tuple(graph.placeholder(f"input_{i}") for i in range(inputs)))
-    graph.output(made)
+    made = graph.call_function(call, tuple(graph.placeholder(f"input_{i}") for i in range(len(tensors))))
+    graph.output(tuple(graph.call_function(operator.getitem, (made, i)) for i in range(results)))
     return fx.GraphModule(nn.Module(), graph)
 
 
 def state_of(source: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module by name, shared ones once, and the other tensors that its graph reads."""
+    """Return the parameters and buffers of a module by name, shared ones once, and the other tensors that its graph reads.
+
+    They are sorted: a copy that was built in another order has the same plan.
+    """
     state: dict[str, Tensor] = dict(source.named_parameters())
     state |= dict(source.named_buffers())
     if isinstance(source, fx.GraphModule):
@@ -201,7 +211,7 @@ def state_of(source: nn.Module) -> dict[str, Tensor]:
             value = _attribute(source, node.target)
             if isinstance(value, Tensor) and node.target not in state and not any(value is t for t in state.values()):
                 state[str(node.target)] = value
-    return state
+    return dict(sorted(state.items()))
 
 
 def _attribute(module: nn.Module, path: str) -> Any:

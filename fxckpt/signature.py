@@ -20,8 +20,8 @@ class Signature:
     leaves: tuple[Place, ...]
     state: tuple[Place, ...]
     """Parameters and buffers."""
-    is_training: tuple[bool, ...]
-    """Per module."""
+    modules: tuple[tuple[int, bool], ...]
+    """Per module: which it is, and whether it is in training mode."""
     autocast: tuple[Any, ...]
 
 
@@ -32,7 +32,7 @@ def signature_of(structure: str, leaves: Sequence[Any], state: Iterable[Tensor],
         structure,
         tuple(_tensor(leaf, seen) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves),
         tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in state),
-        tuple(m.training for m in modules),
+        tuple((id(m), m.training) for m in modules),
         tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
     )
 

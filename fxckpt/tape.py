@@ -369,6 +369,8 @@ class Recorder(TorchDispatchMode):
         self._objects: list[Tensor] = []
         self._unsettled: list[Place] = []
         self._held: list[Place] = []
+        self._is_packing = False
+        """Whether ops are the recorder's own, not the region's."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -383,11 +385,13 @@ class Recorder(TorchDispatchMode):
         """Return what autograd is to hold in place of a tensor."""
         if self._unsettled:
             self._settle()
+        self._is_packing = True
         tape = self.tape
         place = self._place(tensor)
         if place.is_view and place.kept is None and base_of(place).kept is not None:
             # A view of what is held anyway costs nothing, and nothing has to make it again.
             self._hold(place, tensor)
+        self._is_packing = False
         handle = Handle(tape, place, self.count)
         tape.handles.append(weakref.ref(handle))
         return handle
@@ -396,6 +400,8 @@ class Recorder(TorchDispatchMode):
         """Run an op and write it down."""
         if self._unsettled:
             self._settle()
+        if self._is_packing:
+            return func(*args, **(kwargs or {}))
         known = traits_of(func)
         if not known.is_plain or kwargs:
             return self._run(known, func, args, kwargs or {})

@@ -33,6 +33,8 @@ from fxckpt.torch_private import HigherOrderOperator, OpOverload, is_symbolic, p
 RNG_STATE_BYTES = {"cpu": 5056}
 """Bytes of ``torch.get_rng_state()`` (MT19937 and its cache); every other device type stores seed and offset."""
 RNG_STATE_BYTES_OTHER = 16
+PREFERENCE = 1e-3
+"""How much dearer a second run is counted, within a budget, of what a policy would rather save (cheaper: rather run again): it settles ties."""
 CUDA_BLOCK_BYTES = 512
 """The CUDA caching allocator rounds every block up to this."""
 
@@ -337,7 +339,8 @@ class _Reader:
             else:
                 state = len(self.storages)
                 self.storages.append(Storage(f"{node.name}.rng_state", nbytes, FORWARD_ONLY))
-        op = Op(node.name, side, self.cost.seconds(node), self.cost.flops(node), reads, tuple(writes), pinned, state, self.scratch(node))
+        seconds = self.cost.seconds(node) * (1.0 if in_backward else self._tilt(node))
+        op = Op(node.name, side, seconds, self.cost.flops(node), reads, tuple(writes), pinned, state, self.scratch(node))
         self.op_node[node.name] = node
         (self.backward if in_backward else self.ops).append(op)
 
@@ -359,6 +362,12 @@ class _Reader:
         if decided is CheckpointPolicy.PREFER_SAVE:
             return None, True
         return None, self._is_savable_in_region(node)
+
+    def _tilt(self, node: fx.Node) -> float:
+        """Return what a policy's preference makes of an op's time."""
+        decided = self.policy(node) if self.policy is not None and not self.bind_preferences else None
+        sign = {CheckpointPolicy.PREFER_SAVE: 1, CheckpointPolicy.PREFER_RECOMPUTE: -1}.get(decided, 0) if decided is not None else 0
+        return 1.0 + sign * PREFERENCE
 
     def _never_twice(self, node: fx.Node) -> Reason | None:
         """Return why a second run would be wrong."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pickle
 from collections.abc import Callable
@@ -121,6 +122,17 @@ def test_each_policy_saves_what_its_name_says(name: str) -> None:
     policy, expected = EXPECTED[name]
     model, inputs = net()
     assert set(fxckpt.rewrite(fx.symbolic_trace(model), policy, example_inputs=inputs).plan.saved) == set(expected.split())
+    if name in ("save_matmuls", "every", "save", "recompute", "function"):
+        assert set(by_eager_region(policy).saved) == set(expected.split())
+
+
+def by_eager_region(policy: Any) -> fxckpt.Plan:
+    model, inputs = net()
+    with fxckpt.record_regions() as found:
+        fxckpt.checkpoint(model, *inputs, policy=policy)
+    (region,) = found
+    assert region.plan is not None
+    return region.plan
 
 
 @pytest.mark.parametrize("name", ["sqrt_n", "block_boundaries", "save_only"])
@@ -129,6 +141,7 @@ def test_a_policy_changes_no_number_and_all_doors_explain_alike(name: str) -> No
     (compiled,) = same_at_every_budget(net, (None,), policy=policy)
     model, inputs = net()
     assert str(fxckpt.rewrite(model, policy, example_inputs=inputs).plan.explain()) == str(compiled.explain())
+    assert str(by_eager_region(policy).explain()) == str(compiled.explain())
     for source in (fx.symbolic_trace(model), torch.export.export(model, inputs).module()):
         made = fxckpt.rewrite(source, policy, example_inputs=inputs)
         made(*inputs).backward()
@@ -240,6 +253,26 @@ def test_a_budget_does_the_rest_and_leaves_what_must_be() -> None:
         assert {"addmm", "getitem"} <= set(plan.saved)
     for plan in same_at_every_budget(net, (None, 1.0, FLOOR), policy=recompute("layers.*.up")):
         assert not {"addmm_1", "addmm_4"} & set(plan.saved)
+
+
+@dataclasses.dataclass(frozen=True)
+class Where(Policy):
+    """One answer in one module: a policy of one's own."""
+
+    module: str
+    answer: CheckpointPolicy
+
+    def decide(self, value: Value) -> CheckpointPolicy | None:
+        return self.answer if value.module.startswith(self.module) else None
+
+
+def test_of_equally_good_plans_a_budget_takes_the_preferred_one() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Sigmoid()) for _ in range(6)))
+    x = torch.randn(64, 32)
+    budget = int(0.95 * fxckpt.plan(model, x).peak_bytes)
+    for layer in ("0", "1"):
+        plan = fxckpt.plan(model, x, policy=Where(layer, PREFER_RECOMPUTE), budget=budget)
+        assert {row.module[0] for row in plan.rows if row.runs} == {layer}
 
 
 # What is refused.
