@@ -125,7 +125,13 @@ def stack(budgets: tuple[str | float, ...] = (AT_TORCHS_PEAK, 0.5, 0.7)) -> str:
             times[name].append(time.perf_counter() - begin)
     its, its_peak = statistics.median(times["torch, a block"]), peaks["torch, a block"]
     rows = [
-        (name, f"{statistics.median(t) * 1e3:.0f}", f"{statistics.median(t) / its:.3f}", f"{peaks[name] / 1e6:.2f}", f"{peaks[name] / its_peak:.3f}")
+        (
+            name,
+            f"{statistics.median(t) * 1e3:.0f}",
+            f"{statistics.median(t) / its:.3f}",
+            f"{peaks[name] / 1e6:.2f}",
+            f"{peaks[name] / its_peak:.3f}",
+        )
         for name, t in times.items()
     ]
     headers = ("12 blocks, d 256, 8 x 128", "step ms", "x torch's", "peak MB", "x torch's")
