@@ -209,7 +209,7 @@ def _type_name(dtype: torch.dtype) -> str:
 
 def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
     shape = tensor.shape
-    return tuple(shape) if all(type(n) is int for n in shape) else tuple([size_hint(n) for n in shape])
+    return tuple([n if type(n) is int else size_hint(n) for n in shape])
 
 
 def op_name(node: fx.Node) -> str:
