@@ -42,9 +42,9 @@ from fxckpt.pipeline import planner_of
 from fxckpt.planned import MEMORY, Follower, differentiable, plan_region
 from fxckpt.policies import as_policy
 from fxckpt.policy import AskedByOp, Policy
+from fxckpt.recorder import Keep, Kept, Recorder
 from fxckpt.regions import region_of, watched
 from fxckpt.replay import unpack
-from fxckpt.tape import Keep, Kept, Recorder
 from fxckpt.torch_private import (
     calling_line,
     debug_override,

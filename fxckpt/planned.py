@@ -15,10 +15,10 @@ from fxckpt.cost import CostModel
 from fxckpt.course import Course, Seen, seen
 from fxckpt.pipeline import Planner
 from fxckpt.policy import Function, Policy
+from fxckpt.recorder import Kept, Recorder
 from fxckpt.region_plan import course_of
 from fxckpt.replay import make
 from fxckpt.structure import flatten
-from fxckpt.tape import Kept, Recorder
 from fxckpt.torch_private import OpOverload
 
 PLAIN = (int, float, str, bytes, type(None), OpOverload)

@@ -13,8 +13,10 @@ from torch import Tensor, fx
 
 from fxckpt.budget import format_bytes
 from fxckpt.plan import Plan
-from fxckpt.tape import Call, Place, Recorder, slice_of, traits_of
+from fxckpt.recorder import Recorder
+from fxckpt.tape import Call, Place, slice_of
 from fxckpt.tape_graph import graph_of
+from fxckpt.traits import traits_of
 
 KEPT, AGAIN, UNUSED = "kept", "runs again", "not needed"
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxckpt.tape import BLANK, SUSPECT, Call, Place, traits_of
+from fxckpt.tape import Call, Place
 from fxckpt.torch_private import FakeTensorMode
+from fxckpt.traits import BLANK, SUSPECT, traits_of
 
 CALL = "fxckpt_call"
 """Under ``meta["custom"]``: the number of the call on the tape that a node is."""
