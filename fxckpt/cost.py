@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -75,15 +75,31 @@ def node_flops(node: fx.Node) -> int:
     if said is not None:
         return _said(node, said)
     packet = getattr(node.target, "overloadpacket", None)
+    formula = flop_registry.get(packet)
+    if formula is not None:
+        return _said(node, partial(formula, out_val=node.meta["val"]))
     name = str(packet)
     if name == "aten._scaled_dot_product_flash_attention_for_cpu":
         return _attention_flops(node, backward=False)
     if name == "aten._scaled_dot_product_flash_attention_for_cpu_backward":
         return _attention_flops(node, backward=True)
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
-    return _said(node, partial(formula, out_val=node.meta["val"]))
+    return 0
+
+
+def formula_call(node: fx.Node) -> Hashable | None:
+    """Return what torch's FLOP formula for a node looks at; None if it has none, or the arguments are not all tensors of known sizes and numbers."""
+    if registered(node.target).flops is not None or getattr(node.target, "overloadpacket", None) not in flop_registry:
+        return None
+    seen: list[Hashable] = [node.target]
+    for arg in (*node.args, *node.kwargs.values()):
+        value = arg.meta.get("val") if isinstance(arg, fx.Node) else arg
+        if isinstance(value, torch.Tensor) and all(type(n) is int for n in value.shape):
+            seen.append(value.shape)
+        elif value is None or isinstance(value, (bool, int, float)):
+            seen.append(value)
+        else:
+            return None
+    return (*seen, *node.kwargs)
 
 
 def _said(node: fx.Node, count: Count) -> int:
@@ -104,9 +120,10 @@ def node_bytes(node: fx.Node) -> int:
     storages: dict[int, int] = {}
     for value in [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]:
         for tensor in tensors(value):
-            held = size_hint(tensor.untyped_storage().nbytes())
-            read = math.prod(_shape(tensor)) * tensor.element_size()
-            storages[storage_id(tensor)] = max(storages.get(storage_id(tensor), 0), min(held, read))
+            held, key = size_hint(tensor.untyped_storage().nbytes()), storage_id(tensor)
+            count = tensor.numel()
+            read = (count if type(count) is int else math.prod(_shape(tensor))) * tensor.element_size()
+            storages[key] = max(storages.get(key, 0), min(held, read))
     return sum(storages.values())
 
 
@@ -125,7 +142,11 @@ class Roofline:
 
     def seconds(self, node: fx.Node) -> float:
         """Seconds of one run."""
-        return max(node_flops(node) / self.flops_per_second, node_bytes(node) / self.bytes_per_second) + self.launch_seconds
+        return self.seconds_of(node, node_flops(node))
+
+    def seconds_of(self, node: fx.Node, flops: int) -> float:
+        """Seconds of one run of so many FLOPs."""
+        return max(flops / self.flops_per_second, node_bytes(node) / self.bytes_per_second) + self.launch_seconds
 
 
 @dataclass(frozen=True)
@@ -140,7 +161,11 @@ class FlopCost:
 
     def seconds(self, node: fx.Node) -> float:
         """FLOPs of one run / 1e12."""
-        return node_flops(node) / 1e12
+        return self.seconds_of(node, node_flops(node))
+
+    def seconds_of(self, node: fx.Node, flops: int) -> float:
+        """FLOPs / 1e12."""
+        return flops / 1e12
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,6 +235,8 @@ class Checked:
     """A cost model whose every answer is checked. Raises :class:`InvalidCost`."""
 
     model: CostModel
+    _known_flops: dict[Hashable, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What torch's formulas said: layers are alike."""
 
     @property
     def name(self) -> str:
@@ -218,12 +245,27 @@ class Checked:
 
     def seconds(self, node: fx.Node) -> float:
         """The model's seconds, finite and not negative; what is less than any op can take is free."""
-        seconds = float(self._check(node, "seconds", self.model.seconds, MOST_SECONDS))
+        seconds = float(self._check(node, "seconds", self._seconds, MOST_SECONDS))
         return seconds if seconds >= LEAST_SECONDS else 0.0
 
     def flops(self, node: fx.Node) -> int:
         """The model's FLOPs, finite and not negative."""
-        return int(self._check(node, "flops", self.model.flops, MOST_FLOPS))
+        return int(self._check(node, "flops", self._flops, MOST_FLOPS))
+
+    def _seconds(self, node: fx.Node) -> float:
+        model = self.model
+        # Not isinstance: one derived from them may say something else.
+        if type(model) is Roofline or type(model) is FlopCost:
+            return model.seconds_of(node, self._flops(node))
+        return model.seconds(node)
+
+    def _flops(self, node: fx.Node) -> int:
+        call = formula_call(node) if type(self.model) in (Roofline, FlopCost) else None
+        if call is None:
+            return self.model.flops(node)
+        if call not in self._known_flops:
+            self._known_flops[call] = self.model.flops(node)
+        return self._known_flops[call]
 
     def _check(self, node: fx.Node, what: str, ask: Callable[[fx.Node], Any], most: float) -> Any:
         try:

@@ -97,7 +97,7 @@ def region_of(function: Callable[..., Any], recorder: Recorder, outputs: Sequenc
 
 def _became(call: Call, needed: set[Call]) -> str:
     places = [place for ref in call.outputs if (place := ref()) is not None]
-    if any(place.kept is not None for place in places):
+    if any(place.kept is not None and not place.is_view for place in places):
         return KEPT
     return AGAIN if call in needed else UNUSED
 

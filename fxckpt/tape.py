@@ -171,6 +171,7 @@ class Place:
         "geometry",
         "is_chosen",
         "is_shared",
+        "is_view",
         "kept",
         "memory",
         "needs_grad",
@@ -193,6 +194,8 @@ class Place:
         self.unpack: Unpack | None = None
         self.is_shared = False
         """Whether others can write what is kept."""
+        self.is_view = False
+        """Whether its call made it over a storage that was there."""
         self.is_chosen = False
         """Whether it is kept by choice, not of necessity."""
         self.version: int | None = None
@@ -366,6 +369,8 @@ class Recorder(TorchDispatchMode):
         self._objects: list[Tensor] = []
         self._unsettled: list[Place] = []
         self._held: list[Place] = []
+        self._is_packing = False
+        """Whether ops are the recorder's own, not the region's."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -380,8 +385,14 @@ class Recorder(TorchDispatchMode):
         """Return what autograd is to hold in place of a tensor."""
         if self._unsettled:
             self._settle()
+        self._is_packing = True
         tape = self.tape
-        handle = Handle(tape, self._place(tensor), self.count)
+        place = self._place(tensor)
+        if place.is_view and place.kept is None and base_of(place).kept is not None:
+            # A view of what is held anyway costs nothing, and nothing has to make it again.
+            self._hold(place, tensor)
+        self._is_packing = False
+        handle = Handle(tape, place, self.count)
         tape.handles.append(weakref.ref(handle))
         return handle
 
@@ -389,6 +400,8 @@ class Recorder(TorchDispatchMode):
         """Run an op and write it down."""
         if self._unsettled:
             self._settle()
+        if self._is_packing:
+            return func(*args, **(kwargs or {}))
         known = traits_of(func)
         if not known.is_plain or kwargs:
             return self._run(known, func, args, kwargs or {})
@@ -556,6 +569,7 @@ class Recorder(TorchDispatchMode):
         """Return the place of a result."""
         key = storage_key(tensor)
         memory = self._memories.get(key)
+        is_view = memory is not None
         if memory is None:
             memory = self._add_memory(key, tensor, is_external=False, doubt=doubt)
         geometry: Any = (
@@ -568,6 +582,7 @@ class Recorder(TorchDispatchMode):
             place = memory.places.get(geometry)
         if place is None:
             place = memory.places[geometry] = Place(memory.number, geometry, call)
+            place.is_view = is_view
         return place
 
     def _hold(self, place: Place, tensor: Tensor) -> None:
@@ -598,7 +613,8 @@ class Recorder(TorchDispatchMode):
                 place.kept, place.is_shared, place.version = None, False, None
                 place.snapshot = memory.snapshot
             elif place.is_shared and not place.is_chosen:
-                place.kept, place.is_shared, place.version = place.kept.clone(), False, None
+                # What the tape can make again is not held; what it cannot is held as it was.
+                place.kept, place.is_shared, place.version = place.kept.clone() if memory.doubt else None, False, None
 
     def _after_write(self, memory: Memory, call: Call, doubt: int) -> None:
         """End the places of a storage, and begin those that follow."""
@@ -632,15 +648,20 @@ def offload(place: Place) -> None:
     place.unpack = lambda tensor: tensor.to(device)
 
 
+def base_of(place: Place) -> Place:
+    """Return the place that a place is a view of, or a view of a view of."""
+    while place.is_view and place.call is not None:
+        base = next((read for read in place.call.reads() if read.memory == place.memory), None)
+        if base is None:
+            break
+        place = base
+    return place
+
+
 def root_of(place: Place) -> int:
     """Return the number of the call that filled what a place looks at; -1 for what comes from outside."""
-    while place.call is not None:
-        call = place.call
-        base = None if place.carried is not None or traits_of(call.op).reads else next(call.reads(), None)
-        if base is None:
-            return call.number
-        place = base
-    return -1
+    call = base_of(place).call
+    return -1 if call is None else call.number
 
 
 def slice_of(wanted: Iterable[Place], available: Container[Place] = ()) -> tuple[set[Call], Collection[Place]]:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.errors import CaptureError
 from fxckpt.passes.decisions import decisions
-from fxckpt.passes.kinds import has_hidden_effect, is_collective, is_known_pure, is_mutating, is_random, tensors
+from fxckpt.passes.kinds import has_hidden_effect, is_collective, is_known_pure, is_mutating, is_random, only_computes, tensors
 from fxckpt.passes.program import FORWARD_ONLY, IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.plan import Reason
 from fxckpt.registry import registered
@@ -120,13 +120,20 @@ def _closure(graph: fx.Graph, written: frozenset[int]) -> set[fx.Node]:
             closure.add(node)
         if node.op != "call_function":
             continue
+        if not closure.isdisjoint(node.all_input_nodes):
+            closure.add(node)
+            continue
         tag = partitioner_tag(node)
-        reads_written = any(storage_id(t) in written for arg in node.all_input_nodes for t in tensors(arg.meta.get("val")))
-        bound = is_random(node) or is_mutating(node) or has_hidden_effect(node) or reads_written
-        stays = tag == "must_be_in_backward" or (tag == "is_backward" and bound)
-        if stays or any(arg in closure for arg in node.all_input_nodes):
+        if tag == "must_be_in_backward" or (tag == "is_backward" and _is_bound(node, written)):
             closure.add(node)
     return closure
+
+
+def _is_bound(node: fx.Node, written: frozenset[int]) -> bool:
+    """Return whether moving a node of the backward into the forward would show."""
+    if is_random(node) or is_mutating(node) or has_hidden_effect(node):
+        return True
+    return bool(written) and any(storage_id(t) in written for arg in node.all_input_nodes for t in tensors(arg.meta.get("val")))
 
 
 def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
@@ -198,6 +205,8 @@ class _Reader:
         self.scratch = scratch
         self.bind_preferences = bind_preferences
         self.closure = backward_closure(graph)
+        self.plain: dict[Any, bool] = {}
+        """By target: :func:`only_computes`."""
         outputs = graph_outputs(graph)
         self.fwd_outputs = [o for o in outputs[:num_fwd_outputs] if isinstance(o, fx.Node)]
         self.gradients = outputs[num_fwd_outputs:]
@@ -207,6 +216,7 @@ class _Reader:
             for n in graph.nodes
             if n.op == "call_function"
             and n not in self.closure
+            and not self._is_plain(n)
             and (is_random(n) or is_mutating(n) or is_collective(n) or has_hidden_effect(n) or not is_known_pure(n))
         ]
         self.required_forward = ancestors([*self.fwd_outputs, *effects])
@@ -258,8 +268,13 @@ class _Reader:
         accumulated = accumulation_bytes(inputs, self.gradients)
         self.backward.append(Op("output", Side.BACKWARD, 0.0, 0, tuple(reads), (), scratch_bytes=accumulated))
 
+    def _is_plain(self, node: fx.Node) -> bool:
+        if node.target not in self.plain:
+            self.plain[node.target] = only_computes(node)
+        return self.plain[node.target]
+
     def _reads(self, node: fx.Node) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(i for arg in node.all_input_nodes for i in self.holds[arg]))
+        return tuple(dict.fromkeys([i for arg in node.all_input_nodes for i in self.holds[arg]]))
 
     def _read(self, node: fx.Node) -> None:
         parent = node.args[0] if node.target is operator.getitem else None
@@ -269,20 +284,18 @@ class _Reader:
         value = node.meta.get("val")
         if value is None and not isinstance(node.target, (OpOverload, HigherOrderOperator)):
             value = ()
-        reads = self._reads(node)
-        ids = (storage_id(t) for t in tensors(value))
+        ids = [storage_id(t) for t in tensors(value)]
         makes = any(i not in self.free and i not in self.index for i in ids)
-        has_tensor = any(True for _ in tensors(value))
         if is_symbolic(node):
             self.holds[node] = ()
             if node not in self.closure:
                 self.views.add(node)
             return
-        if has_tensor and not makes and not is_mutating(node) and is_known_pure(node) and not is_random(node):
+        if ids and not makes and (self._is_plain(node) or not (is_mutating(node) or not is_known_pure(node) or is_random(node))):
             self.views.add(node)
-            self.holds[node] = self._held(value)
+            self.holds[node] = tuple(dict.fromkeys([self.index[i] for i in ids if i in self.index]))
             return
-        self._add_op(node, value, reads)
+        self._add_op(node, value, self._reads(node))
 
     def _held(self, value: Any) -> tuple[int, ...]:
         ids = (storage_id(t) for t in tensors(value))
@@ -358,11 +371,11 @@ class _Reader:
 
     def _never_twice(self, node: fx.Node) -> Reason | None:
         """Return why a second run would be wrong."""
-        if is_mutating(node) or has_hidden_effect(node) or not (is_known_pure(node) or is_collective(node)):
+        if not self._is_plain(node) and (is_mutating(node) or has_hidden_effect(node) or not (is_known_pure(node) or is_collective(node))):
             return Reason.EFFECT
         if is_random(node) and node.kwargs.get("generator") is not None:
             return Reason.RANDOM_WITHOUT_STATE
-        if any(storage_id(t) in self.mutated for a in node.all_input_nodes for t in tensors(a.meta.get("val"))):
+        if self.mutated and any(storage_id(t) in self.mutated for a in node.all_input_nodes for t in tensors(a.meta.get("val"))):
             return Reason.MUTATED_INPUT
         return None
 

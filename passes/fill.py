@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxckpt.passes.program import Program
+from fxckpt.passes.program import FloatArray, Program
 from fxckpt.passes.schedule import Schedule, forward_ops, with_runs
-from fxckpt.passes.simulate import Simulation
+from fxckpt.passes.simulate import Simulation, last_touches
 
 FORWARD = -1
 
@@ -30,92 +30,99 @@ class Fill:
     def __call__(self, program: Program, schedule: Schedule, simulation: Simulation) -> Schedule:
         """Return a schedule of no more time. ``simulation`` is that of ``schedule``, and within the limit."""
         copies = _Copies(program, schedule, simulation, program.tables.seconds.tolist() if self.seconds is None else self.seconds)
-        worth = [(copies.worth(i), i) for i in range(len(schedule.runs))]
-        for _, i in sorted((-w, i) for w, i in worth if w > 0):
+        worth = copies.worth()
+        for i in np.argsort(-worth, kind="stable")[: np.count_nonzero(worth)].tolist():
             copies.drop_if_fits(i, self.limit)
-        return copies.schedule()
+        return copies.left()
 
 
 class _Copies:
-    """Who reads which copy of a value. A copy is (storage, run that made it), or (storage, FORWARD)."""
+    """Who reads which copy of a value, for the values that some run makes.
+
+    Copies are numbered by storage, and then in the order in which they are made: that of the forward comes first, also where it is not saved.
+    """
 
     def __init__(self, program: Program, schedule: Schedule, simulation: Simulation, seconds: Sequence[float]) -> None:
+        tables, first, length = program.tables, simulation.forward_ops, len(program.backward)
         self.program = program
-        self.runs = schedule.runs
-        self.run_before = schedule.before
+        self.schedule = schedule
         self.seconds = [seconds[o] for o in schedule.runs]
-        self.profile = np.asarray(simulation.profile)
+        self.profile = simulation.live.copy()
         self.is_dropped = [False] * len(schedule.runs)
-        self.in_forward = forward_ops(program, schedule.saved)
-        self.times = [0] * len(program.ops)
-        for o in (*self.in_forward, *schedule.runs):
-            self.times[o] += 1
-        self.readers: dict[tuple[int, int], int] = {}
-        self.last: dict[tuple[int, int], int] = {}
-        """Where in the profile a copy is last touched."""
-        self.inputs: list[list[tuple[int, int]]] = []
-        """Per run: the copies it reads."""
-        self.at: list[int] = []
+        runs, before = np.asarray(schedule.runs, dtype=np.int64), np.asarray(schedule.before, dtype=np.int64)
+        at = first + np.arange(len(runs)) + before
+        at_backward = first + np.arange(length) + np.searchsorted(before, np.arange(length), side="right")
+        in_forward = np.asarray(forward_ops(program, schedule.saved), dtype=np.int64)
+        self.is_in_forward = np.isin(runs, in_forward).tolist()
+        self.times: list[int] = np.bincount(np.concatenate((in_forward, runs)), minlength=len(program.ops)).tolist()
+        self.at = at.tolist()
         """Per run: its place in the profile."""
-        self.before: list[int] = []
-        """Per run: the run of the same op before it, or FORWARD."""
-        self._read(len(self.in_forward))
 
-    def _read(self, place: int) -> None:
-        program = self.program
-        for at, o in enumerate(self.in_forward):
-            for s in (*program.ops[o].reads, *program.ops[o].writes):
-                self.last[s, FORWARD] = at
-        latest: dict[int, int] = {}
-        i = 0
-        for j, reads in enumerate(program.forward_reads):
-            while i < len(self.runs) and self.run_before[i] == j:
-                op = self.runs[i]
-                self.inputs.append([self._touch(s, latest, place) for s in program.ops[op].needs])
-                self.before.append(latest.get(op, FORWARD))
-                latest[op] = i
-                self.at.append(place)
-                for s in program.ops[op].writes:
-                    self.last[s, i] = place
-                i, place = i + 1, place + 1
-            for s in reads:
-                self._touch(s, latest, place)
-            place += 1
+        written, writer = tables.writes.rows(runs)
+        is_written = np.zeros(len(tables.bytes), dtype=bool)
+        is_written[written] = True
+        in_order = np.flatnonzero(is_written)
+        # A copy is made after place - 1, so to say: the forward's at 0, a run's at the place after its own.
+        span = len(self.profile) + 1
+        made = np.concatenate((in_order * span, written * span + at[writer] + 1))
+        by_storage = np.argsort(made)
+        made = made[by_storage]
+        storage = made // span
+        run = np.concatenate((np.full(len(in_order), FORWARD), writer))[by_storage]
+        read, reader = tables.needs.rows(runs)
+        read, reader = read[is_written[read]], reader[is_written[read]]
+        read_last, reader_last = tables.reads.rows(len(program.ops) + np.arange(length))
+        read_last, reader_last = read_last[is_written[read_last]], reader_last[is_written[read_last]]
+        place = np.concatenate((at[reader], at_backward[reader_last]))
+        copy = np.searchsorted(made, np.concatenate((read, read_last)) * span + place + 1) - 1
+        last = np.where(run == FORWARD, last_touches(tables, in_forward)[storage], at[run] if len(at) else 0)
+        np.maximum.at(last, copy, place)
 
-    def _touch(self, s: int, latest: dict[int, int], place: int) -> tuple[int, int]:
-        copy = s, latest.get(self.program.storages[s].producer, FORWARD)
-        self.readers[copy] = self.readers.get(copy, 0) + 1
-        self.last[copy] = place
-        return copy
+        self.run: list[int] = run.tolist()
+        """Per copy: the run that makes it, or FORWARD."""
+        self.bytes: list[int] = tables.bytes[storage].tolist()
+        self.is_savable: list[bool] = tables.is_savable[storage].tolist()
+        self.is_output: list[bool] = tables.is_output[storage].tolist()
+        self.readers: list[int] = np.bincount(copy, minlength=len(made)).tolist()
+        self.last: list[int] = last.tolist()
+        """Per copy: where in the profile it is last touched."""
+        self.stand_in = list(range(len(made)))
+        """Per copy: itself, or once it is dropped the earlier one that its readers take."""
+        self.outputs: list[list[int]] = [[] for _ in self.at]
+        """Per run: the copies it makes."""
+        self.inputs: list[list[int]] = [[] for _ in self.at]
+        """Per run: the copies made by runs that it reads."""
+        for c, i in enumerate(self.run):
+            if i != FORWARD:
+                self.outputs[i].append(c)
+        for c, i in zip(copy[: len(reader)].tolist(), reader.tolist(), strict=True):
+            if self.run[c] != FORWARD:
+                self.inputs[i].append(c)
 
-    def worth(self, i: int) -> float:
-        """Return the seconds per byte of dropping run ``i``."""
-        seconds = sum([self.seconds[r] for r in self._gone_with(i) if self._costs(r)])
-        if not seconds:
-            return 0.0
-        nbytes = sum(self.program.storages[s].bytes for s in self._read_outputs(i))
-        return seconds / max(nbytes, 1)
+    def worth(self) -> FloatArray:
+        """Return, per run, the seconds per byte of dropping it."""
+        seconds = np.asarray(self.seconds) * [self._costs(i) for i in range(len(self.seconds))]
+        for i, inputs in enumerate(self.inputs):
+            if any(self.readers[c] == 1 for c in inputs):
+                seconds[i] = sum([self.seconds[r] for r in self._gone_with(i) if self._costs(r)])
+        nbytes = [sum([self.bytes[c] for c in outputs if self.readers[c]]) for outputs in self.outputs]
+        worth: FloatArray = seconds / np.maximum(nbytes, 1)
+        return worth
 
     def _costs(self, i: int) -> bool:
-        return self.times[self.runs[i]] > 1
-
-    def _read_outputs(self, i: int) -> list[int]:
-        return [s for s in self.program.ops[self.runs[i]].writes if self.readers.get((s, i), 0)]
+        return self.times[self.schedule.runs[i]] > 1
 
     def _gone_with(self, i: int) -> list[int]:
         """Return run ``i`` and the runs nobody but it (and them) needs."""
-        gone, fewer, readers = [i], dict[tuple[int, int], int](), self.readers
+        gone, fewer, readers = [i], dict[int, int](), self.readers
         for r in gone:
-            for copy in self.inputs[r]:
-                if copy[1] != FORWARD and copy not in readers:
-                    copy = self._present(copy)
-                maker = copy[1]
+            for c in self.inputs[r]:
+                c = self._present(c)
+                maker = self.run[c]
                 if maker == FORWARD:
                     continue
-                fewer[copy] = count = fewer.get(copy, 0) + 1
-                if count == readers[copy] and all(
-                    readers.get((s, maker), 0) == fewer.get((s, maker), 0) for s in self.program.ops[self.runs[maker]].writes
-                ):
+                fewer[c] = count = fewer.get(c, 0) + 1
+                if count == readers[c] and all(readers[other] == fewer.get(other, 0) for other in self.outputs[maker]):
                     gone.append(maker)
         return gone
 
@@ -123,48 +130,63 @@ class _Copies:
         """Drop run ``i`` if that takes time off and the longer life of the copies before it stays within ``limit``."""
         if self.is_dropped[i]:
             return
-        previous = self.before[i]
-        while previous != FORWARD and self.is_dropped[previous]:
-            previous = self.before[previous]
-        outputs = self._read_outputs(i)
-        if previous == FORWARD and not self._may_save(i, outputs):
+        moves = [(c, self._before(c)) for c in self.outputs[i] if self.readers[c]]
+        if not all(self._may_move(i, c, before) for c, before in moves):
             return
-        spans = [(s, self.last[s, previous] + 1) for s in outputs if previous != FORWARD or not self.program.storages[s].is_output]
-        more = np.zeros(self.at[i] - min((begin for _, begin in spans), default=self.at[i]), dtype=np.int64)
-        for s, begin in spans:
-            more[len(more) - (self.at[i] - begin) :] += self.program.storages[s].bytes
-        window = self.profile[self.at[i] - len(more) : self.at[i]]
-        if len(more) and int((window + more).max()) > limit:
+        spans = [(self.last[b] + 1, self.bytes[c]) for c, b in moves if self.run[b] != FORWARD or not self.is_output[c]]
+        if not self._has_room(spans, self.at[i], limit):
             return
         gone = self._gone_with(i)
         if not any(self._costs(r) for r in gone):
             return
-        window += more
-        self._drop(i, previous, outputs, gone)
+        for begin, nbytes in spans:
+            self.profile[begin : self.at[i]] += nbytes
+        self._drop(moves, gone)
 
-    def _may_save(self, i: int, outputs: list[int]) -> bool:
-        op = self.program.ops[self.runs[i]]
-        runs_in_forward = all((s, FORWARD) in self.last for s in op.writes)
-        return runs_in_forward and all(self.program.storages[s].is_savable for s in outputs)
+    def _before(self, c: int) -> int:
+        """Return the copy of the same storage that is there before ``c`` is made."""
+        c -= 1
+        while self.run[c] != FORWARD and self.is_dropped[self.run[c]]:
+            c -= 1
+        return c
 
-    def _drop(self, i: int, previous: int, outputs: list[int], gone: list[int]) -> None:
-        for s in outputs:
-            self.readers[s, previous] = self.readers.get((s, previous), 0) + self.readers.pop((s, i))
-            self.last[s, previous] = self.last[s, i]
+    def _may_move(self, i: int, c: int, before: int) -> bool:
+        """Return whether the readers of copy ``c``, made by run ``i``, may take the one before it."""
+        return self.run[before] != FORWARD or (self.is_in_forward[i] and self.is_savable[c])
+
+    def _has_room(self, spans: list[tuple[int, int]], end: int, limit: int) -> bool:
+        """Return whether so many bytes more from each of some places up to ``end`` stay within the limit."""
+        if len(spans) > 1:
+            spans.sort()
+        more = 0
+        for k, (begin, nbytes) in enumerate(spans):
+            more += nbytes
+            window = self.profile[begin : spans[k + 1][0] if k + 1 < len(spans) else end]
+            # Not max: on the short windows that most are it takes four times as long.
+            if len(window) and window.item(window.argmax()) + more > limit:
+                return False
+        return True
+
+    def _drop(self, moves: list[tuple[int, int]], gone: list[int]) -> None:
+        for c, before in moves:
+            self.readers[before] += self.readers[c]
+            self.readers[c] = 0
+            self.last[before] = self.last[c]
+            self.stand_in[c] = before
         for r in gone:
             self.is_dropped[r] = True
-            self.times[self.runs[r]] -= 1
-            for copy in self.inputs[r]:
-                self.readers[self._present(copy)] -= 1
+            self.times[self.schedule.runs[r]] -= 1
+            for c in self.inputs[r]:
+                self.readers[self._present(c)] -= 1
 
-    def _present(self, copy: tuple[int, int]) -> tuple[int, int]:
-        """Return the copy that stands for ``copy`` after what was dropped."""
-        s, maker = copy
-        while (s, maker) not in self.readers and maker != FORWARD:
-            maker = self.before[maker]
-        return s, maker
+    def _present(self, c: int) -> int:
+        """Return the copy that stands for ``c`` after what was dropped."""
+        while self.stand_in[c] != c:
+            c = self.stand_in[c]
+        return c
 
-    def schedule(self) -> Schedule:
-        """Return what is left."""
+    def left(self) -> Schedule:
+        """Return what is left of the schedule."""
         left = [i for i, is_dropped in enumerate(self.is_dropped) if not is_dropped]
-        return with_runs(self.program, tuple([self.runs[i] for i in left]), tuple([self.run_before[i] for i in left]))
+        runs, before = self.schedule.runs, self.schedule.before
+        return with_runs(self.program, tuple([runs[i] for i in left]), tuple([before[i] for i in left]))

@@ -149,7 +149,8 @@ def solve_scipy(problem: CutProblem) -> Cut:
 class Network:
     """Several cut problems side by side in one flow network, laid out as arrays once; only prices change between solves.
 
-    Ops and values are numbered through: those of the first problem first. Each arc is stored with its reverse of capacity 0, because
+    Ops and values are numbered through: those of the first problem first. An infinite arc that is the only way on from a value is contracted:
+    what the stage needs is the sink, and a value that one op alone reads is that op. Each arc is stored with its reverse of capacity 0, because
     scipy returns the flow on the places it was given.
     """
 
@@ -157,67 +158,106 @@ class Network:
     part_of_op: IntArray
     """Per op: the problem it belongs to."""
     part_of_value: IntArray
+    prices: IntArray
+    """Per problem: how many prices it has."""
     producer: IntArray
     """Per value: the op that fills it, or -1."""
     needed: IntArray
-    op_arc: IntArray
-    """Per op: place of the arc from the source."""
-    value_arc: IntArray
-    """Per value: place of the arc from its op, or from the source."""
-    tail: IntArray
+    vertex: IntArray
+    """Per op and then per value: its vertex. The source and the sink are the last two."""
+    arc: IntArray
+    """Per op and then per value: place of the arc that has its price, which several may share; one past the last where no cut depends on it."""
     head: IntArray
     indptr: IntArray
     reverse: IntArray
     """Per arc: place of its reverse."""
-    infinite: IntArray
-    """Capacities where neither ops nor values have theirs: infinite arcs, and 0 for reverses."""
+    infinite: FloatArray
+    """Per arc: its capacity beside those of ops and values, infinite or 0."""
 
     @classmethod
     def side_by_side(cls, problems: Sequence[CutProblem]) -> Network:
         """Lay out ``problems``; their prices are not read."""
-        n_ops = sum(len(p.op_reads) for p in problems)
-        n_values = sum(len(p.producer) for p in problems)
-        source, sink = n_ops + n_values, n_ops + n_values + 1
-        op_base = value_base = 0
-        producer: list[int] = []
-        needed: list[int] = []
-        read_value: list[int] = []
-        read_op: list[int] = []
-        for p in problems:
-            for i, reads in enumerate(p.op_reads):
-                read_value.extend([n_ops + value_base + v for v in reads])
-                read_op.extend([op_base + i] * len(reads))
-            producer.extend([op_base + o if o >= 0 else -1 for o in p.producer])
-            needed.extend([value_base + v for v in p.needed])
-            op_base += len(p.op_reads)
-            value_base += len(p.producer)
-        ops, values = np.arange(n_ops), np.arange(n_values)
-        made_by, wanted = np.asarray(producer, dtype=np.int64), np.asarray(needed, dtype=np.int64)
-        tails = np.concatenate((np.full(n_ops, source), np.where(made_by >= 0, made_by, source), read_value, n_ops + wanted)).astype(
-            np.int64
-        )
-        heads = np.concatenate((ops, n_ops + values, read_op, np.full(len(wanted), sink))).astype(np.int64)
-        arcs = len(tails)
-        from_, to = np.concatenate((tails, heads)), np.concatenate((heads, tails))
-        order = np.argsort(from_ * (sink + 1) + to, kind="stable")
-        place = np.empty(2 * arcs, dtype=np.int64)
-        place[order] = np.arange(2 * arcs)
-        infinite = np.zeros(2 * arcs, dtype=np.int32)
-        infinite[place[n_ops + n_values : arcs]] = INFINITE
+        count = len(problems)
+        ops, values = [len(p.op_reads) for p in problems], [len(p.producer) for p in problems]
+        part_of_op, part_of_value = np.repeat(np.arange(count), ops), np.repeat(np.arange(count), values)
+        first_op, first_value = np.cumsum([0, *ops], dtype=np.int64), np.cumsum([0, *values], dtype=np.int64)
+        n_ops = int(first_op[-1])
+        made_by = np.asarray([o for p in problems for o in p.producer], dtype=np.int64)
+        made_by = np.where(made_by >= 0, made_by + first_op[part_of_value], -1)
+        needed = np.asarray([v for p in problems for v in p.needed], dtype=np.int64)
+        wanted = needed + np.repeat(first_value[:-1], [len(p.needed) for p in problems])
+        reader = np.repeat(np.arange(n_ops), [len(reads) for p in problems for reads in p.op_reads])
+        read = np.asarray([v for p in problems for reads in p.op_reads for v in reads], dtype=np.int64) + first_value[part_of_op[reader]]
+        vertex, size = _contracted(n_ops, len(made_by), wanted, reader, read)
+        source, sink = size - 2, size - 1
+        is_shared = (vertex[read] >= n_ops) & (vertex[read] < source)
+        tails = np.concatenate((np.full(n_ops, source), np.where(made_by >= 0, made_by, source), vertex[read[is_shared]]))
+        heads = np.concatenate((np.arange(n_ops), vertex, reader[is_shared]))
+        # No cut depends on the arc of a value that nobody wants, nor on that of one that is kept in any case.
+        matters = np.flatnonzero((heads != source) & ((tails != source) | (heads != sink)))
+        ways = tails[matters] * size + heads[matters], heads[matters] * size + tails[matters]
+        places, place_of = np.unique(np.concatenate(ways), return_inverse=True)
+        place = np.full(len(tails), len(places))
+        place[matters] = place_of[: len(matters)]
+        priced = n_ops + len(made_by)
+        infinite = np.zeros(len(places))
+        infinite[place[priced:]] = INFINITE
         return cls(
             tuple(problems),
-            np.repeat(np.arange(len(problems)), [len(p.op_reads) for p in problems]),
-            np.repeat(np.arange(len(problems)), [len(p.producer) for p in problems]),
+            part_of_op,
+            part_of_value,
+            np.diff(first_op) + np.diff(first_value),
             made_by,
             wanted,
-            place[:n_ops],
-            place[n_ops : n_ops + n_values],
-            from_[order],
-            to[order].astype(np.int32),
-            np.concatenate(([0], np.cumsum(np.bincount(from_, minlength=sink + 1)))).astype(np.int32),
-            np.concatenate((place[arcs:], place[:arcs]))[order],
+            np.concatenate((np.arange(n_ops), vertex)),
+            place[:priced],
+            (places % size).astype(np.int32),
+            np.searchsorted(places, np.arange(size + 1) * size).astype(np.int32),
+            np.searchsorted(places, places % size * size + places // size),
             infinite,
         )
+
+    def copies(self, count: int) -> Network:
+        """Return the network of ``count`` times the same problems; they share the source and the sink."""
+        if count == 1:
+            return self
+        copy = np.arange(count)[:, np.newaxis]
+        inner, arcs = len(self.indptr) - 3, len(self.head)
+        # The arcs lie by their tails: those of the copies' vertices, then those of the source, and of the sink.
+        begin, ends = 0, (int(self.indptr[inner]), int(self.indptr[inner + 1]), arcs)
+        blocks, starts = [], [(copy * ends[0] + self.indptr[:inner]).ravel()]
+        for end in ends:
+            blocks.append(count * begin + copy * (end - begin) + np.arange(end - begin))
+            starts.append(np.asarray([count * end]))
+            begin = end
+        place = np.concatenate((*blocks, np.full((count, 1), count * arcs)), axis=1)
+        head, reverse = np.empty(count * arcs, dtype=np.int32), np.empty(count * arcs, dtype=np.int64)
+        head[place[:, :-1]] = self._renumbered(self.head, copy)
+        reverse[place[:, :-1]] = place[:, self.reverse]
+        infinite = np.zeros(count * arcs)
+        infinite[place[:, :-1]] = self.infinite
+        n_ops, n_values = len(self.part_of_op), len(self.producer)
+        of_ops, of_values = slice(0, n_ops), slice(n_ops, None)
+        vertex, arc = self._renumbered(self.vertex, copy), place[:, self.arc]
+        return Network(
+            self.problems * count,
+            (copy * len(self.problems) + self.part_of_op).ravel(),
+            (copy * len(self.problems) + self.part_of_value).ravel(),
+            np.tile(self.prices, count),
+            np.where(self.producer >= 0, self.producer + copy * n_ops, -1).ravel(),
+            (copy * n_values + self.needed).ravel(),
+            np.concatenate((vertex[:, of_ops].ravel(), vertex[:, of_values].ravel())),
+            np.concatenate((arc[:, of_ops].ravel(), arc[:, of_values].ravel())),
+            head,
+            np.concatenate(starts).astype(np.int32),
+            reverse,
+            infinite,
+        )
+
+    def _renumbered(self, vertices: IntArray, copy: IntArray) -> IntArray:
+        """Return the numbers of ``vertices`` in each copy, a row a copy."""
+        inner = len(self.indptr) - 3
+        return np.where(vertices < inner, vertices + copy * inner, vertices + (len(copy) - 1) * inner)
 
     def solve(self, run_price: FloatArray, keep_price: FloatArray) -> tuple[BoolArray, BoolArray]:
         """Return which values are kept and which ops run again: the least sink side, fewest runs and fewest kept values.
@@ -227,40 +267,39 @@ class Network:
         n_ops, n_values = len(run_price), len(keep_price)
         if not len(self.needed):
             return np.zeros(n_values, dtype=bool), np.zeros(n_ops, dtype=bool)
-        capacity = self.infinite.copy()
-        capacity[self.op_arc], capacity[self.value_arc] = self._whole(run_price, keep_price)
-        source, sink = n_ops + n_values, n_ops + n_values + 1
-        flow = maximum_flow(csr_array((capacity, self.head, self.indptr), shape=(sink + 1, sink + 1)), source, sink, method="dinic").flow
-        open_into = (capacity - flow.data)[self.reverse] > 0
-        starts = np.concatenate(([0], np.cumsum(np.bincount(self.tail[open_into], minlength=sink + 1))))
-        residual = csr_array((np.ones(starts[-1], dtype=np.int8), self.head[open_into], starts), shape=(sink + 1, sink + 1))
-        sink_side = np.zeros(sink + 1, dtype=bool)
+        capacity = self._capacity(run_price, keep_price)
+        size = len(self.indptr) - 1
+        source, sink = size - 2, size - 1
+        flow = maximum_flow(csr_array((capacity, self.head, self.indptr), shape=(size, size)), source, sink, method="dinic").flow
+        open_into = (capacity > flow.data)[self.reverse]
+        starts = np.concatenate(([0], np.cumsum(open_into)), dtype=np.int32)[self.indptr]
+        residual = csr_array((np.ones(starts[-1]), self.head[open_into], starts), shape=(size, size))
+        sink_side = np.zeros(size, dtype=bool)
         sink_side[breadth_first_order(residual, sink, return_predecessors=False)] = True
-        runs, wanted = sink_side[:n_ops], sink_side[n_ops:source]
+        runs, wanted = sink_side[self.vertex[:n_ops]], sink_side[self.vertex[n_ops:]]
         kept = wanted & ~(np.append(runs, False)[self.producer])
         self._check(kept, runs, wanted, run_price, keep_price)
         return kept, runs
 
-    def error(self, run_price: FloatArray, keep_price: FloatArray) -> float:
-        """Return by how much the cut of :meth:`solve` may be dearer than the least, from rounding."""
-        count, scale = self._scale(run_price, keep_price)
-        return float((count / scale).sum())
+    def errors(self, run_price: FloatArray, keep_price: FloatArray) -> FloatArray:
+        """Return, per problem, by how much the cut of :meth:`solve` may be dearer than the least, from rounding."""
+        errors: FloatArray = self.prices / self._scale(run_price, keep_price)
+        return errors
 
-    def _scale(self, run_price: FloatArray, keep_price: FloatArray) -> tuple[IntArray, FloatArray]:
-        """Return, per problem, how many prices it has and what they are multiplied by."""
+    def _scale(self, run_price: FloatArray, keep_price: FloatArray) -> FloatArray:
+        """Return, per problem, what its prices are multiplied by."""
         parts = len(self.problems)
         total = np.bincount(self.part_of_op, weights=np.where(np.isfinite(run_price), run_price, 0.0), minlength=parts)
         total += np.bincount(self.part_of_value, weights=np.where(np.isfinite(keep_price), keep_price, 0.0), minlength=parts)
-        count = np.bincount(self.part_of_op, minlength=parts) + np.bincount(self.part_of_value, minlength=parts)
-        return count, (FINITE_SUM - count) / np.where(total > NOTHING, total, 1.0)
+        return (FINITE_SUM - self.prices) / np.where(total > NOTHING, total, 1.0)
 
-    def _whole(self, run_price: FloatArray, keep_price: FloatArray) -> tuple[IntArray, IntArray]:
+    def _capacity(self, run_price: FloatArray, keep_price: FloatArray) -> IntArray:
         """Scale prices to int32, each problem on its own; infinite ones become greater than the sum of all finite ones."""
-        _, scale = self._scale(run_price, keep_price)
-        finite_run, finite_keep = np.isfinite(run_price), np.isfinite(keep_price)
-        run = np.where(finite_run, np.ceil(np.where(finite_run, run_price, 0.0) * scale[self.part_of_op]), INFINITE)
-        keep = np.where(finite_keep, np.ceil(np.where(finite_keep, keep_price, 0.0) * scale[self.part_of_value]), INFINITE)
-        return run.astype(np.int32), keep.astype(np.int32)
+        scale = self._scale(run_price, keep_price)
+        whole = np.ceil(np.concatenate((run_price * scale[self.part_of_op], keep_price * scale[self.part_of_value])))
+        finite = np.bincount(self.arc, weights=np.minimum(whole, INFINITE), minlength=len(self.infinite) + 1)
+        capacity = self.infinite + finite[:-1]
+        return np.minimum(capacity, INFINITE).astype(np.int32)
 
     def _check(self, kept: BoolArray, runs: BoolArray, wanted: BoolArray, run_price: FloatArray, keep_price: FloatArray) -> None:
         """Raise :class:`Unbounded` if the cut goes through an infinite arc."""
@@ -279,3 +318,20 @@ class Network:
                 raise Unbounded(first_value + blocked)
             first_op, first_value = first_op + n_ops, first_value + n_values
         raise AssertionError("an infinite arc was cut although every needed value has a finite choice")
+
+
+def _contracted(n_ops: int, n_values: int, needed: IntArray, reader: IntArray, read: IntArray) -> tuple[IntArray, int]:
+    """Return the vertex of each value, and how many vertices there are, the source and the sink being the last two.
+
+    ``reader`` reads ``read``, pair by pair. A value that nobody wants is left with the source, where it costs nothing.
+    """
+    readers = np.bincount(read, minlength=n_values)
+    is_needed = np.zeros(n_values, dtype=bool)
+    is_needed[needed] = True
+    is_shared = (readers > 1) & ~is_needed
+    source = n_ops + int(is_shared.sum())
+    vertex = np.full(n_values, source, dtype=np.int64)
+    vertex[read] = reader
+    vertex[is_shared] = np.arange(n_ops, source)
+    vertex[needed] = source + 1
+    return vertex, source + 2

@@ -75,3 +75,11 @@ def has_hidden_effect(node: fx.Node) -> bool:
 def is_uninitialized(node: fx.Node) -> bool:
     """Return whether an op gives memory as it finds it."""
     return isinstance(node.target, OpOverload) and node.target._opname in UNINITIALIZED
+
+
+def only_computes(node: fx.Node) -> bool:
+    """Return whether ops like this, whatever their arguments, are pure, draw and write nothing and talk to nobody: what most ops are."""
+    target = node.target
+    if target is not operator.getitem and (not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags):
+        return False
+    return is_known_pure(node) and not (is_mutating(node) or is_collective(node) or has_hidden_effect(node))

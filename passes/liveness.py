@@ -75,8 +75,10 @@ def inner_bytes(node: fx.Node) -> int:
     module = node.graph.owning_module
     bodies = [operator.attrgetter(str(arg.target))(module) for arg in node.all_input_nodes if arg.op == "get_attr" and module is not None]
     peaks = [_body_peak(body) for body in bodies if isinstance(body, fx.GraphModule)]
+    if not peaks:
+        return 0
     outputs = {storage_id(t): storage_bytes(t) for t in tensors(node.meta.get("val"))}
-    return max(0, max(peaks, default=0) - sum(outputs.values()))
+    return max(0, max(peaks) - sum(outputs.values()))
 
 
 def _body_peak(body: fx.GraphModule) -> int:

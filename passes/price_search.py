@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, product
 from random import Random
 
 from fxckpt.passes.bounds import Bound, LowerBounds
@@ -21,7 +22,7 @@ from fxckpt.passes.fill import Fill
 from fxckpt.passes.integer_program import in_forward, optimum
 from fxckpt.passes.program import Program
 from fxckpt.passes.references import References
-from fxckpt.passes.schedule import Schedule, emit, save_all, with_runs
+from fxckpt.passes.schedule import Decisions, Schedule, emit, save_all, with_runs
 from fxckpt.passes.simulate import Simulation, simulate
 from fxckpt.passes.staged_cut import Layout, StagedCut
 from fxckpt.passes.stages import NarrowPlaces
@@ -159,7 +160,8 @@ class _Search:
         """Those that save nothing they must not; the uncheckpointed schedule may."""
         self.low, self.high = price_range(program)
         self.bounds = LowerBounds(program, self.low, self.high)
-        self.tried: set[tuple[int, int]] = set()
+        self.tried: set[int] = set()
+        """Logarithms of prices."""
         self.bound_at: dict[int, Bound] = {}
         self.baseline = self.judge(save_all(program))
         for schedule in References(program, self.places)():
@@ -189,24 +191,26 @@ class _Search:
             self.layouts[count] = self.options.cut.lay_out(self.program, self.places.stages(count))
         return self.layouts[count]
 
-    def shaped(self, count: int, price: float, share: float, sweeps: int | None = None) -> None:
-        """Try ``price`` at the forward's end and ``share`` of it at every stage."""
+    def shaped(self, count: int, shapes: Sequence[tuple[float, float]], sweeps: int | None = None) -> list[list[Decisions]]:
+        """Return the decisions at some prices at the forward's end, each with a share of it that is the price of every stage."""
         cut = self.options.cut if sweeps is None else replace(self.options.cut, sweeps=sweeps)
         layout = self.layout(count)
-        for decisions in cut(layout, [price, *[price * share] * len(layout.starts)]):
+        return cut(layout, [[price, *[price * share] * len(layout.starts)] for price, share in shapes])
+
+    def judge_all(self, decided: Iterable[Iterable[Decisions]]) -> None:
+        for decisions in chain.from_iterable(decided):
             self.judge(emit(self.program, decisions))
 
     def free(self) -> Candidate:
         """The least extra time there is, and the least peak at it."""
-        self.shaped(self.options.stage_counts[0], self.low * 1e-6, 1.0)
+        self.judge_all(self.shaped(self.options.stage_counts[0], [(self.low * 1e-6, 1.0)]))
         return min(self.legal, key=lambda c: c.rank)
 
     def floor(self) -> Candidate:
         """The least peak of any schedule seen: at high prices, where one sweep mostly gives less than two, then trimmed further."""
+        prices = _between((self.low * self.high) ** 0.5, self.high, self.options.floor_prices)
         for count in self.options.stage_counts:
-            for price in _between((self.low * self.high) ** 0.5, self.high, self.options.floor_prices):
-                for share in self.options.floor_shares:
-                    self.shaped(count, price, share, sweeps=1)
+            self.judge_all(self.shaped(count, list(product(prices, self.options.floor_shares)), sweeps=1))
         least = self._least_peak()
         for _ in range(self.options.descents):
             peak = least.simulation.peak_bytes
@@ -227,11 +231,14 @@ class _Search:
 
     def _shapes(self, prices: Iterable[float]) -> None:
         """Try every number of stages at prices that a value saved through half the stages pays, rounded so that near budgets share them."""
-        for step in dict.fromkeys(round(math.log(price) / math.log(PRICE_STEP)) for price in prices):
-            for count in self.options.stage_counts:
-                if (step, count) not in self.tried:
-                    self.tried.add((step, count))
-                    self.shaped(count, PRICE_STEP**step / (1 + self.options.share * count / 2), self.options.share)
+        steps = [s for s in dict.fromkeys(round(math.log(price) / math.log(PRICE_STEP)) for price in prices) if s not in self.tried]
+        self.tried.update(steps)
+        if steps:
+            share = self.options.share
+            shapes = {n: [(PRICE_STEP**step / (1 + share * n / 2), share) for step in steps] for n in self.options.stage_counts}
+            decided = [self.shaped(n, shapes[n]) for n in self.options.stage_counts]
+            # All stage counts of a price before the next price: of equals the first one counts.
+            self.judge_all(chain.from_iterable(zip(*decided, strict=True)))
 
     def refine(self, limit: int, count: int, shakes: Sequence[float]) -> None:
         """Bring the most promising schedules to ``limit`` by single moves."""

@@ -89,6 +89,11 @@ class Program:
         return tuple(tuple([s for s in op.reads if storages[s].producer != IN_BACKWARD]) for op in self.backward)
 
     @cached_property
+    def always_forward(self) -> dict[int, None]:
+        """The ops that the forward runs whatever is saved, in order."""
+        return dict.fromkeys(i for i, op in enumerate(self.ops) if op.side is Side.FORWARD)
+
+    @cached_property
     def producers(self) -> tuple[int, ...]:
         """Per storage: :attr:`Storage.producer`."""
         return tuple([s.producer for s in self.storages])
@@ -155,6 +160,7 @@ class Tables:
     is_rerunnable: BoolArray
     bytes: IntArray
     """Per storage."""
+    producer: IntArray
     is_output: BoolArray
     is_savable: BoolArray
 
@@ -179,6 +185,7 @@ class Tables:
             is_either=_mask(op.side is Side.EITHER for op in ops),
             is_rerunnable=_mask(op.pinned is None for op in ops),
             bytes=nbytes,
+            producer=np.asarray(program.producers, dtype=np.int64),
             is_output=_mask(s.is_output for s in storages),
             is_savable=_mask(s.is_savable for s in storages),
         )

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from fxckpt.passes.program import BoolArray, Program
+from fxckpt.passes.program import BoolArray, IntArray, Program
 from fxckpt.passes.schedule import Decisions, Schedule, emit
-from fxckpt.passes.staged_cut import StagedCut
+from fxckpt.passes.staged_cut import Layout, StagedCut
 from fxckpt.passes.stages import NarrowPlaces, deepest, persistence
 
 
@@ -39,14 +40,19 @@ class References:
         """Save the fewest bytes such that no op with FLOPs and no random op runs again: about what torch's partitioner does by default."""
         tables = self.program.tables
         is_light = (tables.flops[: len(self.program.ops)] == 0) & (tables.rng_state < 0)
-        must = np.array([not tables.is_savable[list(op.writes)].all() for op in self.program.ops], dtype=bool)
+        storages = self.program.storages
+        must = np.array([not all(storages[s].is_savable for s in op.writes) for op in self.program.ops], dtype=bool)
         return self._one_cut(tables.is_rerunnable & (is_light | must))
 
+    @cached_property
+    def _whole(self) -> Layout:
+        """The backward as one stage."""
+        return StagedCut(sweeps=1, reach=math.inf).lay_out(self.program, (0,))
+
     def _one_cut(self, may_run: BoolArray) -> Schedule:
-        layout = StagedCut(sweeps=1, reach=math.inf).lay_out(self.program, (0,))
         # A byte is worth more than any time.
-        layout = replace(layout, seconds=np.where(may_run[layout.op], 0.0, math.inf), written_bytes=np.zeros(len(layout.op)))
-        (decisions,) = StagedCut(sweeps=1)(layout, (1.0, 0.0))
+        layout = replace(self._whole, seconds=np.where(may_run[self._whole.op], 0.0, math.inf), written_bytes=np.zeros(len(self._whole.op)))
+        ((decisions,),) = StagedCut(sweeps=1)(layout, [(1.0, 0.0)])
         return emit(self.program, decisions)
 
     def block_boundaries(self, count: int) -> Schedule:
@@ -54,19 +60,29 @@ class References:
 
         Chen et al. 2016, algorithm 1, with the blocks found as stages are.
         """
-        ops = self.program.ops
-        is_forward = self.program.tables.is_forward
-        last = {s: i for i, op in enumerate(ops) if is_forward[i] for s in op.reads}
-        change = np.zeros(len(ops) + 1, dtype=np.int64)
-        crossing: list[tuple[int, int, int]] = []
-        for i, op in enumerate(ops):
-            for s in op.writes:
-                if last.get(s, i) > i:
-                    change[i + 1] += self.program.storages[s].bytes
-                    change[last[s] + 1] -= self.program.storages[s].bytes
-                    crossing.append((s, i, last[s]))
-        boundaries = np.asarray(deepest(persistence(np.cumsum(change)[:-1]), count), dtype=np.int64)
-        saved = frozenset(s for s, made, read in crossing if ((boundaries > made) & (boundaries <= read)).any())
+        storage, made, read = self._crossing
+        boundaries = np.asarray(deepest(self._forward_depth, count), dtype=np.int64)
+        crosses = np.searchsorted(boundaries, made, side="right") < np.searchsorted(boundaries, read, side="right")
+        saved = frozenset(storage[crosses].tolist())
         starts = self.places.stages(count)
         free = frozenset(np.flatnonzero(self.program.tables.is_rerunnable).tolist())
         return emit(self.program, Decisions(starts, (saved,) * len(starts), (free,) * len(starts)))
+
+    @cached_property
+    def _crossing(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Values that the forward reads after the op that makes them: storage, where made, where last read."""
+        last: dict[int, int] = {}
+        for i in self.program.always_forward:
+            last.update((s, i) for s in self.program.ops[i].reads)
+        rows = [(s, i, last[s]) for i, op in enumerate(self.program.ops) for s in op.writes if last.get(s, i) > i]
+        storage, made, read = np.asarray(rows, dtype=np.int64).reshape(-1, 3).T
+        return storage, made, read
+
+    @cached_property
+    def _forward_depth(self) -> dict[int, int]:
+        """As :attr:`NarrowPlaces.depth`, of the forward."""
+        storage, made, read = self._crossing
+        change = np.zeros(len(self.program.ops) + 1, dtype=np.int64)
+        np.add.at(change, made + 1, self.program.tables.bytes[storage])
+        np.subtract.at(change, read + 1, self.program.tables.bytes[storage])
+        return persistence(np.cumsum(change)[:-1])

@@ -7,8 +7,7 @@ inputs first. A read sees the latest copy; a copy dies after its last read befor
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import chain
 
 from fxckpt.passes.program import Program, Side
 
@@ -53,34 +52,39 @@ def emit(program: Program, decisions: Decisions) -> Schedule:
     have: set[int] = set()  # storages with a copy, from whatever stage
     for k, positions in enumerate(stage_ranges(program, decisions.starts)):
         kept, rerun = decisions.kept[k], decisions.runs[k]
+        if not rerun:
+            needed = set(chain.from_iterable(wanted[positions.start : positions.stop]))
+            saved |= needed - have
+            have |= needed
+            continue
         fresh: set[int] = set()  # ops that ran in this stage
-
-        def is_missing(s: int, kept: frozenset[int] = kept, rerun: frozenset[int] = rerun, fresh: set[int] = fresh) -> bool:
-            return producer[s] not in fresh and (s not in have or (producer[s] in rerun and s not in kept))
-
+        opened: set[int] = set()  # ops whose inputs are on the stack above them, or at hand
         for j in positions:
-            for needed in wanted[j]:
-                stack = [needed] if is_missing(needed) else []
-                while stack:
-                    s = stack[-1]
-                    o = producer[s]
-                    if o in fresh:
-                        stack.pop()
-                        continue
-                    if o not in rerun or s in kept:
+            stack = [s for s in wanted[j][::-1] if producer[s] not in fresh]
+            while stack:
+                s = stack[-1]
+                o = producer[s]
+                if o in fresh:
+                    stack.pop()
+                    continue
+                if o not in rerun or s in kept:
+                    if s not in have:
                         saved.add(s)
                         have.add(s)
-                        stack.pop()
-                        continue
-                    missing = [u for u in ops[o].needs if is_missing(u)]
+                    stack.pop()
+                    continue
+                if o not in opened:
+                    opened.add(o)
+                    inputs = ops[o].needs
+                    missing = [u for u in inputs if (p := producer[u]) not in fresh and (u not in have or (p in rerun and u not in kept))]
                     if missing:
                         stack.extend(reversed(missing))
                         continue
-                    runs.append(o)
-                    before.append(j)
-                    fresh.add(o)
-                    have.update(ops[o].writes)
-                    stack.pop()
+                runs.append(o)
+                before.append(j)
+                fresh.add(o)
+                have.update(ops[o].writes)
+                stack.pop()
     return Schedule(tuple(sorted(saved)), tuple(runs), tuple(before))
 
 
@@ -110,12 +114,12 @@ def with_runs(program: Program, runs: tuple[int, ...], before: tuple[int, ...]) 
 
 def forward_ops(program: Program, saved: tuple[int, ...]) -> list[int]:
     """Return the ops the forward runs: what its outputs need, and what the saved values need."""
-    tables = program.tables
+    always, producers = program.always_forward, program.producers
     more: set[int] = set()
-    stack = [program.storages[s].producer for s in saved]
+    stack = [i for s in saved if (i := producers[s]) >= 0 and i not in always]
     while stack:
         i = stack.pop()
-        if i >= 0 and not tables.is_forward[i] and i not in more:
+        if i not in more:
             more.add(i)
-            stack.extend(program.storages[s].producer for s in program.ops[i].reads)
-    return sorted([*np.flatnonzero(tables.is_forward).tolist(), *more])
+            stack.extend([p for s in program.ops[i].reads if (p := producers[s]) >= 0 and p not in always])
+    return sorted([*always, *more])

@@ -16,11 +16,12 @@ from fxckpt.passes.program import BoolArray, IntArray, Program, Tables
 from fxckpt.passes.schedule import Schedule, forward_ops
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Simulation:
     """What a schedule costs. Bytes beyond what was allocated when the step began; time beyond the uncheckpointed step's."""
 
-    profile: tuple[int, ...]
+    live: IntArray
+    """Bytes during each op of the forward, then of the backward."""
     forward_ops: int
     saved_bytes: int
     extra_seconds: float
@@ -29,12 +30,17 @@ class Simulation:
     @cached_property
     def peak_bytes(self) -> int:
         """Most bytes live at once."""
-        return max(self.profile, default=0)
+        return int(self.live.max(initial=0))
+
+    @property
+    def profile(self) -> tuple[int, ...]:
+        """:attr:`live` as ints."""
+        return tuple(self.live.tolist())
 
     @property
     def peak_position(self) -> int:
         """Where in the profile the peak is first reached."""
-        return max(range(len(self.profile)), key=self.profile.__getitem__) if self.profile else 0
+        return int(self.live.argmax()) if len(self.live) else 0
 
 
 def simulate(program: Program, schedule: Schedule) -> Simulation:
@@ -52,7 +58,7 @@ def simulate(program: Program, schedule: Schedule) -> Simulation:
     again = np.maximum(times - 1, 0)
     extra = np.flatnonzero(again)
     return Simulation(
-        (*forward.tolist(), *backward.tolist()),
+        np.concatenate((forward, backward)),
         len(forward),
         int(tables.bytes[saved].sum()),
         float((again[extra] * tables.seconds[extra]).sum()),
@@ -62,10 +68,7 @@ def simulate(program: Program, schedule: Schedule) -> Simulation:
 
 def _forward_profile(tables: Tables, order: IntArray, held: BoolArray) -> tuple[IntArray, int]:
     """Return the live bytes during each op of ``order``, and what is live at the end."""
-    reads, read_at = tables.reads.rows(order)
-    writes, written_at = tables.writes.rows(order)
-    last = np.full(len(tables.bytes), -1)
-    np.maximum.at(last, np.concatenate((reads, writes)), np.concatenate((read_at, written_at)))
+    last = last_touches(tables, order)
     state = tables.rng_state[order]
     gives_state = (state >= 0) & np.append(held, False)[state]
     born = tables.written_bytes[order] + np.where(gives_state, tables.replay_bytes[order], 0)
@@ -73,6 +76,16 @@ def _forward_profile(tables: Tables, order: IntArray, held: BoolArray) -> tuple[
     died = _sum_at(last[dying], tables.bytes[dying], len(order))
     after = np.cumsum(born - died)
     return after + died + tables.scratch_bytes[order], int(after[-1]) if len(after) else 0
+
+
+def last_touches(tables: Tables, order: IntArray) -> IntArray:
+    """Return, per storage, the last position in ``order`` of an op that reads or writes it, or -1."""
+    reads, read_at = tables.reads.rows(order)
+    writes, written_at = tables.writes.rows(order)
+    last = np.full(len(tables.bytes), -1)
+    last[writes] = written_at
+    last[reads] = read_at  # of equal indices the last one counts, and what is read was written before
+    return last
 
 
 def _backward_profile(tables: Tables, held: BoolArray, runs: IntArray, before: IntArray, length: int, live: int) -> IntArray:
@@ -116,18 +129,8 @@ def _sum_at(position: IntArray, nbytes: IntArray, length: int) -> IntArray:
 
 def backward_own_profile(program: Program) -> list[int]:
     """Return, for each backward op, the bytes of the backward's own values live during it, whatever is planned."""
-    dies: dict[int, list[int]] = {}
-    own = {s for op in program.backward for s in op.writes}
-    last: dict[int, int] = {}
-    for j, op in enumerate(program.backward):
-        for s in (*op.reads, *op.writes):
-            if s in own:
-                last[s] = j
-    for s, j in last.items():
-        dies.setdefault(j, []).append(s)
-    live, profile = program.tangent_bytes, []
-    for j, op in enumerate(program.backward):
-        live += sum(program.storages[s].bytes for s in op.writes)
-        profile.append(live)
-        live -= sum(program.storages[s].bytes for s in dies.get(j, ()))
-    return profile
+    tables, length = program.tables, len(program.backward)
+    order = len(program.ops) + np.arange(length)
+    last, own = last_touches(tables, order), np.unique(tables.writes.rows(order)[0])
+    died = _sum_at(last[own], tables.bytes[own], length)
+    return list((program.tangent_bytes + np.cumsum(tables.written_bytes[order] - died) + died).tolist())

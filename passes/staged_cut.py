@@ -16,11 +16,13 @@ MLSys 2020), which decides every (value, stage) pair at once.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fxckpt.errors import FxckptError
 from fxckpt.passes.flow import CutProblem, Network, Unbounded
@@ -45,22 +47,31 @@ class StagedCut:
         """Lay ``program`` out for these stages, once for all prices."""
         return Layout.of(program, starts, self.colors, self.reach)
 
-    def __call__(self, layout: Layout, prices: Sequence[float]) -> Iterator[Decisions]:
-        """Yield the decisions after each sweep; often the first has the least peak.
+    def __call__(self, layout: Layout, prices: Sequence[Sequence[float]]) -> list[list[Decisions]]:
+        """Return, for each of several choices of prices, the decisions after each sweep that changes them; often the first has the least peak.
 
-        ``prices`` are seconds per byte: of the forward's end, then one a stage. Raises :class:`FxckptError` if a value has no way.
+        Prices are seconds per byte: of the forward's end, then one a stage. Raises :class:`FxckptError` if a value has no way.
         """
-        price = np.asarray(prices, dtype=np.float64)
-        kept = np.zeros(len(layout.storage), dtype=bool)
-        runs = np.zeros(len(layout.op), dtype=bool)
+        # One network for all choices: a solve of a small network is mostly overhead.
+        price, count = np.asarray(prices, dtype=np.float64), len(prices)
+        networks = {group: group.network.copies(count) for group in layout.groups}
+        kept = np.zeros((count, len(layout.storage)), dtype=bool)
+        runs = np.zeros((count, len(layout.op)), dtype=bool)
+        decided: list[list[Decisions]] = [[] for _ in prices]
         for sweep in range(self.sweeps):
+            before = kept.copy(), runs.copy()
             for group in layout.groups if sweep % 2 == 0 else tuple(reversed(layout.groups)):
-                run_price, keep_price = layout.run_prices(price, runs), layout.keep_prices(price, kept, runs)
+                run_price, keep_price = layout.run_prices(group, price, runs), layout.keep_prices(group, price, kept, runs)
                 try:
-                    kept[group.values], runs[group.ops] = group.network.solve(run_price[group.ops], keep_price[group.values])
+                    keeps, again = networks[group].solve(run_price.ravel(), keep_price.ravel())
                 except Unbounded as error:
-                    raise no_way(layout.program, int(layout.storage[group.values.start + error.value])) from error
-            yield layout.decisions(kept, runs)
+                    value = group.values.start + error.value % keep_price.shape[1]
+                    raise no_way(layout.program, int(layout.storage[value])) from error
+                kept[:, group.values], runs[:, group.ops] = keeps.reshape(keep_price.shape), again.reshape(run_price.shape)
+            changed = (before[0] != kept).any(axis=1) | (before[1] != runs).any(axis=1)
+            for i in range(count) if sweep == 0 else np.flatnonzero(changed).tolist():
+                decided[i].append(layout.decisions(kept[i], runs[i]))
+        return decided
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,9 +109,13 @@ class Layout:
     is_savable: BoolArray
     by_storage: IntArray
     """Value vertices by storage, then stage."""
+    place: IntArray
+    """Per value vertex: its place in ``by_storage``."""
     first: IntArray
-    """Per place in ``by_storage``: the first place of the same storage."""
+    """Per value vertex: the first place of the same storage."""
     last: IntArray
+    producer_by_storage: IntArray
+    is_needed_by_storage: BoolArray
 
     @classmethod
     def of(cls, program: Program, starts: tuple[int, ...], colors: int, reach: float) -> Layout:
@@ -134,7 +149,10 @@ class Layout:
         is_needed[needed] = True
         of_storage, in_stage = np.asarray(storage, dtype=np.int64), np.asarray(stage, dtype=np.int64)
         by_storage = np.lexsort((in_stage, of_storage))
+        place = np.empty_like(by_storage)
+        place[by_storage] = np.arange(len(by_storage))
         ordered = of_storage[by_storage]
+        producer = np.concatenate(producers)
         of_op = np.asarray(op, dtype=np.int64)
         return cls(
             program,
@@ -144,7 +162,7 @@ class Layout:
             np.asarray(op_stage, dtype=np.int64),
             of_storage,
             in_stage,
-            np.concatenate(producers),
+            producer,
             is_needed,
             np.where(tables.is_rerunnable[of_op], tables.seconds[of_op], math.inf),
             tables.written_bytes[of_op].astype(np.float64),
@@ -153,40 +171,49 @@ class Layout:
             tables.is_output[of_storage],
             tables.is_savable[of_storage],
             by_storage,
-            np.searchsorted(ordered, ordered, side="left"),
-            np.searchsorted(ordered, ordered, side="right") - 1,
+            place,
+            np.searchsorted(ordered, of_storage, side="left"),
+            np.searchsorted(ordered, of_storage, side="right") - 1,
+            producer[by_storage],
+            is_needed[by_storage],
         )
 
-    def run_prices(self, price: FloatArray, runs: BoolArray) -> FloatArray:
-        """Return, per op vertex, the price of running it again. The first run of what only the backward needs is part of any step."""
-        times = np.bincount(self.op[runs], minlength=len(self.program.ops))
-        is_first = self.is_either & (times[self.op] == runs) & np.isfinite(self.seconds)
-        return np.where(is_first, 0.0, self.seconds) + self.written_bytes * price[self.op_stage + 1]
+    def run_prices(self, group: Group, price: FloatArray, runs: BoolArray) -> FloatArray:
+        """Return, per op vertex of a group, the price of running it again; a row for each choice of prices.
 
-    def keep_prices(self, price: FloatArray, kept: BoolArray, runs: BoolArray) -> FloatArray:
-        """Return, per value vertex, the price of having it from before its stage."""
-        order, place = self.by_storage, np.arange(len(self.storage))
-        made = np.append(runs, False)[self.producer][order]
-        held = kept[order]
-        needed, stage = self.is_needed[order], self.stage[order]
-        since = self._stage_before(made | (held & needed), stage)
-        before = np.concatenate(([0.0], np.cumsum(price)))
-        result = self.bytes[order] * (before[stage + 2] - before[np.where(since >= 0, since + 2, 0)])
-        following = np.append(np.minimum.accumulate(np.where(made | held, place, len(place))[::-1])[::-1][1:], len(place))
-        passes = (following <= self.last) & np.append(held & ~made, False)[following]
-        result[(passes & ~needed) | self.is_output[order]] = 0.0
+        The first run of what only the backward needs is part of any step.
+        """
+        of, count, n_ops = group.ops, len(price), len(self.program.ops)
+        choice, vertex = np.nonzero(runs)
+        times = np.bincount(choice * n_ops + self.op[vertex], minlength=count * n_ops).reshape(count, n_ops)
+        is_first = self.is_either[of] & (times[:, self.op[of]] == runs[:, of]) & np.isfinite(self.seconds[of])
+        return np.where(is_first, 0.0, self.seconds[of]) + self.written_bytes[of] * price[:, self.op_stage[of] + 1]
+
+    def keep_prices(self, group: Group, price: FloatArray, kept: BoolArray, runs: BoolArray) -> FloatArray:
+        """Return, per value vertex of a group, the price of having it from before its stage; a row for each choice of prices."""
+        of, end = group.values, len(self.place)
+        held, made = kept[:, self.by_storage], _with_last(runs, False)[:, self.producer_by_storage]
+        had = made | (held & self.is_needed_by_storage)
+        since = self._stage_before(had, of)
+        before = np.concatenate((np.zeros((len(price), 1)), np.cumsum(price, axis=1)), axis=1)
+        paid = np.take_along_axis(before, np.where(since >= 0, since + 2, 0), axis=1)
+        result: FloatArray = self.bytes[of] * (before[:, self.stage[of] + 2] - paid)
+        following = np.minimum.accumulate(np.where(made | held, np.arange(end), end)[:, ::-1], axis=1)[:, ::-1]
+        following = _with_last(following, end)[:, self.place[of] + 1]
+        passes = (following <= self.last[of]) & np.take_along_axis(_with_last(held & ~made, False), following, axis=1)
+        result[(passes & ~self.is_needed[of]) | self.is_output[of]] = 0.0
         if not self.is_savable.all():
-            result[~self.is_savable[order] & (self._stage_before(made, stage) < 0) & ~self.is_output[order]] = math.inf
-        prices: FloatArray = np.empty_like(result)
-        prices[order] = result
-        return prices
+            result[~self.is_savable[of] & (self._stage_before(made, of) < 0) & ~self.is_output[of]] = math.inf
+        return result
 
-    def _stage_before(self, happens: BoolArray, stage: IntArray) -> IntArray:
-        """Return, per place in ``by_storage``, the last earlier stage in which something happens to the storage, or -1."""
-        place = np.arange(len(stage))
-        latest = np.maximum.accumulate(np.where(happens, place, -1))
-        before = np.concatenate(([-1], latest))[: len(stage)]
-        return np.where(before >= self.first, stage[before], -1)
+    def _stage_before(self, happens: BoolArray, of: slice) -> IntArray:
+        """Return, for some value vertices, the last earlier stage in which something happens to the storage, or -1.
+
+        ``happens`` is in the order of ``by_storage``.
+        """
+        latest = np.maximum.accumulate(np.where(happens, np.arange(len(self.place)), -1), axis=1)
+        before = _with_last(latest, -1)[:, self.place[of] - 1]  # before the first place is what was put last
+        return np.where(before >= self.first[of], self.stage[self.by_storage[before]], -1)
 
     def decisions(self, kept: BoolArray, runs: BoolArray) -> Decisions:
         """Return the decisions that two masks over the vertices say."""
@@ -200,31 +227,35 @@ class Layout:
         return Decisions(self.starts, tuple(map(frozenset, values)), tuple(map(frozenset, ops)))
 
 
+def _with_last(rows: npt.NDArray[Any], item: int) -> npt.NDArray[Any]:
+    """Return ``rows``, each with one item more."""
+    return np.concatenate((rows, np.full((len(rows), 1), item, dtype=rows.dtype)), axis=1)
+
+
 def needed_cut(program: Program, positions: range, reach: int) -> tuple[CutProblem, list[int], list[int]]:
     """Return the cut of one stage without its prices, and the ops and storages its positions stand for.
 
     Looks breadth first at what the stage's needs depend on, at most ``reach`` ops, but always past values that must not be saved.
     """
-    storages = program.storages
-    needs = tuple(dict.fromkeys(s for j in positions for s in program.forward_reads[j]))
+    producers, storages, all_ops = program.producers, program.storages, program.ops
+    needs = list(dict.fromkeys(chain.from_iterable(program.forward_reads[positions.start : positions.stop])))
     values: dict[int, int] = {s: i for i, s in enumerate(needs)}
     ops: dict[int, int] = {}
     reads: list[tuple[int, ...]] = []
-    queue = deque(needs)
-    while queue:
-        s = queue.popleft()
-        o = storages[s].producer
+    queue = needs.copy()
+    for s in queue:
+        o = producers[s]
         if o < 0 or o in ops or (len(ops) >= reach and storages[s].is_savable):
             continue
         ops[o] = len(ops)
-        op = program.ops[o]
+        op = all_ops[o]
         needed = op.needs if op.pinned is None else ()
         for u in (*needed, *op.writes):
             if u not in values:
                 values[u] = len(values)
                 queue.append(u)
         reads.append(tuple([values[u] for u in needed]))
-    producer = tuple([ops.get(storages[s].producer, -1) for s in values])
+    producer = tuple([ops.get(producers[s], -1) for s in values])
     unpriced = CutProblem((), tuple(reads), (), producer, tuple(range(len(needs))))
     return unpriced, list(ops), list(values)
 

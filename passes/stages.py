@@ -83,7 +83,8 @@ def persistence(heights: IntArray) -> dict[int, int]:
 
     Of equal minima the later one climbs to the earlier, of a level stretch the first place stands for all.
     """
-    parent = [-1] * len(heights)  # -1: not flooded yet; a basin's root is its lowest place
+    height = heights.tolist()
+    parent = [-1] * len(height)  # -1: not flooded yet; a basin's root is its lowest place
     climbs: dict[int, int] = {}
 
     def root(i: int) -> int:
@@ -96,10 +97,12 @@ def persistence(heights: IntArray) -> dict[int, int]:
         parent[i] = i
         for neighbor in (i - 1, i + 1):
             if 0 <= neighbor < len(parent) and parent[neighbor] >= 0:
-                low, high = sorted((root(i), root(neighbor)), key=lambda r: (int(heights[r]), r))
+                low, high = root(i), root(neighbor)
+                if (height[high], high) < (height[low], low):
+                    low, high = high, low
                 if low != high:
-                    if heights[i] > heights[high]:
-                        climbs[high] = int(heights[i] - heights[high])
+                    if height[i] > height[high]:
+                        climbs[high] = height[i] - height[high]
                     parent[high] = low
     if len(heights):
         climbs[int(heights.argmin())] = int(heights.max() - heights.min())

@@ -7,7 +7,6 @@ whatever of its inputs is not at hand by then; those first that cost the least s
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from fxckpt.passes.program import Program
+from fxckpt.passes.program import IntArray, Program, Ragged
 from fxckpt.passes.schedule import Schedule, forward_ops, with_runs
 from fxckpt.passes.simulate import Simulation
 
@@ -71,42 +70,54 @@ class _Copies:
         self.program = program
         self.runs = schedule.runs
         self.before = schedule.before
+        self.at = [simulation.forward_ops + i + j for i, j in enumerate(schedule.before)]
+        """Per run: its position."""
         self.limit = limit
-        self.profile = np.array(simulation.profile, dtype=np.int64)
+        self.profile = simulation.live.copy()
         self.first_backward = simulation.forward_ops
+        self.producers = program.producers
+        self.bytes: list[int] = program.tables.bytes.tolist()
+        self.is_output: list[bool] = program.tables.is_output.tolist()
+        self.is_savable: list[bool] = program.tables.is_savable.tolist()
+        self.op_at, self.by_storage = self._accesses(schedule)
         self.touches: dict[int, list[int]] = {}
-        """Per storage, ascending."""
-        self.op_at: dict[int, int] = {}
-        """Per position of the backward: the op there, numbered through."""
+        """Per storage that was looked at, ascending."""
         self.inserted: dict[int, list[int]] = {}
         """Per position: ops to run in front of it."""
-        self._read(schedule)
 
-    def _read(self, schedule: Schedule) -> None:
-        ops, touches, place = self.program.ops, self.touches, 0
-        for o in forward_ops(self.program, schedule.saved):
-            for s in (*ops[o].needs, *ops[o].writes):
-                touches.setdefault(s, []).append(2 * place + 1)
-            place += 1
-        i = 0
-        for j, reads in enumerate(self.program.forward_reads):
-            while i < len(self.runs) and self.before[i] == j:
-                for s in ops[self.runs[i]].needs:
-                    touches.setdefault(s, []).append(2 * place + 1)
-                for s in ops[self.runs[i]].writes:
-                    touches.setdefault(s, []).append(2 * place)
-                self.op_at[place] = self.runs[i]
-                i, place = i + 1, place + 1
-            for s in reads:
-                touches.setdefault(s, []).append(2 * place + 1)
-            self.op_at[place] = len(ops) + j
-            place += 1
+    def _accesses(self, schedule: Schedule) -> tuple[IntArray, Ragged]:
+        """Return the op at each position of the backward, numbered through, and the touches of each storage."""
+        program, tables, first = self.program, self.program.tables, self.first_backward
+        length = len(program.backward)
+        runs, before = np.asarray(schedule.runs, dtype=np.int64), np.asarray(schedule.before, dtype=np.int64)
+        at = np.asarray(self.at, dtype=np.int64)
+        at_backward = first + np.arange(length) + np.searchsorted(before, np.arange(length), side="right")
+        op_at = np.empty(len(self.profile), dtype=np.int64)
+        op_at[:first], op_at[at], op_at[at_backward] = forward_ops(program, schedule.saved), runs, len(program.ops) + np.arange(length)
+        rows = (
+            (tables.needs.rows(op_at[:first]), np.arange(first), 1),
+            (tables.writes.rows(op_at[:first]), np.arange(first), 1),
+            (tables.needs.rows(runs), at, 1),
+            (tables.writes.rows(runs), at, 0),
+            (tables.reads.rows(op_at[at_backward]), at_backward, 1),
+        )
+        storage = np.concatenate([items for (items, _), _, _ in rows])
+        touch = np.concatenate([2 * places[of] + kind for (_, of), places, kind in rows])
+        order = np.lexsort((touch, storage))
+        return op_at, Ragged(touch[order], np.searchsorted(storage[order], np.arange(len(program.storages) + 1)))
+
+    def _touches(self, s: int) -> list[int]:
+        touches = self.touches.get(s)
+        if touches is None:
+            starts = self.by_storage.starts
+            touches = self.touches[s] = self.by_storage.items[starts[s] : starts[s + 1]].tolist()
+        return touches
 
     def cheapest_first(self, seconds: Sequence[float]) -> Iterator[_Gap]:
         """Yield the gaps by seconds per byte that is over the limit when their turn comes, the longest first among equals."""
         queue: list[tuple[float, int, int, int, float, _Gap]] = []
         for gap in self._gaps():
-            cost = seconds[self.program.storages[gap.s].producer]
+            cost = seconds[self.producers[gap.s]]
             queue.append((cost / max(self._useful(gap), 1), gap.begin - gap.end, gap.s, gap.begin, -1.0, gap))
         heapify(queue)
         while queue:
@@ -123,84 +134,86 @@ class _Copies:
                 heappush(queue, (cost / useful, length, s, begin, cost, gap))
             else:
                 yield gap
+                if _most(self.profile) <= self.limit:
+                    return
 
     def _useful(self, gap: _Gap) -> int:
         """Return how many of the copy's bytes are over the limit somewhere in the gap."""
-        window = self.profile[gap.begin + 1 : gap.end]
-        return min(self.program.storages[gap.s].bytes, (int(window.max()) if len(window) else 0) - self.limit)
+        return min(self.bytes[gap.s], _most(self.profile[gap.begin + 1 : gap.end]) - self.limit)
 
     def _gaps(self) -> Iterator[_Gap]:
         """Yield the gaps that lie over positions beyond the limit."""
-        over = np.concatenate(([0], np.cumsum(self.profile > self.limit))).tolist()
-        for s, touches in self.touches.items():
-            storage = self.program.storages[s]
-            if storage.producer < 0 or storage.is_output or not storage.bytes or self.program.ops[storage.producer].pinned is not None:
-                continue
-            for a, b in itertools.pairwise(touches):
-                begin, end = a // 2, b // 2
-                if b % 2 and end >= self.first_backward and over[end] > over[begin + 1]:
-                    yield _Gap(s, begin, end)
+        tables, touches = self.program.tables, self.by_storage.items
+        over = np.concatenate(([0], np.cumsum(self.profile > self.limit)))
+        producer = tables.producer
+        may_run = (producer >= 0) & np.append(tables.is_rerunnable, False)[producer]
+        may_go = may_run & ~tables.is_output & (tables.bytes > 0)
+        storage = np.repeat(np.arange(len(producer)), np.diff(self.by_storage.starts))
+        begin, end = touches[:-1] // 2, touches[1:] // 2
+        is_gap = (storage[1:] == storage[:-1]) & may_go[storage[1:]] & (touches[1:] % 2 == 1) & (end >= self.first_backward)
+        chosen = np.flatnonzero(is_gap)
+        chosen = chosen[over[end[chosen]] > over[begin[chosen] + 1]]
+        return map(_Gap, storage[chosen].tolist(), begin[chosen].tolist(), end[chosen].tolist())
 
     def _chain(self, gap: _Gap) -> _Chain | None:
         """Return what giving up the gap's copy takes; None if it cannot be done."""
-        program = self.program
+        all_ops, producers = self.program.ops, self.producers
         ops: set[int] = set()
         longer: list[tuple[int, int]] = []
-        todo = [program.storages[gap.s].producer]
+        todo = [producers[gap.s]]
         while todo:
             o = todo.pop()
             if o in ops:
                 continue
             ops.add(o)
-            if len(ops) > LONGEST or program.ops[o].pinned is not None:
+            op = all_ops[o]
+            if len(ops) > LONGEST or op.pinned is not None:
                 return None
-            for u in program.ops[o].needs:
-                storage = program.storages[u]
-                last = None if u == gap.s or storage.is_output else self._last_touch(u, gap.end)
+            for u in op.needs:
+                last = None if u == gap.s or self.is_output[u] else self._last_touch(u, gap.end)
                 if last is None:
                     continue
-                if last != NOT_HELD and self._fits(last, gap.end, storage.bytes):
+                if last != NOT_HELD and self._fits(last, gap.end, self.bytes[u]):
                     longer.append((u, last))
-                elif storage.producer >= 0:
-                    todo.append(storage.producer)
+                elif producers[u] >= 0:
+                    todo.append(producers[u])
                 else:
                     return None
         return _Chain(tuple(sorted(ops)), tuple(longer))
 
     def _last_touch(self, s: int, at: int) -> int | None:
         """Return None if a copy is there at position ``at`` anyway, else the last touch before, or NOT_HELD if it must not be held from there."""
-        touches = self.touches.get(s, [])
+        touches = self._touches(s)
         i = bisect_left(touches, 2 * at)
         if i < len(touches) and touches[i] % 2:
             return None
         last = touches[i - 1] // 2 if i else NOT_HELD
-        return last if self.program.storages[s].is_savable or last >= self.first_backward else NOT_HELD
+        return last if self.is_savable[s] or last >= self.first_backward else NOT_HELD
 
     def _fits(self, begin: int, end: int, nbytes: int) -> bool:
-        window = self.profile[begin + 1 : end + 1]
-        return not len(window) or int(window.max()) + nbytes <= self.limit
+        return _most(self.profile[begin + 1 : end + 1]) + nbytes <= self.limit
 
     def give_up(self, gap: _Gap) -> None:
         """Run the gap's op again in front of its end, unless that would take as many bytes there as it frees before."""
-        touches = self.touches[gap.s]
+        touches = self._touches(gap.s)
         i = bisect_left(touches, 2 * gap.end)
         if touches[i] == 2 * gap.end:
             return  # by now it is made again there
         gap = _Gap(gap.s, touches[i - 1] // 2, gap.end)  # by now it may be read later than it was
         window = self.profile[gap.begin + 1 : gap.end]
-        if not len(window) or int(window.max()) <= self.limit:
+        before = _most(window)
+        if before <= self.limit:
             return
         chain = self._chain(gap)
         if chain is None:
             return
-        storages = self.program.storages
-        held = sum(storages[s].bytes for s, _ in chain.longer)
+        held = sum([self.bytes[s] for s, _ in chain.longer])
         inside = self._inside(gap, chain) + held
-        if inside > self.limit and inside >= int(window.max()):
+        if inside > self.limit and inside >= before:
             return
-        window -= storages[gap.s].bytes
+        window -= self.bytes[gap.s]
         for s, last in chain.longer:
-            self.profile[last + 1 : gap.end] += storages[s].bytes
+            self.profile[last + 1 : gap.end] += self.bytes[s]
         self.profile[gap.end] = max(int(self.profile[gap.end]) + held, inside)
         made = {s for o in chain.ops for s in self.program.ops[o].writes}
         for s in {s for o in chain.ops for s in self.program.ops[o].needs} - made:
@@ -219,16 +232,16 @@ class _Copies:
             dies.update((s, i) for s in (*program.ops[o].reads, *program.ops[o].writes))
         at_end = int(self.profile[gap.end])
         live = at_end - int(tables.written_bytes[self.op_at[gap.end]])
-        most = at_end + program.storages[gap.s].bytes
+        most = at_end + self.bytes[gap.s]
         for i, o in enumerate(chain.ops):
             live += int(tables.written_bytes[o])
             most = max(most, live + int(tables.scratch_bytes[o] + tables.replay_bytes[o]))
-            live -= sum(program.storages[s].bytes for s in {*program.ops[o].reads, *program.ops[o].writes} & made if dies[s] == i)
+            live -= sum(self.bytes[s] for s in {*program.ops[o].reads, *program.ops[o].writes} & made if dies[s] == i)
         # The gap's own copy was counted twice: it is among what is live at the gap's end.
-        return most - program.storages[gap.s].bytes
+        return most - self.bytes[gap.s]
 
     def _touch(self, s: int, touch: int) -> None:
-        touches = self.touches.setdefault(s, [])
+        touches = self._touches(s)
         i = bisect_left(touches, touch)
         if touches[i : i + 1] != [touch]:
             touches.insert(i, touch)
@@ -237,16 +250,20 @@ class _Copies:
         """Return the schedule with the runs put in."""
         runs: list[int] = []
         before: list[int] = []
-        place, i = self.first_backward, 0
-        for j in range(len(self.program.backward)):
-            while True:
-                front = self.inserted.get(place, [])
-                runs.extend(front)
-                before.extend([j] * len(front))
-                place += 1
-                if i == len(self.runs) or self.before[i] != j:
-                    break
-                runs.append(self.runs[i])
-                before.append(j)
-                i += 1
+        done = 0
+        for place in sorted(self.inserted):
+            i = bisect_left(self.at, place)
+            front = self.inserted[place]
+            # At a place is one of the backward's own ops, or else a run in front of one.
+            j = self.before[i] if i < len(self.at) and self.at[i] == place else place - self.first_backward - i
+            runs.extend((*self.runs[done:i], *front))
+            before.extend((*self.before[done:i], *[j] * len(front)))
+            done = i
+        runs.extend(self.runs[done:])
+        before.extend(self.before[done:])
         return with_runs(self.program, tuple(runs), tuple(before))
+
+
+def _most(window: IntArray) -> int:
+    """Return the most bytes in a window, 0 if it is empty. Not ``max``: on the short windows that most are it takes four times as long."""
+    return int(window.item(window.argmax())) if len(window) else 0

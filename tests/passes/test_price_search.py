@@ -171,8 +171,10 @@ def test_along_a_frontier_time_only_falls(program: Program, points: int) -> None
 def test_any_colouring_makes_legal_schedules(program: Program, colors: int) -> None:
     cut = StagedCut(colors=colors)
     layout = cut.lay_out(program, NarrowPlaces(program).stages(5))
-    for decided in cut(layout, [0.1] * (len(layout.starts) + 1)):
-        interpret(program, emit(program, decided))
+    for prices, decided in zip(choices := [[p] * (len(layout.starts) + 1) for p in (0.1, 1.0, 10.0)], cut(layout, choices), strict=True):
+        assert decided == cut(layout, [prices])[0]
+        for decisions in decided:
+            interpret(program, emit(program, decisions))
 
 
 def test_same_plan_in_any_process() -> None:
