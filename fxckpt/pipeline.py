@@ -20,7 +20,7 @@ from fxckpt.errors import BudgetInfeasible, InvalidOption
 from fxckpt.passes.describe import describe
 from fxckpt.passes.exact import insert_checks
 from fxckpt.passes.facts import Facts, collect, no_scratch
-from fxckpt.passes.fingerprint import fingerprint, refuse_another_graph
+from fxckpt.passes.fingerprint import fingerprint, refuse_another_graph, refuse_unknown_ops
 from fxckpt.passes.kinds import tensors
 from fxckpt.passes.liveness import inner_bytes
 from fxckpt.passes.normalize import normalize
@@ -64,7 +64,9 @@ class Planner:
         lines = fingerprint(joint.graph)
         for plan in self.known:
             if plan.graph == lines:
-                return collect(joint, num_fwd_outputs=num_fwd_outputs, cost=checked(FlopCost())), plan
+                facts = collect(joint, num_fwd_outputs=num_fwd_outputs, cost=checked(FlopCost()))
+                refuse_unknown_ops(plan, facts)
+                return facts, plan
         if self.is_fixed:
             refuse_another_graph(self.known[0], lines)
         device = device_of(joint.graph)

@@ -202,7 +202,10 @@ class FunctionModule(nn.Module):
 
 
 def step_graph(source: nn.Module, step: Callable[..., Any]) -> fx.Graph:
-    """Return the graph of a module of the signature of ``source`` that calls ``step(args, kwargs, more_args, more_kwargs)``."""
+    """Return the graph of a module of the signature of ``source`` that calls ``step(args, kwargs, more_args, more_kwargs)``.
+
+    What goes by name only may go by position too: the code of a graph knows no other way.
+    """
     parameters = parameters_of(source.forward)
     if not _can_spell(parameters):
         parameters = parameters_of(lambda *args, **kwargs: None)
@@ -234,14 +237,19 @@ def _can_spell(parameters: Sequence[inspect.Parameter]) -> bool:
     """Return whether a graph's code can have these parameters: plain defaults, and none after which one without follows."""
     has_default = False
     for p in parameters:
-        plain = p.default is None or isinstance(p.default, (bool, int, float, str, torch.dtype))
-        if p.default is not p.empty and not plain:
+        if p.default is not p.empty and not _is_plain(p.default):
             return False
         is_star = p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         if has_default and p.default is p.empty and not is_star:
             return False
         has_default = has_default or p.default is not p.empty
     return True
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
 
 
 def _summary(plan: Plan) -> str:

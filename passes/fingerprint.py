@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxckpt.errors import PlanMismatch
+from fxckpt.errors import InvalidPlan, PlanMismatch
+from fxckpt.passes.facts import Facts
 from fxckpt.passes.kinds import tensors
 from fxckpt.plan import Plan
 from fxckpt.torch_private import size_hint
@@ -43,6 +44,17 @@ def _argument(value: Any) -> str:
         return str(size_hint(value))
     # A generator's address differs from process to process.
     return type(value).__name__ if isinstance(value, torch.Generator) else repr(value)
+
+
+def refuse_unknown_ops(plan: Plan, facts: Facts) -> None:
+    """Raise :class:`InvalidPlan` for a plan of this graph that runs again what is no op of its forward, or nowhere in its backward."""
+    places = {op.name for op in facts.program.backward}
+    for run in plan.schedule:
+        if run.name not in facts.op_node or run.name in places or run.before not in places:
+            raise InvalidPlan(
+                f"the plan runs {run.name!r} again before {run.before!r}: the graph it names has no such op of the forward, or of the backward. "
+                "It was changed by hand: plan again."
+            )
 
 
 def refuse_another_graph(plan: Plan, lines: tuple[str, ...]) -> None:

@@ -474,6 +474,16 @@ def test_a_text_that_is_no_plan_is_refused() -> None:
             fxckpt.Plan.from_json(wrong)
 
 
+def test_a_plan_that_was_changed_by_hand_is_refused() -> None:
+    x = torch.randn(4, 8)
+    plan = fxckpt.rewrite(fx.symbolic_trace(stack()), policies.recompute_all, example_inputs=(x,)).plan
+    for schedule in ((fxckpt.Recompute("nothing", "output"),), (fxckpt.Recompute("addmm", "nowhere"),)):
+        with pytest.raises(fxckpt.InvalidPlan, match="changed by hand"):
+            fxckpt.rewrite(fx.symbolic_trace(stack()), dataclasses.replace(plan, schedule=schedule), example_inputs=(x,))
+    with pytest.raises(fxckpt.VerifyError, match="which the plan does not save"):
+        fxckpt.rewrite(fx.symbolic_trace(stack()), dataclasses.replace(plan, schedule=plan.schedule[1:], saved=()), example_inputs=(x,))
+
+
 # Errors.
 
 
