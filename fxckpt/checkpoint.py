@@ -78,6 +78,7 @@ __all__ = [
 ENGINES = ("replay", "rerun")
 NO_MODULES: AbstractContextManager[Callable[[], str]] = nullcontext(lambda: "")
 NO_CONTEXTS: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = (nullcontext(), nullcontext())
+NO_RESULT = object()
 CHECKS = ("default", "none")
 WHERE = {
     CheckpointPolicy.MUST_SAVE: Kept.ON_DEVICE,
@@ -322,9 +323,15 @@ def _record(
 ) -> Any:
     """Run a region on a recorder, which is on top of all modes: it sees ops as the region calls them, and replays them so."""
     course = None
+    result = NO_RESULT
     try:
         with torch.autograd.graph.saved_tensors_hooks(recorder.pack, unpack), context, recorder:
             result = function(*args, **kwargs)
+        if result is NO_RESULT:
+            raise CheckpointError(
+                "the context for the region, from context_fn, suppressed an exception that the region raised, so that there is no result. "
+                "Let exceptions pass through that context."
+            )
         if plan is not None:
             course = plan(result)
         return result
@@ -332,11 +339,6 @@ def _record(
         if kwargs and error.__traceback__ is not None and error.__traceback__.tb_next is None:
             raise InvalidOption(_unknown_keyword(function, kwargs, error)) from error
         raise
-    except UnboundLocalError as error:
-        raise CheckpointError(
-            "the context for the region, from context_fn, suppressed an exception that the region raised, so that there is no result. "
-            "Let exceptions pass through that context."
-        ) from error
     finally:
         recorder.finish(course)
 

@@ -18,6 +18,7 @@ from fxckpt import budget as budgets
 from fxckpt.cost import CostModel, FlopCost, checked, resolve
 from fxckpt.errors import BudgetInfeasible, InvalidOption
 from fxckpt.passes.describe import describe
+from fxckpt.passes.eager import held_by_nodes
 from fxckpt.passes.exact import insert_checks
 from fxckpt.passes.facts import Facts, collect, no_scratch
 from fxckpt.passes.fingerprint import fingerprint, refuse_another_graph, refuse_unknown_ops
@@ -52,6 +53,8 @@ class Planner:
     """Plans to apply to the graphs that they were made for, instead of planning those again."""
     is_fixed: bool = False
     """Whether there is no planning: a graph that no known plan was made for is an error."""
+    is_eager: bool = False
+    """Plan for autograd's own backward in place of a compiled one."""
     exact: bool = False
     """Compare all that runs again with a hash of what the forward made."""
     search: PriceSearch = field(default_factory=PriceSearch)
@@ -124,6 +127,8 @@ class Planner:
             scratch=lambda node: measured(node) + inner_bytes(node),
             bind_preferences=bind_preferences,
         )
+        if self.is_eager:
+            facts = replace(facts, program=held_by_nodes(facts))
         return facts, cost.name
 
     def _decided(self, joint: fx.GraphModule, num_fwd_outputs: int) -> dict[fx.Node, CheckpointPolicy | None]:

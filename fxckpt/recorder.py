@@ -102,8 +102,6 @@ class Recorder(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> Handle:
         """Return what autograd is to hold in place of a tensor."""
-        if self._unsettled:
-            self._settle()
         self._is_packing = True
         tape = self.tape
         place = self._place(tensor)
@@ -117,8 +115,6 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and write it down."""
-        if self._unsettled:
-            self._settle()
         if self._is_packing:
             return func(*args, **(kwargs or {}))
         known = traits_of(func)
@@ -141,7 +137,7 @@ class Recorder(TorchDispatchMode):
     def _run(self, known: Traits, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reads = known.reads
         placed = tuple([self._placed(a, reads and not (known.overwrites and i == 0)) for i, a in enumerate(args)])
-        placed_kwargs = {name: self._placed(value, reads) for name, value in kwargs.items()}
+        placed_kwargs = {name: self._placed(value, reads and name not in known.writes) for name, value in kwargs.items()}
         draw = None
         never_twice = known.never_twice
         if known.is_random and (known.dropout is None or (known.dropout < len(args) and args[known.dropout] != 0.0)):
@@ -157,11 +153,13 @@ class Recorder(TorchDispatchMode):
         if written:
             call.writes = tuple([memory.number for memory, _ in written])
             for memory, is_whole in written:
-                doubt = OPAQUE if never_twice else _doubt_after(memory, is_whole=is_whole and known.overwrites)
+                doubt = OPAQUE if never_twice else _doubt_after(memory, is_whole=is_whole and (known.overwrites or known.is_out))
                 self._after_write(memory, call, doubt)
         doubt = OPAQUE if never_twice else known.doubt
         places = [self._made(t, call, doubt) for t in flatten(out)]
         call.outputs = tuple([weakref.ref(place) for place in places])
+        if known.fills is not None:
+            self._move_handles(call, args[known.fills])
         if not isinstance(op, OpOverload):
             # Nothing says what a higher-order op writes.
             for tensor in flatten([*args, *kwargs.values()]):
@@ -172,8 +170,18 @@ class Recorder(TorchDispatchMode):
             self._unsettled.extend(place for memory, _ in written for place in memory.places.values() if place.is_shared)
         return out
 
+    def _move_handles(self, call: Call, filled: Tensor) -> None:
+        """Let handles of an argument that a call filled mean what it filled it with: autograd saved the argument before the call."""
+        for ref in reversed(self.tape.handles):
+            handle = ref()
+            if handle is not None and handle.time != call.number:
+                break
+            place = self._place(filled)
+            if handle is not None and handle.place.memory == place.memory:
+                handle.place = place
+
     def _settle(self) -> None:
-        """Read the versions of what a call wrote: autograd counts a write after it, which is after it was written down."""
+        """Read the versions of what calls wrote: autograd counts a write after it, which is after it was written down."""
         for place in self._unsettled:
             if place.version is not None and isinstance(place.kept, Tensor):
                 place.version = place.kept._version
@@ -187,6 +195,8 @@ class Recorder(TorchDispatchMode):
         if self._keep is None or not traits_of(call.op).reads:
             return
         where = self._keep(call.number, call.op, args, kwargs, out)
+        if call.writes and any(memory.is_external and memory.number in call.writes for memory in self._memories.values()):
+            return  # others have it too, and it can be had from the snapshot
         for i, (place, tensor) in enumerate(zip(places, flatten(out), strict=True)):
             if (where if isinstance(where, Kept) else i in where) and place.kept is None:
                 self._hold(place, tensor)
@@ -200,8 +210,10 @@ class Recorder(TorchDispatchMode):
 
     def latest(self, kept: Mapping[int, frozenset[int]]) -> set[Place]:
         """Return the places of results, of each call by position; where they were written since, the places that this began."""
+        self._settle()
         memories = {memory.number: memory for memory in self._memories.values()}
         found = {place for call in self.calls for i in kept.get(call.number, ()) if (place := call.outputs[i]()) is not None}
+        found = {place for place in found if not memories[place.memory].is_external}
         return {memories[place.memory].places[place.geometry] for place in found}
 
     def keep_only(self, made: Mapping[Place, Tensor]) -> None:
@@ -250,7 +262,8 @@ class Recorder(TorchDispatchMode):
             self._remembered.append(remember_storage(tensor))
         else:
             self._objects.append(tensor)
-        memory = self._memories[key] = Memory(len(self._memories), is_external=is_external, doubt=doubt)
+        # Tensors without a storage of their own (subclasses, sparse ones) may share memory with others that the tape cannot tell.
+        memory = self._memories[key] = Memory(len(self._memories), is_external=is_external, doubt=doubt if key > 0 else OPAQUE)
         return memory
 
     def _place(self, tensor: Tensor, reads: bool = True) -> Place:

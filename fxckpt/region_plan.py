@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fxckpt.pipeline import Planner
 from fxckpt.plan import Decision, Plan
 from fxckpt.tape import Call, Place
 from fxckpt.tape_graph import CALL, graph_of
-from fxckpt.torch_private import trace_joint
+from fxckpt.torch_private import partitioner_tag, tag_side, trace_joint
 
 
 def course_of(calls: Sequence[Call], outputs: Sequence[Place], did: Sequence[Seen], planner: Planner) -> Course | None:
@@ -36,6 +37,9 @@ def course_of(calls: Sequence[Call], outputs: Sequence[Place], did: Sequence[See
     if not found:
         return None
     joint, num_fwd_outputs = found[0]
+    if planner.budget is not None:
+        bind_to_autograd(joint.graph)
+        planner = replace(planner, is_eager=True)
     normalize(joint)
     facts, plan = planner.plan(joint, num_fwd_outputs=num_fwd_outputs)
     return Course(
@@ -46,6 +50,14 @@ def course_of(calls: Sequence[Call], outputs: Sequence[Place], did: Sequence[See
         consumers=_consumers(facts),
         end=len(facts.program.backward),
     )
+
+
+def bind_to_autograd(graph: fx.Graph) -> None:
+    """Leave what autograd's nodes compute in the backward, and apart from the forward: nobody can move or share it there."""
+    for node in graph.nodes:
+        if partitioner_tag(node) == "is_backward":
+            tag_side(node, backward=True)
+            node.meta["ac_graph_id"] = "autograd"
 
 
 def _calling(module: fx.GraphModule, inputs: int) -> fx.GraphModule:
@@ -67,16 +79,22 @@ def _number(node: fx.Node) -> int:
 
 
 def _kept(facts: Facts, plan: Plan, calls: Sequence[Call]) -> dict[int, frozenset[int]]:
+    """Return which results are kept. In place of what only the backward computes, what it computes that of is kept."""
+    program, by_number = facts.program, {call.number: call for call in calls}
+    reads = {program.storages[w].name: op.reads for op in program.ops for w in op.writes}
+    names = [row.name for row in plan.rows if row.decision is Decision.SAVED and row.name in facts.owner]
     kept: dict[int, set[int]] = {}
-    by_number = {call.number: call for call in calls}
-    for row in plan.rows:
-        node = facts.owner.get(row.name)
-        if row.decision is not Decision.SAVED or node is None or _number(node) < 0:
+    while names:
+        name = names.pop()
+        node = facts.owner[name]
+        if partitioner_tag(node) == "is_backward":
+            names += [program.storages[s].name for s in reads.get(name, ()) if program.storages[s].name in facts.owner]
             continue
-        call = by_number[_number(node)]
-        path = (node.args[1],) if node.target is operator.getitem else ()
-        paths = () if call.detail is None else call.detail.paths
-        kept.setdefault(_number(node), set()).update([paths.index(path)] if path in paths else range(len(call.outputs)))
+        call = by_number.get(_number(node))
+        if call is not None:
+            path = (node.args[1],) if node.target is operator.getitem else ()
+            paths = () if call.detail is None else call.detail.paths
+            kept.setdefault(call.number, set()).update([paths.index(path)] if path in paths else range(len(call.outputs)))
     return {number: frozenset(which) for number, which in kept.items()}
 
 

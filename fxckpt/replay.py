@@ -57,7 +57,9 @@ def unpack(handle: Handle) -> Tensor:
         return fetch(place)
     with tape.lock:
         if handle.cached is not None:
-            tensor, handle.cached = handle.cached, None
+            tensor = handle.cached
+            handle.cached = tensor if handle.is_asked else None
+            handle.is_asked = True
             return tensor
         run = current_backward()
         plan = tape.replay
@@ -74,7 +76,12 @@ def unpack(handle: Handle) -> Tensor:
             wanted = [h for h in tape.live() if h.place.kept is None]
             deliver(wanted, make(tape, {h.place for h in wanted}))
         found, handle.cached = handle.cached, None
-        return make(tape, (place,), {} if plan is None else plan.made)[place] if found is None else found
+        if found is None:
+            found = make(tape, (place,), {} if plan is None else plan.made)[place]
+            # Who asks twice in one backward asks more often (ctx.saved_tensors[0], ctx.saved_tensors[1], ...).
+            handle.cached = found if handle.is_asked and run is not None else None
+        handle.is_asked = True
+        return found
 
 
 def deliver(handles: Iterable[Handle], made: Mapping[Place, Tensor]) -> None:
@@ -122,6 +129,7 @@ def release(tape: Tape) -> None:
             tape.replay.begin()
         for handle in tape.live():
             handle.cached = None
+            handle.is_asked = False
 
 
 def make(tape: Tape, wanted: Iterable[Place], available: Mapping[Place, Tensor] = NOTHING) -> dict[Place, Tensor]:
@@ -166,12 +174,13 @@ def make(tape: Tape, wanted: Iterable[Place], available: Mapping[Place, Tensor] 
                     f"{call.op} returned {len(call.outputs)} tensors in the forward and {len(results)} when it was replayed. "
                     "Keep what it returns: fxckpt.register_op(op, recompute=False), or run the region with engine='rerun'."
                 )
+            result: Tensor | None
             for ref, result in zip(call.outputs, results, strict=True):
                 asked = ref()
                 if asked is not None and asked in todo.places and asked.call is call and asked.carried is None:
                     made_now(asked, result)
             # Or the last result would live on while the next call runs.
-            del out, results, result
+            out = results = result = None
             for place in step.carries:
                 assert place.carried is not None
                 made_now(place, tensor_of(place.carried))

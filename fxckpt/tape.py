@@ -149,7 +149,7 @@ def _places(given: Any) -> Iterator[Place]:
 class Handle:
     """What autograd holds in place of a tensor."""
 
-    __slots__ = ("__weakref__", "cached", "place", "tape", "time")
+    __slots__ = ("__weakref__", "cached", "is_asked", "place", "tape", "time")
 
     def __init__(self, tape: Tape, place: Place, time: int) -> None:
         self.tape = tape
@@ -157,6 +157,8 @@ class Handle:
         self.time = time
         """How many calls came before: it is a result of the last of them, or an argument of the next."""
         self.cached: Tensor | None = None
+        self.is_asked = False
+        """Whether the running backward has asked for it."""
 
 
 class Tape:

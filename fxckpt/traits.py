@@ -52,6 +52,10 @@ class Traits:
     """Its results are kept, for a second run could differ or be seen."""
     overwrites: bool
     """Writes all of its first argument without reading it."""
+    is_out: bool
+    """Writes what it is given by ``out=``, and nothing else."""
+    fills: int | None
+    """Position of an argument that it fills, and that autograd saves before it does."""
     is_plain: bool
     """Draws nothing, writes nothing, and leaves no doubt."""
 
@@ -64,7 +68,7 @@ def traits_of(op: Any) -> Traits:
 @cache
 def _traits(op: Any, recompute: bool | None) -> Traits:
     if not isinstance(op, OpOverload):
-        return Traits(False, None, None, (), True, OPAQUE, True, False, False)
+        return Traits(False, None, None, (), True, OPAQUE, True, False, False, None, False)
     arguments = op._schema.arguments
     declared = [a.name if a.kwarg_only else i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
     name = op._opname if op.namespace == "aten" else ""
@@ -84,6 +88,8 @@ def _traits(op: Any, recompute: bool | None) -> Traits:
         doubt=doubt,
         never_twice=never_twice,
         overwrites=name in OVERWRITING,
+        is_out=bool(declared) and all(isinstance(where, str) for where in declared),
+        fills=1 if name.startswith("rrelu_with_noise") and not name.endswith("backward") else None,
         is_plain=not (is_random or writes or doubt),
     )
 
