@@ -35,7 +35,6 @@ from torch.utils.checkpoint import (
 )
 
 from fxckpt.budget import Budget
-from fxckpt.cost import CostModel
 from fxckpt.course import Course
 from fxckpt.errors import CheckpointError, InvalidOption
 from fxckpt.pipeline import planner_of
@@ -104,7 +103,6 @@ def checkpoint(
     engine: str = "replay",
     policy: Any = None,
     budget: Budget = None,
-    cost: str | CostModel = "roofline",
     **kwargs: Any,
 ) -> Any:
     """Return ``function(*args, **kwargs)``, and keep little of what it made until the backward.
@@ -136,7 +134,7 @@ def checkpoint(
     policy:
         What the region keeps: one of :mod:`fxckpt.policies`, a function in torch's form, or a list of ops to save. Asked when the region is planned,
         which is at its first call and whenever it does something new.
-    budget, cost:
+    budget:
         As for :class:`fxckpt.Backend`, for this region: peak bytes of its own forward and backward, beyond what was allocated when it began.
         The first call, which is planned when it ends, then makes what is to be kept a second time.
 
@@ -183,6 +181,7 @@ def checkpoint(
         raise InvalidOption(
             f"engine={engine!r}, determinism_check={determinism_check!r}: engine is one of {ENGINES}, determinism_check one of {CHECKS}."
         )
+    planner = None if policy is None and budget is None else planner_of(budget, policy, "roofline")
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if is_transformed():
@@ -202,8 +201,7 @@ def checkpoint(
         raise InvalidOption(
             "context_fn and policy (or budget) were given: both say what the region keeps. Give the policy alone: policy=..."
         )
-    planner = None if policy is None and budget is None else planner_of(budget, policy, cost)
-    follower = None if planner is None else Follower(MEMORY.courses(function, budget, planner.policy, cost))
+    follower = None if planner is None else Follower(MEMORY.courses(function, budget, planner.policy))
     watchers = watched()
     is_shown = watchers is not None or debug_override(debug) or (follower is not None and not follower.courses.known)
     looks_at_modules = is_shown or (planner is not None and planner.policy is not None and planner.policy.needs_graph)
@@ -340,7 +338,7 @@ def _record(
             raise InvalidOption(_unknown_keyword(function, kwargs, error)) from error
         raise
     finally:
-        recorder.finish(course)
+        recorder.finish(None if course is None or course.plan is None else course)
 
 
 def _options() -> list[str]:

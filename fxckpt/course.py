@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxckpt.plan import Plan
 
-Seen = tuple[Any, tuple[int, ...] | None]
-"""An op and the shape of its first result."""
+Seen = tuple[Any, tuple[int, ...] | None, torch.dtype | None]
+"""An op, and shape and type of its first result."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,12 @@ class Consumer:
 class Course:
     """What a region does, and what its plan says of it."""
 
-    plan: Plan
+    plan: Plan | None
+    """None: there is nothing to plan, and nothing is kept."""
     seen: tuple[Seen, ...]
     """What the region did, call by call, views left out: a course is for regions that do the same."""
+    packed: tuple[int, ...]
+    """After how many calls autograd saved tensors, which differs with what needs a gradient."""
     kept: Mapping[int, frozenset[int]]
     """For each call, which of its results are kept."""
     reruns: tuple[Rerun, ...]
@@ -64,7 +68,12 @@ class Course:
         return able[-1 if is_second else 0].position if able else self.end
 
 
+def unplanned(did: Sequence[Seen], packed: tuple[int, ...]) -> Course:
+    """Return the course of a region that keeps nothing."""
+    return Course(plan=None, seen=tuple(did), packed=packed, kept={}, reruns=(), consumers={}, end=0)
+
+
 def seen(op: Any, out: Any) -> Seen:
     """Return what tells a call from others."""
     first = out[0] if isinstance(out, (tuple, list)) and out else out
-    return op, tuple(first.shape) if isinstance(first, Tensor) else None
+    return (op, tuple(first.shape), first.dtype) if isinstance(first, Tensor) else (op, None, None)

@@ -191,7 +191,8 @@ class Recorder(TorchDispatchMode):
         """Ask whether the results of a call are kept, and where it ran."""
         self.calls.append(call)
         if self._locate is not None:
-            call.detail = Detail(*self._locate(), tuple(paths(out)))
+            first = next(flatten(out), None)
+            call.detail = Detail(*self._locate(), tuple(paths(out)), None if first is None else first.device, torch.is_grad_enabled())
         if self._keep is None or not traits_of(call.op).reads:
             return
         where = self._keep(call.number, call.op, args, kwargs, out)

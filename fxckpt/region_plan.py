@@ -14,28 +14,33 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxckpt.course import Consumer, Course, Rerun, Seen
+from fxckpt.course import Consumer, Course, Rerun, Seen, unplanned
+from fxckpt.errors import CaptureError
 from fxckpt.passes.facts import Facts
 from fxckpt.passes.normalize import normalize
 from fxckpt.pipeline import Planner
 from fxckpt.plan import Decision, Plan
 from fxckpt.tape import Call, Place
-from fxckpt.tape_graph import CALL, graph_of
+from fxckpt.tape_graph import CALL, UNTRACKED, graph_of
 from fxckpt.torch_private import partitioner_tag, tag_side, trace_joint
 
 
-def course_of(calls: Sequence[Call], outputs: Sequence[Place], did: Sequence[Seen], planner: Planner) -> Course | None:
-    """Return the course of a region whose calls are given; None if nothing in it has a gradient.
+def course_of(calls: Sequence[Call], outputs: Sequence[Place], did: Sequence[Seen], packed: tuple[int, ...], planner: Planner) -> Course:
+    """Return the course of a region whose calls are given; one without a plan if nothing in it has a gradient.
 
     Raises :class:`BudgetInfeasible`, :class:`PolicyConflict` and what else planning raises, and :class:`CaptureError`.
     """
-    graph = graph_of(calls, outputs)
+    try:
+        graph = graph_of(calls, outputs)
+        inputs = graph.fake_inputs()
+    except Exception as error:
+        # What an op was given need not be what a graph can hold.
+        raise CaptureError(f"the region cannot be written as a graph: {type(error).__name__}: {error}") from error
     found: list[tuple[fx.GraphModule, int]] = []
-    inputs = graph.fake_inputs()
     with torch.enable_grad():
         trace_joint(_calling(graph.module, len(inputs)), inputs, lambda joint, n: found.append((joint, n)))
     if not found:
-        return None
+        return unplanned(did, packed)
     joint, num_fwd_outputs = found[0]
     if planner.budget is not None:
         bind_to_autograd(joint.graph)
@@ -45,6 +50,7 @@ def course_of(calls: Sequence[Call], outputs: Sequence[Place], did: Sequence[See
     return Course(
         plan=plan,
         seen=tuple(did),
+        packed=packed,
         kept=_kept(facts, plan, calls),
         reruns=_reruns(facts, plan),
         consumers=_consumers(facts),
@@ -65,11 +71,19 @@ def _calling(module: fx.GraphModule, inputs: int) -> fx.GraphModule:
 
     def region(*tensors: Tensor) -> Any:
         with fx.traceback.preserve_node_meta():
-            return fx.Interpreter(module).run(*tensors)
+            return _Interpreter(module).run(*tensors)
 
     graph = fx.Graph()
     graph.output(graph.call_function(region, tuple(graph.placeholder(f"input_{i}") for i in range(inputs))))
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs what was written without gradients without them: autograd would refuse it."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not n.meta.get("custom", {}).get(UNTRACKED)):
+            return super().run_node(n)
 
 
 def _number(node: fx.Node) -> int:

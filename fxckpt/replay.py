@@ -180,7 +180,8 @@ def make(tape: Tape, wanted: Iterable[Place], available: Mapping[Place, Tensor] 
                 if asked is not None and asked in todo.places and asked.call is call and asked.carried is None:
                     made_now(asked, result)
             # Or the last result would live on while the next call runs.
-            out = results = result = None
+            out = result = None
+            results = ()
             for place in step.carries:
                 assert place.carried is not None
                 made_now(place, tensor_of(place.carried))

@@ -112,6 +112,10 @@ class Detail:
     """Path of the module that called it, from the region's own."""
     paths: tuple[tuple[int, ...], ...]
     """Where each of its tensors is in what it returned."""
+    device: torch.device | None
+    """Of the first of them."""
+    is_tracked: bool
+    """Whether grad mode was on."""
 
 
 class Call:

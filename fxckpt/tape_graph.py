@@ -11,16 +11,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxckpt.tape import Call, Place
-from fxckpt.torch_private import FakeTensorMode
+from fxckpt.torch_private import FakeTensorMode, OpOverload, name_op
 from fxckpt.traits import BLANK, SUSPECT, traits_of
 
+UNTRACKED = "fxckpt_untracked"
+"""Under ``meta["custom"]``: this writes, and grad mode was off."""
 CALL = "fxckpt_call"
 """Under ``meta["custom"]``: the number of the call on the tape that a node is."""
 
 
 @dataclass(frozen=True)
 class TapeGraph:
-    """The calls of a tape as a module; its inputs are what comes from outside."""
+    """The calls of a tape as a module; its inputs are what comes from outside, and what depends on values that a trace does not have."""
 
     module: fx.GraphModule
     inputs: tuple[Place, ...]
@@ -60,7 +62,10 @@ def graph_of(calls: Sequence[Call], outputs: Sequence[Place] = ()) -> TapeGraph:
     # Placeholders go in front of this.
     first = graph.call_function(torch.tensor, (0,))
     for call in calls:
-        _add(graph, call, nodes, node_of)
+        if depends_on_values(call):
+            continue
+        if call.outputs or call.writes or call.op is name_op:
+            _add(graph, call, nodes, node_of)
     graph.output(tuple(node_of(place) for place in outputs))
     graph.erase_node(first)
     module = fx.GraphModule(nn.Module(), graph, "Tape")
@@ -69,7 +74,7 @@ def graph_of(calls: Sequence[Call], outputs: Sequence[Place] = ()) -> TapeGraph:
 
 def _add(graph: fx.Graph, call: Call, nodes: dict[Place, fx.Node], node_of: Callable[[Place], fx.Node]) -> None:
     """Add the node of a call, and those that take its results apart."""
-    kwargs = {k: _filled(v, node_of) for k, v in (call.kwargs or {}).items() if not isinstance(v, torch.Generator)}
+    kwargs = {k: None if isinstance(v, torch.Generator) else _filled(v, node_of) for k, v in (call.kwargs or {}).items()}
     args = tuple(None if isinstance(a, torch.Generator) else _filled(a, node_of) for a in call.args)
     made = graph.call_function(call.op, args, kwargs)
     _describe(made, call)
@@ -87,6 +92,8 @@ def _add(graph: fx.Graph, call: Call, nodes: dict[Place, fx.Node], node_of: Call
 
 def _describe(node: fx.Node, call: Call) -> None:
     node.meta["custom"] = {CALL: call.number}
+    if call.writes and call.detail is not None and not call.detail.is_tracked:
+        node.meta["custom"][UNTRACKED] = True
     if call.detail is not None:
         module = call.detail.module
         node.meta["nn_module_stack"] = {module: (module, nn.Module)}
@@ -105,12 +112,26 @@ def _is_filled(place: Place) -> bool:
     return place.call is not None and traits_of(place.call.op).doubt in (BLANK, SUSPECT)
 
 
+def depends_on_values(call: Call) -> bool:
+    """Return whether what an op gives has a shape that its arguments' values decide (``nonzero``, ``x[mask]``)."""
+    if not isinstance(call.op, OpOverload) or torch.Tag.dynamic_output_shape not in call.op.tags:
+        return False
+    if call.op._opname != "index":
+        return True
+    return any(place.geometry is not None and place.geometry[3] in (torch.bool, torch.uint8) for place in list(call.reads())[1:])
+
+
 def _like(place: Place) -> Tensor:
+    if place.geometry is None:
+        raise TypeError("it reads a tensor without a storage of its own: a tensor subclass, or a sparse one")
     _, shape, stride, dtype, _, _ = place.geometry
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device=_device(place))
-    return tensor.requires_grad_(place.needs_grad)
+    made_of_values = place.call is not None and depends_on_values(place.call)
+    return tensor.requires_grad_(place.needs_grad or (made_of_values and dtype.is_floating_point))
 
 
 def _device(place: Place) -> torch.device:
+    if place.call is not None and place.call.detail is not None and place.call.detail.device is not None:
+        return place.call.detail.device
     held = place.kept if place.snapshot is None else place.snapshot.bytes
     return held.device  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -270,12 +271,16 @@ def modules_of(function: Callable[..., Any]) -> Iterator[Callable[[], str]]:
     root = _module_behind(function)
     names = {} if root is None else {module: name for name, module in root.named_modules()}
     stack: list[str] = []
+    here = threading.get_ident()
 
+    # The hooks are for all threads.
     def enter(module: torch.nn.Module, args: Any) -> None:
-        stack.append(names.get(module, stack[-1] if stack else ""))
+        if threading.get_ident() == here:
+            stack.append(names.get(module, stack[-1] if stack else ""))
 
     def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-        stack.pop()
+        if threading.get_ident() == here:
+            stack.pop()
 
     hooks = torch.nn.modules.module
     entering = hooks.register_module_forward_pre_hook(enter)

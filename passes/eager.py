@@ -3,7 +3,8 @@
 A node of autograd's graph has unpacked all that it saved, and holds its incoming gradient, until the last of its ops is done. So the last op of
 each node reads what any of them read from before it.
 
-Expects the facts of a joint graph whose backward nodes say which node of autograd they come from (``meta["seq_nr"]``). Leaves a program with more reads.
+Expects the facts of a joint graph whose backward nodes say which node of autograd they come from (``meta["seq_nr"]``). Leaves a program with more
+reads.
 """
 
 from __future__ import annotations
