@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxckpt.course import Course
 from fxckpt.errors import CheckpointError
 from fxckpt.tape import Call, Detail, Draw, Handle, Pack, Place, PlannedReplay, Snapshot, Tape, Unpack, base_of, flatten, paths, slice_of
-from fxckpt.torch_private import OpOverload, forget_storage, not_compiled, remember_storage, share_version, storage_key
+from fxckpt.torch_private import OpOverload, forget_storage, not_compiled, parts_of, remember_storage, share_version, storage_key
 from fxckpt.traits import BLANK, CERTAIN, OPAQUE, SUSPECT, Traits, traits_of
 
 
@@ -322,10 +322,15 @@ class Recorder(TorchDispatchMode):
         """Save what the tape holds of the storages that a call is about to write; return them, and whether it writes all of each."""
         found: dict[Memory, bool] = {}
         for tensor in (t for where in known.writes for t in _written(args, kwargs, where)):
-            memory = self._memories[storage_key(tensor)]
-            if memory not in found:
-                self._save_from_write(memory, tensor)
-            found[memory] = found.get(memory, False) or _is_whole(tensor)
+            for part in (tensor, *parts_of(tensor)):
+                memory = self._memories.get(storage_key(part))
+                if memory is None:
+                    continue
+                if memory not in found:
+                    self._save_from_write(memory, part)
+                found[memory] = found.get(memory, False) or _is_whole(part)
+                if part is not tensor:
+                    memory.doubt = OPAQUE
         return list(found.items())
 
     def _save_from_write(self, memory: Memory, tensor: Tensor) -> None:

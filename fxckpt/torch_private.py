@@ -27,6 +27,7 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxckpt.errors import CaptureError, FxckptError, InnerCompilerMissing
 
@@ -172,6 +173,19 @@ def storage_key(tensor: torch.Tensor) -> int:
         except (NotImplementedError, RuntimeError):  # sparse and opaque layouts
             pass
     return -id(tensor)
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with a storage of their own that a subclass wraps, or that hold the values of a sparse tensor."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, name)
+            yield inner
+            yield from parts_of(inner)
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        yield tensor.values()
+    elif tensor.layout is torch.sparse_coo:
+        yield tensor._values()
 
 
 def not_compiled(function: Callable[..., Any]) -> None:

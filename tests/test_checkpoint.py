@@ -121,6 +121,23 @@ def sparse_product(x: Tensor, w: Tensor) -> Tensor:
 def list_of_tensors(x: Tensor, w: Tensor) -> Tensor:
     return torch.cat([*(t.sin() for t in (x @ w).exp().chunk(3, 1)), *torch._foreach_mul([x, w], 2.0)], 1).exp()
 
+def noise_that_an_op_fills(x: Tensor, w: Tensor) -> Tensor:
+    return F.rrelu(x @ w, training=True).sin()
+
+def results_of_nothing(x: Tensor, w: Tensor) -> Tensor:
+    parts = [x.clone(), w.clone()]
+    torch._foreach_mul_(parts, 2.0)
+    return (parts[0] @ parts[1]).sin().exp()
+
+def given_by_out(x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = torch.sin(w, out=torch.empty_like(w))
+    return (x * scale).exp() * w
+
+def writes_rows_of_weights(x: Tensor, w: Tensor) -> Tensor:
+    table = nn.Embedding.from_pretrained(w.detach().clone(), max_norm=1.0)
+    return (table(torch.tensor([0, 3, 3])) @ x).sin() @ w
+
 def rebound_data(x: Tensor, w: Tensor) -> Tensor:
     y = torch.ones(6, 6)
     y.data = w.detach().sin()
@@ -170,6 +187,10 @@ REGIONS: list[Region] = [
     mixed_precision,
     sparse_product,
     list_of_tensors,
+    noise_that_an_op_fills,
+    results_of_nothing,
+    given_by_out,
+    writes_rows_of_weights,
     rebound_data,
     saves_input_and_result,
     own_function,
@@ -466,6 +487,22 @@ def test_regions_in_threads() -> None:
     assert len(found) == 8 and all(differing(expected, seen) == [] for seen in found)
 
 
+def test_a_function_that_asks_for_its_saved_tensors_one_by_one_replays_twice_at_most() -> None:
+    class Saved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Tensor) -> Tensor:
+            ctx.save_for_backward(*given)
+            return torch.stack(given).sum(0)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            return tuple(grad * ctx.saved_tensors[i].cos() for i in range(6))
+
+    x = torch.randn(4, requires_grad=True)
+    out = fxckpt.checkpoint(lambda x: Saved.apply(*[x.sinh() for _ in range(6)]), x)
+    assert ops_of_the_backward(out)["sinh"] <= 2 * 6
+
+
 def test_a_traced_region_draws_what_a_plain_call_draws() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -499,6 +536,27 @@ def test_a_write_to_what_a_region_read_is_an_error_that_names_the_op() -> None:
     w.add_(1)
     with pytest.raises(fxckpt.CheckpointError, match=r"written in place \(1 times\)[\s\S]*aten.mm.default in test_checkpoint.py:\d+"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "write", [lambda s: s._values().mul_(3), lambda s: s[0].mul_(3)], ids=["values of a sparse tensor", "view of a subclass"]
+)
+def test_writes_that_the_tape_cannot_follow_are_never_silent(write: Callable[[Any], Any]) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def region(x: Tensor) -> Tensor:
+        sparse = write.__code__.co_names[0] == "_values"
+        y: Any = x.detach().relu().to_sparse() if sparse else TwoTensor(x.detach() * 2, x.detach() * 2)
+        write(y)
+        return torch.sparse.mm(y, x.sin()) if sparse else (x * y.a).exp()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(region(x).sum(), x)
+    try:
+        (got,) = torch.autograd.grad(fxckpt.checkpoint(region, x).sum(), x)
+    except fxckpt.CheckpointError:
+        return
+    assert torch.equal(expected, got)
 
 
 def test_other_data_in_a_parameter_is_an_error() -> None:

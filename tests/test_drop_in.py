@@ -80,6 +80,20 @@ def test_an_error_of_the_function_is_its_own() -> None:
         fxckpt.checkpoint(region, torch.randn(4))
 
 
+def test_an_unbound_variable_of_the_function_is_its_own_error() -> None:
+    def region(x: Tensor) -> Tensor:
+        if x.numel() < 0:
+            late = x
+        return late
+
+    with pytest.raises(UnboundLocalError):
+        fxckpt.checkpoint(region, torch.randn(4))
+
+
+def test_a_functions_own_keywords_reach_it() -> None:
+    assert fxckpt.checkpoint(lambda x, *, cost: cost, torch.zeros(1), cost=3.0) == 3.0
+
+
 # --- selective policies of torch's form ---
 
 

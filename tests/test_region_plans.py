@@ -210,3 +210,141 @@ def test_kept_is_what_the_policy_said() -> None:
         saved = [row for row in region.plan.rows if row.decision is Decision.SAVED]
         assert len(saved) == sum(row.what == "kept" for row in region.rows)
         assert "addmm" in str(region) and "layers.0.attn" in str(region)
+
+
+# --- what plans are for ---
+
+
+def test_regions_within_regions_are_planned() -> None:
+    inner = lambda x: F.dropout(x.tanh()).sin()  # noqa: E731
+    for _ in range(3):
+        x = torch.randn(4, 4, requires_grad=True)
+        grads = []
+        for checkpoint in (plain, within(1.0)):
+            torch.manual_seed(0)
+            out = checkpoint(lambda x: F.dropout(checkpoint(inner, x).exp()), x)  # noqa: B023
+            grads.append(torch.autograd.grad(out.sum(), x)[0])
+        assert torch.equal(*grads)
+
+
+def test_regions_that_write_a_buffer_before_one_backward() -> None:
+    def gradient(checkpoint: Callable[..., Any]) -> Tensor:
+        state, x = torch.ones(4, 4), torch.ones(4, 4, requires_grad=True)
+
+        def region(x: Tensor) -> Tensor:
+            state.mul_(1.5)
+            return (x * state.clone()).sin()
+
+        return torch.autograd.grad(checkpoint(region, checkpoint(region, x)).sum(), x)[0]
+
+    for _ in range(2):
+        assert torch.equal(gradient(plain), gradient(within(None, policy=policies.recompute_pointwise)))
+
+
+@pytest.mark.parametrize("budget", [1.3, 1.8])
+def test_the_peak_counts_what_autograd_holds(budget: float) -> None:
+    """A sine keeps its argument, which the plan must know: a compiled backward could keep the cosine."""
+    weights = [(torch.randn(64, 64) / 8).requires_grad_() for _ in range(6)]
+    x = torch.randn(1024, 64, requires_grad=True)
+
+    def region(x: Tensor) -> Tensor:
+        for weight in weights:
+            x = torch.sin(30 * (x @ weight))
+        return x.sum()
+
+    with pytest.raises(fxckpt.BudgetInfeasible) as caught:
+        within(1)(region, x)
+    limit = int(budget * caught.value.floor_bytes)
+
+    def run() -> None:
+        torch.autograd.grad(within(limit)(region, x), [x, *weights])
+
+    run()
+    assert fxckpt.measure_peak(run) <= 1.01 * limit
+
+
+def test_a_plan_is_for_its_types_and_for_what_needs_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+    import sys
+
+    module = sys.modules["fxckpt.planned"]
+    real = module.course_of
+    monkeypatch.setattr(module, "course_of", lambda *args: planned.append(1) or real(*args))
+    region = lambda x, w: (x @ w).sin().exp()  # noqa: E731
+    for dtype, needs in [(torch.float32, False), (torch.float64, False), (torch.float32, True)] * 2:
+        x = torch.randn(8, 8, dtype=dtype, requires_grad=True)
+        within(1.0)(region, x, torch.randn(8, 8, dtype=dtype, requires_grad=needs))
+    assert len(planned) == 3
+
+
+def test_what_has_nothing_to_plan_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    within(None, policy=policies.save_matmuls)(frozen, torch.randn(2, 4))
+    monkeypatch.setattr("fxckpt.planned.course_of", None)
+    within(None, policy=policies.save_matmuls)(frozen, torch.randn(2, 4))
+
+
+def test_two_policies_are_not_taken_for_one_another() -> None:
+    class Saving:
+        def __init__(self, op: Any) -> None:
+            self.op = op
+
+        def policy(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+            return bool(op is self.op)
+
+    region = lambda x: (x @ x).sin().exp().cosh()  # noqa: E731
+    x = torch.randn(4, 4, requires_grad=True)
+    for op in (torch.ops.aten.mm.default, torch.ops.aten.sin.default):
+        with fxckpt.record_regions() as found:
+            fxckpt.checkpoint(region, x, policy=Saving(op).policy)
+        assert [row.op for row in found[0].rows if row.what == "kept"] == [str(op)]
+
+
+def test_a_policy_over_what_cannot_be_traced_warns_and_a_budget_refuses() -> None:
+    given = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), torch.ones(2), (2, 2), check_invariants=False)
+    region = lambda x: torch.sparse.mm(given, x.sin()).exp()  # noqa: E731
+    x = torch.randn(2, 2, requires_grad=True)
+    (expected,) = torch.autograd.grad(region(x).sum(), x)
+    with pytest.warns(UserWarning, match="is not applied"):
+        out = within(None, policy=policies.save_matmuls)(region, x)
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)
+    with pytest.raises(fxckpt.CaptureError, match="A budget needs a plan"):
+        within(0.9)(region, x)
+
+
+@pytest.mark.parametrize("policy", [policies.recompute_all, policies.save_all])
+def test_values_that_steer_python_and_norms_of_parameters(policy: Any) -> None:
+    torch.manual_seed(0)
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+    def region(x: Tensor) -> Tensor:
+        y = normed(x)
+        scale = 2.0 if y.sum().item() > -1e9 else 1.0
+        return (y * scale).sin()
+
+    normed.eval()
+    x = torch.randn(4, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(region(x).sum(), x)
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(within(None, policy=policy)(region, x).sum(), x)[0], expected)
+
+
+def test_threads_plan_at_the_same_time() -> None:
+    import threading
+
+    errors: list[BaseException] = []
+
+    def work(width: int) -> None:
+        try:
+            net = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+            for _ in range(2):
+                within(None, policy=policies.save("0"))(net, torch.randn(2, width)).sum().backward()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(width,)) for width in (4, 6, 8, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
