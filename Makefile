@@ -28,7 +28,7 @@ demo: $(VENV)/.demo  ## train a language model inside three byte budgets, side b
 	KINETO_LOG_LEVEL=99 $(BIN)/python bench/demo.py
 
 test: $(VENV)/.test  ## the whole test suite, without the slow sweeps
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 sweep: $(VENV)/.test  ## what takes long: every op, every draw, and the property tests with a thousand examples each
 	$(BIN)/python -m pytest -m sweep --timeout 1800 tests

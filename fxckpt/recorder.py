@@ -18,7 +18,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxckpt.course import Course
 from fxckpt.errors import CheckpointError
-from fxckpt.tape import Call, Detail, Draw, Handle, Pack, Place, PlannedReplay, Snapshot, Tape, Unpack, base_of, flatten, paths, slice_of
+from fxckpt.tape import (
+    Call,
+    Detail,
+    Draw,
+    Handle,
+    Like,
+    Pack,
+    Place,
+    PlannedReplay,
+    Snapshot,
+    Tape,
+    Unpack,
+    base_of,
+    flatten,
+    paths,
+    slice_of,
+)
 from fxckpt.torch_private import OpOverload, forget_storage, not_compiled, parts_of, remember_storage, share_version, storage_key
 from fxckpt.traits import BLANK, CERTAIN, OPAQUE, SUSPECT, Traits, traits_of
 
@@ -137,6 +153,9 @@ class Recorder(TorchDispatchMode):
     def _run(self, known: Traits, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reads = known.reads
         placed = tuple([self._placed(a, reads and not (known.overwrites and i == 0)) for i, a in enumerate(args)])
+        if known.asks_geometry and type(args[0]) is Tensor and placed[0].geometry is not None:
+            like = Like(weakref.ref(placed[0]), tuple(args[0].shape), args[0].stride(), args[0].dtype, args[0].device)
+            placed = (like, *placed[1:])
         placed_kwargs = {name: self._placed(value, reads and name not in known.writes) for name, value in kwargs.items()}
         draw = None
         never_twice = known.never_twice

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxckpt.errors import CheckpointError
-from fxckpt.tape import Call, Draw, Handle, Place, PlannedReplay, Snapshot, Tape, flatten, slice_of
+from fxckpt.tape import Call, Draw, Handle, Like, Place, PlannedReplay, Snapshot, Tape, flatten, slice_of
 from fxckpt.torch_private import after_backward, below_autograd, current_backward, laid_out, not_compiled, storage_key
 
 NOTHING: Mapping[Place, Tensor] = MappingProxyType({})
@@ -286,6 +286,8 @@ def _filled(given: Any, tensor_of: Callable[[Place], Tensor]) -> list[Any]:
 def _filled_one(item: Any, tensor_of: Callable[[Place], Tensor]) -> Any:
     if type(item) is Place:
         return tensor_of(item)
+    if type(item) is Like:
+        return torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device=item.device)
     return _filled(item, tensor_of) if type(item) is list else item
 
 

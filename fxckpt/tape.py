@@ -118,8 +118,19 @@ class Detail:
     """Whether grad mode was on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Like:
+    """An argument of which an op asks the geometry alone (``empty_like``): any memory does."""
+
+    place: weakref.ref[Place]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
 class Call:
-    """One op as it ran. Tensors among its arguments are :class:`Place`."""
+    """One op as it ran. Tensors among its arguments are :class:`Place`, or :class:`Like`."""
 
     __slots__ = ("__weakref__", "args", "detail", "draw", "kwargs", "number", "op", "outputs", "writes")
 

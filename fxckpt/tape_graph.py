@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxckpt.tape import Call, Place
+from fxckpt.tape import Call, Like, Place
 from fxckpt.torch_private import FakeTensorMode, OpOverload, name_op
 from fxckpt.traits import BLANK, SUSPECT, traits_of
 
@@ -105,6 +105,8 @@ def _describe(node: fx.Node, call: Call) -> None:
 def _filled(given: Any, node_of: Callable[[Place], fx.Node]) -> Any:
     if type(given) is Place:
         return node_of(given)
+    if type(given) is Like and (place := given.place()) is not None:
+        return node_of(place)
     return [_filled(g, node_of) for g in given] if type(given) is list else given
 
 

@@ -19,6 +19,10 @@ HIDDEN_WRITES = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miope
 """Arguments that an op writes although its schema does not say so: running statistics."""
 LOOKING_AT_GRAD = frozenset(("_sparse_mm_reduce_impl",))
 """Ops whose kernel makes less of tensors that need no gradient, as those of a replay do not."""
+LIKES = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
+NEWS = ("empty", "empty_strided", "full", "ones", "zeros")
+ASKING_GEOMETRY = frozenset((*(f"{name}_like" for name in LIKES), *(f"new_{name}" for name in NEWS)))
+"""Ops that ask their first argument for its geometry alone."""
 OVERWRITING = frozenset(
     ("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_", "uniform_", "zero_")
 )
@@ -56,8 +60,10 @@ class Traits:
     """Writes what it is given by ``out=``, and nothing else."""
     fills: int | None
     """Position of an argument that it fills, and that autograd saves before it does."""
+    asks_geometry: bool
+    """Asks its first argument for sizes, type and device alone."""
     is_plain: bool
-    """Draws nothing, writes nothing, and leaves no doubt."""
+    """Draws nothing, writes nothing, leaves no doubt, and reads its arguments."""
 
 
 def traits_of(op: Any) -> Traits:
@@ -68,7 +74,7 @@ def traits_of(op: Any) -> Traits:
 @cache
 def _traits(op: Any, recompute: bool | None) -> Traits:
     if not isinstance(op, OpOverload):
-        return Traits(False, None, None, (), True, OPAQUE, True, False, False, None, False)
+        return Traits(False, None, None, (), True, OPAQUE, True, False, False, None, False, False)
     arguments = op._schema.arguments
     declared = [a.name if a.kwarg_only else i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
     name = op._opname if op.namespace == "aten" else ""
@@ -90,7 +96,8 @@ def _traits(op: Any, recompute: bool | None) -> Traits:
         overwrites=name in OVERWRITING,
         is_out=bool(declared) and all(isinstance(where, str) for where in declared),
         fills=1 if name.startswith("rrelu_with_noise") and not name.endswith("backward") else None,
-        is_plain=not (is_random or writes or doubt),
+        asks_geometry=name in ASKING_GEOMETRY,
+        is_plain=not (is_random or writes or doubt or name in ASKING_GEOMETRY),
     )
 
 
