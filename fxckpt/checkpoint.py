@@ -1,7 +1,7 @@
 """The eager door: ``checkpoint(function, *args)``, which records a region of eager code in place of running its Python twice.
 
 A superset of ``torch.utils.checkpoint``: every name of that module is here with the same meaning, and where torch's own class is the right thing,
-it is torch's. :mod:`fxckpt.tape` records, :mod:`fxckpt.replay` answers the backward.
+it is torch's. :mod:`fxckpt.recorder` writes the :mod:`fxckpt.tape`, :mod:`fxckpt.replay` answers the backward.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def checkpoint(
     ------
     InvalidOption, InvalidBudget
         For options that cannot be meant, and a policy that returns no ``CheckpointPolicy``.
-    BudgetInfeasible, PolicyConflict, PolicyMatchesNothing
+    BudgetInfeasible, PolicyConflict, PolicyMatchesNothing, CaptureError
         At a call that is planned.
     CheckpointError
         In the backward, where a tensor that the region took from outside was written since.
