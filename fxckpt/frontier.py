@@ -97,11 +97,20 @@ class Frontier:
         return pictures.frontier(self, ax, chosen=chosen, peers=peers)
 
     def to_html(self, path: str | Path, *, chosen: Plan | None = None, title: str = "fxckpt") -> Path:
-        """Write one self-contained page with a slider over these plans, ``chosen`` (or the middle one) shown first; return its path."""
+        """Write one self-contained page with a slider over these plans, ``chosen`` (or the middle one) shown first; return its path.
+
+        A ``chosen`` plan that is not among them joins them. Raises :class:`InvalidOption` for one of another graph.
+        """
         from fxckpt import page
 
-        first = self.plans.index(chosen) if chosen is not None else len(self.plans) // 2
-        return page.write(self.plans, path, chosen=first, title=title)
+        plans = self.plans
+        if chosen is not None and chosen not in plans:
+            if chosen.graph != plans[0].graph:
+                raise InvalidOption(
+                    "to_html(chosen=...): that plan is of another graph. Give one that was made of the same model and inputs."
+                )
+            plans = tuple(sorted((*plans, chosen), key=lambda plan: plan.peak_bytes))
+        return page.write(plans, path, chosen=len(plans) // 2 if chosen is None else plans.index(chosen), title=title)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))

@@ -74,14 +74,15 @@ class Explanation:
         module: str | None = None,
         op: str | None = None,
         name: str | None = None,
-        reason: Reason | None = None,
+        reason: Reason | str | None = None,
         least_bytes: int = 0,
     ) -> Explanation:
-        """Return the explanation with the rows that match all that is given.
+        """Return the explanation with the rows that match all that is given. Raises :class:`InvalidOption` for an unknown decision or reason.
 
         ``module``, ``op`` and ``name`` are patterns (``"*.attn"``, ``"*soft*"``); a module's pattern also matches what is inside it.
         """
         wanted = None if decision is None else _decision(decision)
+        because = None if reason is None else _reason(reason)
         kept = tuple(
             row
             for row in self.rows
@@ -89,7 +90,7 @@ class Explanation:
             and (module is None or _is_inside(row.module, module))
             and (op is None or fnmatch.fnmatchcase(row.op, op))
             and (name is None or fnmatch.fnmatchcase(row.name, name))
-            and (reason is None or row.reason is reason)
+            and (because is None or row.reason is because)
             and row.bytes >= least_bytes
         )
         return replace(self, rows=kept)
@@ -259,6 +260,15 @@ def _cells(row: Row) -> tuple[Any, ...]:
 
 def _plain_table(rows: Iterable[Row]) -> Table:
     return Table(_PLAIN, tuple(_cells(row) for row in rows))
+
+
+def _reason(reason: Reason | str) -> Reason:
+    try:
+        return Reason(reason)
+    except ValueError:
+        raise InvalidOption(
+            f"filter(reason={reason!r}): there is no such reason. Give one of fxckpt.Reason: {', '.join(r.name for r in Reason)}."
+        ) from None
 
 
 def _decision(given: Decision | str) -> Decision:

@@ -47,7 +47,7 @@ def load(text: str) -> Target:
         raise TargetError(f"{text!r} needs arguments ({', '.join(required)}), but it is called with none. {FORM}")
     try:
         made = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(f"{text!r} raised {type(error).__name__}: {error}{_where(error)}") from error
     return _checked(text, made)
 

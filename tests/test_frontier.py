@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
+import torch
 
 import fxckpt
 from tests.zoo import ENTRIES
@@ -67,3 +69,11 @@ def test_too_few_points(points: object) -> None:
     model, inputs = GPT2.make()
     with pytest.raises(fxckpt.InvalidOption, match="at least 2 points"):
         fxckpt.frontier(model, *inputs, points=points)
+
+
+def test_a_chosen_plan_joins_the_page_of_a_frontier(tmp_path: Path) -> None:
+    model, x = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(4))), torch.randn(64, 8)
+    found = fxckpt.frontier(model, x, points=3)
+    assert found.to_html(tmp_path / "page.html", chosen=fxckpt.plan(model, x, budget=0.83)).exists()
+    with pytest.raises(fxckpt.InvalidOption, match="another graph"):
+        found.to_html(tmp_path / "page.html", chosen=fxckpt.plan(model, torch.randn(32, 8)))

@@ -177,3 +177,12 @@ def test_a_model_of_another_kind_is_explained() -> None:
 def test_json_leaves_the_step_behind(plan: fxckpt.Plan) -> None:
     text = plan.to_json()
     assert fxckpt.Plan.from_json(text) == plan and '"step"' not in text
+
+
+def test_rows_are_filtered_by_reason_or_its_words() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)))
+    explained = fxckpt.plan(model, torch.randn(64, 8), budget=0.8).explain()
+    reason = explained.rows[0].reason
+    assert explained.filter(reason=reason).rows == explained.filter(reason=reason.value).rows != ()
+    with pytest.raises(fxckpt.InvalidOption, match="no such reason"):
+        explained.filter(reason="because")
