@@ -266,9 +266,8 @@ def _reason(reason: Reason | str) -> Reason:
     try:
         return Reason(reason)
     except ValueError:
-        raise InvalidOption(
-            f"filter(reason={reason!r}): there is no such reason. Give one of fxckpt.Reason: {', '.join(r.name for r in Reason)}."
-        ) from None
+        known = ", ".join(r.name for r in Reason)
+        raise InvalidOption(f"filter(reason={reason!r}): there is no such reason. Give one of fxckpt.Reason: {known}.") from None
 
 
 def _decision(given: Decision | str) -> Decision:
