@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +16,7 @@ from fxckpt.budget import format_bytes
 from fxckpt.plan import Plan
 from fxckpt.recorder import Recorder
 from fxckpt.tape import Call, Place, slice_of
-from fxckpt.tape_graph import graph_of
+from fxckpt.tape_graph import CALL, graph_of
 from fxckpt.traits import traits_of
 
 KEPT, AGAIN, UNUSED = "kept", "runs again", "not needed"
@@ -91,7 +92,7 @@ def region_of(function: Callable[..., Any], recorder: Recorder, outputs: Sequenc
     became = {call.number: _became(call, needed) for call in recorder.calls}
     for node in graph.module.graph.nodes:
         if "custom" in node.meta:
-            node.meta["fxckpt"] = became[node.meta["custom"]["fxckpt_call"]]
+            node.meta["fxckpt"] = became[node.meta["custom"][CALL]]
     rows = tuple(_row(call, became[call.number]) for call in recorder.calls if traits_of(call.op).reads and call.outputs)
     name = getattr(function, "__qualname__", type(function).__name__)
     return Region(name, graph.module, rows, plan)
@@ -108,15 +109,12 @@ def _row(call: Call, what: str) -> RegionRow:
     place: Place | None = call.outputs[0]()
     geometry = place.geometry if place is not None else None
     _, shape, _, dtype, _, _ = geometry if geometry is not None else (0, (), (), None, False, False)
-    count = 1
-    for size in shape:
-        count *= size
     detail = call.detail
     return RegionRow(
         op=str(call.op),
         shape=tuple(shape),
         dtype=str(dtype).removeprefix("torch."),
-        bytes=count * (0 if dtype is None else dtype.itemsize),
+        bytes=math.prod(shape) * (0 if dtype is None else dtype.itemsize),
         module="" if detail is None else detail.module,
         source="" if detail is None else detail.source,
         what=what,

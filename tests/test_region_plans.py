@@ -123,7 +123,8 @@ def test_a_second_call_follows_the_plan_of_the_first(monkeypatch: pytest.MonkeyP
 
 def test_other_shapes_are_planned_again_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     net = Net()
-    assert [len(step(net, within(0.7), batch=batch)) > 0 for batch in (4, 8, 4, 8)]
+    for batch in (4, 8):
+        step(net, within(0.7), batch=batch)
     monkeypatch.setattr("fxckpt.planned.course_of", None)
     for batch in (4, 8):
         assert differing(step(net, plain, batch=batch), step(net, within(0.7), batch=batch)) == []
