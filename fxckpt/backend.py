@@ -18,22 +18,22 @@ from torch import fx
 from fxckpt import budget as budgets
 from fxckpt.cost import CostModel
 from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed
+from fxckpt.fused import FusedPlanner
 from fxckpt.pipeline import planner_of
 from fxckpt.plan import Plan
 from fxckpt.profiling import record_runs
 from fxckpt.report import Report
 from fxckpt.torch_private import (
-    CustomPartitionerFn,
     aot_autograd,
     boxed,
     guard_sizes,
-    inductor_backend,
     inline_regions,
     is_cut_short,
     keep_saved_values,
     make_boxed,
     through_dynamo,
 )
+from fxckpt.torch_private.inductor import CustomPartitionerFn, inductor_backend
 
 log = logging.getLogger("fxckpt")
 
@@ -151,12 +151,13 @@ class Backend:
             raise through_dynamo(error) from error
 
     def _partition(
-        self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
+        self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **given: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        planner = FusedPlanner(self._planner) if self._inner == "inductor" else self._planner
         try:
             if self._planner.budget is not None:
                 guard_sizes(joint)
-            forward, backward, plan = self._planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
+            forward, backward, plan = planner.partition(joint, num_fwd_outputs=num_fwd_outputs, **given)
         except (FxckptError, Warning):
             raise
         except Exception as error:
@@ -193,7 +194,8 @@ class _InductorPartitioner(CustomPartitionerFn):
         self._backend = backend
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return self._backend._partition(gm, joint_inputs, num_fwd_outputs=kwargs["num_fwd_outputs"])
+        kwargs.pop("compiler")
+        return self._backend._partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
         return self._backend._identity()

@@ -67,7 +67,8 @@ class Planner:
         lines = fingerprint(joint.graph)
         for plan in self.known:
             if plan.graph == lines:
-                facts = collect(joint, num_fwd_outputs=num_fwd_outputs, cost=checked(FlopCost()))
+                fused = frozenset(n for n in joint.graph.nodes if n.name in plan.never_stored)
+                facts = collect(joint, num_fwd_outputs=num_fwd_outputs, cost=checked(FlopCost()), never_stored=fused)
                 refuse_unknown_ops(plan, facts)
                 return facts, plan
         if self.is_fixed:
@@ -75,7 +76,7 @@ class Planner:
         device = device_of(joint.graph)
         if self.budget is not None:
             warn_of_unbounded_sizes(joint.graph, self.budget)
-        facts, cost = self._read(joint, num_fwd_outputs, device, bind_preferences=self.budget is None)
+        facts, cost = self.read(joint, num_fwd_outputs, bind_preferences=self.budget is None)
         found = self.search(facts.program, lambda peak: budgets.resolve(self.budget, baseline_peak_bytes=peak, device=device))
         budget_bytes, floor = found.limit, found.floor.simulation.peak_bytes
         if found.best is None:
@@ -97,7 +98,7 @@ class Planner:
         Raises :class:`BudgetInfeasible` for a budget below the floor.
         """
         device = device_of(joint.graph)
-        facts, cost = self._read(joint, num_fwd_outputs, device, bind_preferences=False)
+        facts, cost = self.read(joint, num_fwd_outputs, bind_preferences=False)
 
         def limits(floor: Candidate, baseline: Candidate) -> Sequence[int]:
             if isinstance(points, int):
@@ -115,17 +116,26 @@ class Planner:
         step, lines = step_of(joint.graph, facts), fingerprint(joint.graph)
         return tuple(replace(describe(step, f, f.best, budget_bytes=f.limit, cost=cost), graph=lines) for f in found if f.best is not None)
 
-    def _read(self, joint: fx.GraphModule, num_fwd_outputs: int, device: torch.device, *, bind_preferences: bool) -> tuple[Facts, str]:
-        """Return the graph's facts and the name of the cost model they were made with."""
-        cost = checked(resolve(self.cost, device))
+    def read(
+        self,
+        joint: fx.GraphModule,
+        num_fwd_outputs: int,
+        *,
+        bind_preferences: bool,
+        never_stored: frozenset[fx.Node] = frozenset(),
+        has_scratch: Callable[[fx.Node], bool] = lambda node: True,
+    ) -> tuple[Facts, str]:
+        """Return the facts of a normalized joint graph, and the name of the cost model they were made with."""
+        cost = checked(resolve(self.cost, device_of(joint.graph)))
         measured = MeasuredScratch() if self.measure_scratch else no_scratch
         facts = collect(
             joint,
             num_fwd_outputs=num_fwd_outputs,
             cost=cost,
             policy=self._decided(joint, num_fwd_outputs).get,
-            scratch=lambda node: measured(node) + inner_bytes(node),
+            scratch=lambda node: (measured(node) if has_scratch(node) else 0) + inner_bytes(node),
             bind_preferences=bind_preferences,
+            never_stored=never_stored,
         )
         if self.is_eager:
             facts = replace(facts, program=held_by_nodes(facts))
@@ -146,6 +156,10 @@ class Planner:
             normalize(joint)
         with _timed("plan"):
             facts, plan = self.plan(joint, num_fwd_outputs=num_fwd_outputs)
+        return (*self.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs), plan)
+
+    def emit(self, joint: fx.GraphModule, facts: Facts, plan: Plan, *, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the forward and the backward that follow ``plan``. ``joint`` is used up."""
         with _timed("rematerialize"):
             result = rematerialize(joint, facts, plan, num_fwd_outputs=num_fwd_outputs)
         if self.exact:
@@ -154,7 +168,7 @@ class Planner:
             forward, backward = partition(joint, result, num_fwd_outputs=num_fwd_outputs)
         with _timed("verify"):
             verify(forward, backward, plan)
-        return forward, backward, plan
+        return forward, backward
 
 
 @contextmanager

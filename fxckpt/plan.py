@@ -117,6 +117,10 @@ class Plan:
     forward_ops: int
     """How many leading entries of ``profile`` belong to the forward."""
     cost: str
+    compiled_peak_bytes: int | None = None
+    """Peak by the inner compiler's own schedule of the emitted halves, where one was asked; ``peak_bytes`` is the planner's model."""
+    never_stored: tuple[str, ...] = ()
+    """Values planned as taken into the loops of those who read them (:mod:`fxckpt.passes.kernels`)."""
     graph: tuple[str, ...] = field(default=(), repr=False)
     """The joint graph the plan was made for, a line a node."""
     step: Step | None = field(default=None, compare=False, repr=False)

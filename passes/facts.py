@@ -71,6 +71,15 @@ class Facts:
     views: frozenset[fx.Node]
     tangent_closure: frozenset[fx.Node]
     """Nodes that belong to the backward."""
+    never_stored: frozenset[fx.Node] = frozenset()
+    """Of the views, those that are none, but are taken into the loops of those who read them."""
+
+    def moved_to(self, graph: fx.Graph) -> Facts:
+        """Return the same facts of a copy of the graph."""
+        by_name = {node.name: node for node in graph.nodes}
+        owner, op_node = ({key: by_name[n.name] for key, n in nodes.items()} for nodes in (self.owner, self.op_node))
+        views, closure, never = (frozenset(by_name[n.name] for n in nodes) for nodes in (self.views, self.tangent_closure, self.never_stored))
+        return Facts(self.program, owner, op_node, views, closure, never)
 
 
 def no_scratch(node: fx.Node) -> int:
@@ -197,13 +206,21 @@ class _Reader:
     """Reads one joint graph into ops and storages; used once by :func:`collect`."""
 
     def __init__(
-        self, graph: fx.Graph, num_fwd_outputs: int, cost: Cost, policy: NodePolicy | None, scratch: Scratch, bind_preferences: bool
+        self,
+        graph: fx.Graph,
+        num_fwd_outputs: int,
+        cost: Cost,
+        policy: NodePolicy | None,
+        scratch: Scratch,
+        bind_preferences: bool,
+        never_stored: frozenset[fx.Node],
     ) -> None:
         self.graph = graph
         self.cost = cost
         self.policy = policy
         self.scratch = scratch
         self.bind_preferences = bind_preferences
+        self.never_stored = never_stored
         self.closure = backward_closure(graph)
         self.plain: dict[Any, bool] = {}
         """By target: :func:`only_computes`."""
@@ -228,6 +245,8 @@ class _Reader:
         self.storages: list[Storage] = []
         self.holds: dict[fx.Node, tuple[int, ...]] = {}
         self.index: dict[int, int] = {}
+        self.stands_for: dict[int, tuple[int, ...]] = {}
+        """By storage that is never stored: what it is made from."""
         self.free: set[int] = set()
         self.views: set[fx.Node] = set()
         self.owner: dict[str, fx.Node] = {}
@@ -260,7 +279,8 @@ class _Reader:
             old = self.storages[position]
             self.storages[position] = replace(old, is_output=True, is_savable=True)
         program = Program(tuple(self.ops), tuple(self.backward), tuple(self.storages), sum(tangent_storages.values()))
-        return Facts(program, self.owner, self.op_node, frozenset(self.views), frozenset(self.closure))
+        views = frozenset(self.views)
+        return Facts(program, self.owner, self.op_node, views, frozenset(self.closure), self.never_stored & views)
 
     def _finish(self) -> None:
         reads = sorted({i for o in self.bwd_outputs for i in self.holds[o]})
@@ -285,7 +305,7 @@ class _Reader:
         if value is None and not isinstance(node.target, (OpOverload, HigherOrderOperator)):
             value = ()
         ids = [storage_id(t) for t in tensors(value)]
-        makes = any(i not in self.free and i not in self.index for i in ids)
+        makes = any(i not in self.free and i not in self.index and i not in self.stands_for for i in ids)
         if is_symbolic(node):
             self.holds[node] = ()
             if node not in self.closure:
@@ -293,13 +313,20 @@ class _Reader:
             return
         if ids and not makes and (self._is_plain(node) or not (is_mutating(node) or not is_known_pure(node) or is_random(node))):
             self.views.add(node)
-            self.holds[node] = tuple(dict.fromkeys([self.index[i] for i in ids if i in self.index]))
+            self.holds[node] = self._held(value)
+            return
+        if node in self.never_stored and (node in self.closure or self._placement(node)[0] is None):
+            self.views.add(node)
+            self.holds[node] = self._reads(node)
+            self.stands_for.update((i, self.holds[node]) for i in ids)
             return
         self._add_op(node, value, self._reads(node))
 
     def _held(self, value: Any) -> tuple[int, ...]:
-        ids = (storage_id(t) for t in tensors(value))
-        return tuple(dict.fromkeys(self.index[i] for i in ids if i in self.index))
+        found: dict[int, None] = {}
+        for i in (storage_id(t) for t in tensors(value)):
+            found.update(dict.fromkeys((self.index[i],) if i in self.index else self.stands_for.get(i, ())))
+        return tuple(found)
 
     def _read_getitem(self, node: fx.Node) -> None:
         self.holds[node] = self._held(node.meta.get("val"))
@@ -425,12 +452,14 @@ def collect(
     policy: NodePolicy | None = None,
     scratch: Scratch = no_scratch,
     bind_preferences: bool = False,
+    never_stored: frozenset[fx.Node] = frozenset(),
 ) -> Facts:
     """Read a joint graph into a :class:`Program`.
 
     ``num_fwd_outputs`` leading outputs of the graph belong to the forward. Raises :class:`CaptureError` for a node without value
     metadata or of a kind that joint graphs do not have. ``scratch`` tells the workspace of a node's kernel. With ``bind_preferences`` what a
-    checkpoint region would rather recompute may not be saved.
+    checkpoint region would rather recompute may not be saved. What is ``never_stored`` (:mod:`~fxckpt.passes.kernels`) is treated as a view of
+    what it reads.
     """
     for node in joint.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, OpOverload) and "val" not in node.meta:
@@ -439,4 +468,4 @@ def collect(
                     f"node {node.name!r} ({node.target}) has no meta['val']: its shape is unknown. "
                     "Trace under FakeTensorMode, or run FakeTensorProp on the graph first."
                 )
-    return _Reader(joint.graph, num_fwd_outputs, cost, policy, scratch, bind_preferences).run()
+    return _Reader(joint.graph, num_fwd_outputs, cost, policy, scratch, bind_preferences, never_stored).run()

@@ -58,6 +58,19 @@ def rematerialize(joint: fx.GraphModule, facts: Facts, plan: Plan, *, num_fwd_ou
     return _Rewriter(joint.graph, facts, plan.schedule, num_fwd_outputs).run()
 
 
+def taken_in(graph: fx.Graph, facts: Facts) -> frozenset[fx.Node]:
+    """Return the backward's own values that are never stored, and what shows them: they are made in front of each that reads them.
+
+    Where they stand in the graph, what they read may not have been made again yet.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes if facts.never_stored else ():
+        if node in facts.tangent_closure and node in facts.views:
+            if node in facts.never_stored or not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+    return frozenset(found)
+
+
 class _Rewriter:
     """One rewrite of one graph."""
 
@@ -72,6 +85,7 @@ class _Rewriter:
         self.view_copies: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
         self.rng_state: dict[fx.Node, fx.Node] = {}
         self.wrapped: dict[fx.Node, fx.Node] = {}
+        self.taken_in = taken_in(graph, facts)
 
     def run(self) -> Rematerialized:
         original = list(self.graph.nodes)
@@ -81,9 +95,12 @@ class _Rewriter:
         for node in original:
             if node.op == "output":
                 self._rewrite_output(node)
-            elif node.op == "call_function" and node in self.facts.tangent_closure:
+            elif node.op == "call_function" and self._is_backward(node):
                 self._rewrite(node)
                 tag_side(node, backward=True)
+        for node in reversed(original):
+            if node in self.taken_in:
+                self.graph.erase_node(node)
         for node, out in self.wrapped.items():
             _replace_uses(node, out)
             name = node.name
@@ -106,9 +123,13 @@ class _Rewriter:
         gradients = [self._in_backward(o, node) if isinstance(o, fx.Node) else o for o in outputs[self.num_fwd_outputs :]]
         node.args = ((*outputs[: self.num_fwd_outputs], *gradients),)
 
+    def _is_backward(self, node: fx.Node) -> bool:
+        """Return whether a node is the backward's own, and stays where it is."""
+        return node in self.facts.tangent_closure and node not in self.taken_in
+
     def _in_backward(self, node: fx.Node, consumer: fx.Node) -> fx.Node:
         """Return what the backward reads in place of ``node``, making views again in front of ``consumer``."""
-        if node in self.facts.tangent_closure or node.op != "call_function" or is_symbolic(node):
+        if self._is_backward(node) or node.op != "call_function" or is_symbolic(node):
             return node
         if node in self.latest:
             return self.latest[node]
@@ -135,7 +156,7 @@ class _Rewriter:
         """Return what stands for ``node`` now: its latest copy, or the view of its inputs' latest copies; None if that view is not made yet."""
         if node in self.latest:
             return self.latest[node]
-        if node not in self.facts.views or is_symbolic(node):
+        if node not in self.facts.views or is_symbolic(node) or self._is_backward(node):
             return node
         inputs = [self._present(arg) for arg in node.all_input_nodes]
         return None if None in inputs else self.view_copies.get((node, tuple(i for i in inputs if i is not None)))
@@ -152,9 +173,13 @@ class _Rewriter:
                 node.target,
                 fx.map_arg(node.args, self._resolve),
                 fx.map_arg(node.kwargs, self._resolve),
-                name=f"{node.name}_recompute",
+                name=node.name if node in self.taken_in else f"{node.name}_recompute",
             )
-        return self._mark(made, node)
+        if node not in self.taken_in:
+            return self._mark(made, node)
+        made.meta = copy.copy(node.meta)
+        tag_side(made, backward=True)
+        return made
 
     def _mark(self, made: fx.Node, node: fx.Node) -> fx.Node:
         made.meta = copy.copy(node.meta)

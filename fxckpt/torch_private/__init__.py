@@ -20,7 +20,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, Unsupported
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._higher_order_ops.effects import _get_effect
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
@@ -29,12 +28,11 @@ from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxckpt.errors import CaptureError, FxckptError, InnerCompilerMissing
+from fxckpt.errors import CaptureError, FxckptError
 
 __all__ = [
     "RECORD_FUNCTION",
     "BackendCompilerFailed",
-    "CustomPartitionerFn",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
@@ -44,7 +42,6 @@ __all__ = [
     "aot_autograd",
     "boxed",
     "has_effect",
-    "inductor_backend",
     "is_recording",
     "is_symbolic",
     "is_traced",
@@ -317,7 +314,7 @@ def _module_behind(function: Any) -> torch.nn.Module | None:
 def calling_line() -> str:
     """Return the line of the user's code that runs, ``"file.py:12"``: the innermost that is neither torch's nor ours."""
     frame: FrameType | None = sys._getframe(1)
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
     while frame is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -392,30 +389,6 @@ def keep_saved_values() -> None:
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
-
-
-def inductor_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], partitioner: CustomPartitionerFn) -> Any:
-    """Compile with Inductor, its joint passes and caches in force, the partition made by ``partitioner``.
-
-    AOTAutograd's own cache is left out: a hit would skip the partitioner, and with it the plan that the user can read. The code of both halves
-    still comes from Inductor's cache. Raises :class:`InnerCompilerMissing` where Inductor finds no compiler.
-    """
-    from torch._functorch import config
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.exc import InductorError, InvalidCxxCompiler, TritonMissing
-
-    try:
-        with config.patch(enable_autograd_cache=False):
-            return compile_fx(gm, list(example_inputs), config_patches={"custom_partitioner_fn": partitioner})
-    except (InductorError, TritonMissing) as error:
-        found = getattr(error, "inner_exception", error)
-        if not isinstance(found, (InvalidCxxCompiler, TritonMissing)):
-            raise
-        raise InnerCompilerMissing(
-            f"inner='inductor' cannot generate code here: {str(found).rstrip(chr(46))}. "
-            "Two ways out: install a compiler (g++ or clang++ for the CPU, CXX names it; Triton for a GPU), "
-            "or do without code generation: options={'inner': 'aot_eager'}, fxckpt.Backend(inner='aot_eager')."
-        ) from error
 
 
 def guard_sizes(joint: fx.GraphModule) -> None:

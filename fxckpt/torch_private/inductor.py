@@ -1,0 +1,181 @@
+"""What fxckpt asks of Inductor: which ops it fuses, what its own partitioner saves, and what it makes of two halves."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._ops import OpOverload
+
+from fxckpt.errors import InnerCompilerMissing
+
+__all__ = ["CustomPartitionerFn", "LoweredHalf", "fuses", "inductor_backend", "lower", "stock_saved"]
+
+INDEXING = frozenset(
+    """_to_copy _unsafe_index _unsafe_masked_index arange cat clone constant_pad_nd convert_element_type copy embedding empty fma full full_like
+    gather index inductor_random iota lift_fresh_copy scalar_tensor select_scatter slice_scatter""".split()
+)
+"""Ops that Inductor lowers to element-wise loops, though torch does not tag them as pointwise: they read by an index, make or cast."""
+
+
+def fuses(node: fx.Node) -> bool:
+    """Return whether Inductor lowers an op to an element-wise loop that its readers may take into their own."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
+    return is_view or torch.Tag.pointwise in target.tags or target._opname in INDEXING
+
+
+def stock_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) -> frozenset[str]:
+    """Return the names of what torch's own partitioner saves of a joint graph, which is left alone."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    forward, _ = min_cut_rematerialization_partition(copy.deepcopy(joint), None, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **given)
+    (output,) = forward.graph.find_nodes(op="output")
+    return frozenset(n.name for n in output.args[0][num_fwd_outputs:] if isinstance(n, fx.Node))
+
+
+@dataclass(frozen=True)
+class LoweredHalf:
+    """What Inductor makes of a forward or a backward, kernel by kernel, in the order it runs them.
+
+    A buffer lives from its first kernel to its last, both included; ``len(kernels)`` stands for the end.
+    """
+
+    kernels: tuple[tuple[str, ...], ...]
+    """Per kernel: the graph's nodes it was made from."""
+    allocated: tuple[tuple[str, int, int, int], ...]
+    """Buffers that the half allocates: name, bytes, first and last kernel."""
+    outputs: tuple[str | None, ...]
+    """Per output: the buffer or input that it is or lies in; None for what is no tensor."""
+    last_read: dict[str, int]
+    """Per input of the graph: the last kernel that reads it, -1 if none does."""
+
+
+def lower(half: fx.GraphModule, *, is_backward: bool) -> LoweredHalf:
+    """Let Inductor lower and schedule a copy of a half as it would to compile it, and read what it allocates; no code is made."""
+    from torch._guards import detect_fake_mode
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, maybe_disable_comprehensive_padding, view_to_reshape
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    gm = copy.deepcopy(half)
+    inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+    mode = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
+    view_to_reshape(gm)
+    with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), _counters_left_alone():
+        _recursive_post_grad_passes(gm, is_inference=False)
+        with maybe_disable_comprehensive_padding(inputs):
+            graph = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_backward=is_backward)
+            graph.freeze_runtime_asserts()
+            with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
+                graph.run(*inputs)
+                graph.init_wrapper_code()
+                graph._update_scheduler()
+                return _read(graph)
+
+
+@contextlib.contextmanager
+def _counters_left_alone() -> Iterator[None]:
+    """Put Inductor's metrics and pattern counters back: what is lowered here is not compiled."""
+    from torch._dynamo.utils import counters
+    from torch._inductor import metrics
+
+    before = copy.deepcopy(dict(counters))
+    try:
+        yield
+    finally:
+        metrics.reset()
+        counters.clear()
+        counters.update(before)
+
+
+def _read(graph: Any) -> LoweredHalf:
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    scheduler, nodes = graph.scheduler, graph.scheduler.nodes
+    renamed = scheduler.mutation_real_name
+
+    def root(name: str) -> str:
+        """Return the buffer in whose memory a buffer lies."""
+        while True:
+            name = renamed.get(name, name)
+            buffer = scheduler.name_to_buf.get(name)
+            below = [] if buffer is None or name in renamed else buffer.node.get_inputs_that_alias_output()
+            if not below:
+                return name
+            name = below[0]
+
+    made_by = {b.get_name(): i for i, n in enumerate(nodes) for b in n.get_outputs()}
+    outputs = tuple(_buffer_name(output, root) for output in graph.graph_outputs)
+    last: dict[str, int] = {}
+    born: dict[str, tuple[int, int]] = {}
+    for i, node in enumerate(nodes):
+        fused = OrderedSet(n.get_name() for n in node.get_nodes())
+        for dep in node.read_writes.reads:
+            if not getattr(dep, "is_fake", False):
+                last[root(dep.name)] = i
+        for buffer in node.get_outputs():
+            name, made = buffer.get_name(), buffer.node
+            if name in renamed or root(name) != name or isinstance(made.layout, (ir.NoneLayout, ir.MultiOutputLayout)):
+                last[root(name)] = max(last.get(root(name), -1), i)
+                continue
+            if name not in outputs and scheduler.can_buffer_be_removed_through_fusion(name, fused):
+                continue
+            first = made_by.get(made.inputs[0].get_name(), i) if isinstance(made, ir.MultiOutput) else i
+            size = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(made), fallback=0)
+            born[name] = (int(size) * made.get_dtype().itemsize, first)
+    end = len(nodes)
+    kept = frozenset(outputs)
+    return LoweredHalf(
+        tuple(_origins(node) for node in nodes),
+        tuple((name, size, first, end if name in kept else max(last.get(name, first), first)) for name, (size, first) in born.items()),
+        outputs,
+        {name: last.get(name, -1) for name in graph.graph_input_names},
+    )
+
+
+def _buffer_name(output: Any, root: Callable[[str], str]) -> str | None:
+    from torch._inductor import ir
+
+    if not isinstance(output, ir.IRNode) or not output.has_tensor_output():
+        return None
+    return root(output.get_name())
+
+
+def _origins(node: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(o.name for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()))
+
+
+def inductor_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], partitioner: CustomPartitionerFn) -> Any:
+    """Compile with Inductor, its joint passes and caches in force, the partition made by ``partitioner``.
+
+    AOTAutograd's own cache is left out: a hit would skip the partitioner, and with it the plan that the user can read. The code of both halves
+    still comes from Inductor's cache. Raises :class:`InnerCompilerMissing` where Inductor finds no compiler.
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.exc import InductorError, InvalidCxxCompiler, TritonMissing
+
+    try:
+        with config.patch(enable_autograd_cache=False):
+            return compile_fx(gm, list(example_inputs), config_patches={"custom_partitioner_fn": partitioner})
+    except (InductorError, TritonMissing) as error:
+        found = getattr(error, "inner_exception", error)
+        if not isinstance(found, (InvalidCxxCompiler, TritonMissing)):
+            raise
+        raise InnerCompilerMissing(
+            f"inner='inductor' cannot generate code here: {str(found).rstrip(chr(46))}. "
+            "Two ways out: install a compiler (g++ or clang++ for the CPU, CXX names it; Triton for a GPU), "
+            "or do without code generation: options={'inner': 'aot_eager'}, fxckpt.Backend(inner='aot_eager')."
+        ) from error
