@@ -19,6 +19,7 @@ from fxckpt import budget as budgets
 from fxckpt.cost import CostModel
 from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed
 from fxckpt.fused import FusedPlanner
+from fxckpt.passes.order import ORDER
 from fxckpt.pipeline import planner_of
 from fxckpt.plan import Plan
 from fxckpt.profiling import record_runs
@@ -33,7 +34,7 @@ from fxckpt.torch_private import (
     make_boxed,
     through_dynamo,
 )
-from fxckpt.torch_private.inductor import CustomPartitionerFn, inductor_backend
+from fxckpt.torch_private.inductor import CustomPartitionerFn, KeepOrder, inductor_backend
 
 log = logging.getLogger("fxckpt")
 
@@ -130,7 +131,7 @@ class Backend:
             self._planner = replace(self._planner, policy=self._planner.policy.lenient())
         try:
             if self._inner == "inductor":
-                compiled: Callable[..., Any] = inductor_backend(gm, example_inputs, _InductorPartitioner(self))
+                compiled: Callable[..., Any] = inductor_backend(gm, example_inputs, _InductorPartitioner(self), KeepOrder(ORDER))
                 return compiled
             compiler = make_boxed(self._inner) if callable(self._inner) else boxed
 

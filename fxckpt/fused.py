@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,13 +22,14 @@ from fxckpt.passes.facts import Facts
 from fxckpt.passes.fingerprint import fingerprint
 from fxckpt.passes.kernels import KernelGraph, is_reduction
 from fxckpt.passes.normalize import normalize
+from fxckpt.passes.order import ORDER, mark_order
 from fxckpt.passes.price_search import Candidate, Found
-from fxckpt.passes.schedule import Decisions, emit
+from fxckpt.passes.schedule import Decisions, Schedule, emit
 from fxckpt.passes.simulate import simulate
 from fxckpt.passes.step import Step, step_of
 from fxckpt.pipeline import Planner, device_of, infeasible
 from fxckpt.plan import Plan
-from fxckpt.torch_private.inductor import fuses, lower, stock_saved
+from fxckpt.torch_private.inductor import KeepOrder, fuses, lower, stock_saved
 
 log = logging.getLogger("fxckpt")
 Halves = tuple[fx.GraphModule, fx.GraphModule, Plan]
@@ -35,7 +37,7 @@ Halves = tuple[fx.GraphModule, fx.GraphModule, Plan]
 
 def lower_half(half: fx.GraphModule, is_backward: bool) -> Any:
     """Ask Inductor."""
-    return lower(half, is_backward=is_backward)
+    return lower(half, is_backward=is_backward, keep_order=KeepOrder(ORDER))
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,10 @@ class FusedPlanner:
 
     planner: Planner
     lower: Lower = lower_half
-    attempts: int = 4
-    """How often a plan is made anew because the compiled peak is over the budget."""
+    attempts: int = 3
+    """How often a plan is made for less than the budget because the compiled peak of the one before is over it."""
+    last_resorts: tuple[float, ...] = (1.0, 1.1, 1.25, 1.5)
+    """Multiples of the model's least peak whose plans are tried in the end."""
 
     def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) -> Halves:
         """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is used up; raises :class:`BudgetInfeasible`."""
@@ -55,7 +59,9 @@ class FusedPlanner:
         normalize(joint)
         stored = stock_saved(joint, num_fwd_outputs=num_fwd_outputs, **given)
         kernels = KernelGraph(fuses)(joint.graph, stored)
-        facts, cost = planner.read(joint, num_fwd_outputs, bind_preferences=planner.budget is None, never_stored=kernels, has_scratch=_is_library_call)
+        facts, cost = planner.read(
+            joint, num_fwd_outputs, bind_preferences=planner.budget is None, never_stored=kernels, has_scratch=_is_library_call
+        )
         return _Fit(self, joint, facts, cost, stored, num_fwd_outputs).run()
 
 
@@ -69,7 +75,9 @@ class _Fit:
     def __init__(
         self, options: FusedPlanner, joint: fx.GraphModule, facts: Facts, cost: str, stored: frozenset[str], num_fwd_outputs: int
     ) -> None:
-        self.planner, self.lower, self.attempts = options.planner, options.lower, options.attempts
+        self.planner, self.lower = options.planner, options.lower
+        self.attempts, self.last_resorts = options.attempts, options.last_resorts
+        self.wrong_by = 0
         self.joint, self.facts, self.cost, self.num_fwd_outputs = joint, facts, cost, num_fwd_outputs
         self.step = step_of(joint.graph, facts)
         self.stock = stock_candidate(self.step, stored) if options.planner.policy is None else None
@@ -77,35 +85,47 @@ class _Fit:
 
     def run(self) -> Halves:
         budget, device = self.planner.budget, device_of(self.joint.graph)
-        found = self.search(lambda peak: budgets.resolve(budget, baseline_peak_bytes=peak, device=device))
+        found = self.planner.search(self.facts.program, lambda peak: budgets.resolve(budget, baseline_peak_bytes=peak, device=device))
         if found.limit is None:
             return self.emit(self.describe(found, self.stock or found.best or found.baseline, None))
         limit = found.limit
-        aim, lowest = limit, None
+        least: int | None = None
+        for chosen in self.candidates(found, limit):
+            halves = self.emit(self.describe(found, chosen, limit), keep_joint=True)
+            compiled = self.judge(halves).peak_bytes
+            log.debug("planned %d bytes, compiled %d, budget %d", chosen.simulation.peak_bytes, compiled, limit)
+            if compiled <= limit:
+                return (*halves[:2], replace(halves[2], compiled_peak_bytes=compiled))
+            self.wrong_by = compiled - limit
+            least = min(least or compiled, compiled)
+        raise infeasible(budget, limit, least or found.floor.simulation.peak_bytes, found.baseline.simulation.peak_bytes)
+
+    def candidates(self, found: Found, limit: int) -> Iterator[Candidate]:
+        """Yield what may fit, the fastest first; after each, :attr:`wrong_by` says by how much it did not.
+
+        The last ones do not depend on the budget, so that the least peak that an error names can be had by asking for it.
+        """
+        if self.stock is not None and self.stock.simulation.peak_bytes <= limit:
+            yield self.stock
+        aim = limit
+        seen: set[Schedule] = set()
         for _ in range(self.attempts):
-            chosen = self.choose(found, aim)
-            plan = self.describe(found, chosen, limit)
-            halves = self.emit(plan, keep_joint=True)
-            compiled = self.judge(halves)
-            log.debug("aimed at %d bytes, planned %d, compiled %d", aim, chosen.simulation.peak_bytes, compiled.peak_bytes)
-            if compiled.peak_bytes <= limit:
-                return (*halves[:2], replace(halves[2], compiled_peak_bytes=compiled.peak_bytes))
-            lowest = min(lowest or compiled.peak_bytes, compiled.peak_bytes)
-            if chosen is found.floor:
+            best = found.best
+            if best is None or best.schedule in seen:
                 break
+            seen.add(best.schedule)
+            yield best
             # As much less as the model was wrong, and a little more.
-            aim = min(aim, chosen.simulation.peak_bytes) - int(1.1 * (compiled.peak_bytes - limit))
-            found = self.search(lambda peak: aim)
-        raise infeasible(budget, limit, lowest or found.floor.simulation.peak_bytes, found.baseline.simulation.peak_bytes)
+            aim = min(aim, best.simulation.peak_bytes) - int(1.1 * self.wrong_by)
+            found = self.search(aim)
+        for factor in self.last_resorts:
+            least = found.floor if factor == 1.0 else self.search(int(factor * found.floor.simulation.peak_bytes)).best
+            if least is not None and least.schedule not in seen:
+                seen.add(least.schedule)
+                yield least
 
-    def search(self, limit: Any) -> Found:
-        return self.planner.search(self.facts.program, limit)
-
-    def choose(self, found: Found, aim: int) -> Candidate:
-        """Return torch's own choice where it fits, else the best that was found, else the floor: what the compiler makes of it may yet fit."""
-        if self.stock is not None and self.stock.simulation.peak_bytes <= aim:
-            return self.stock
-        return found.best or found.floor
+    def search(self, limit: int) -> Found:
+        return self.planner.search(self.facts.program, lambda peak: limit)
 
     def describe(self, found: Found, chosen: Candidate, limit: int | None) -> Plan:
         plan = describe(self.step, found, chosen, budget_bytes=limit, cost=self.cost)
@@ -118,7 +138,9 @@ class _Fit:
         if keep_joint:
             joint = fx.GraphModule(self.joint, copy.deepcopy(self.joint.graph))
             facts = facts.moved_to(joint.graph)
-        return (*self.planner.emit(joint, facts, plan, num_fwd_outputs=self.num_fwd_outputs), plan)
+        forward, backward = self.planner.emit(joint, facts, plan, num_fwd_outputs=self.num_fwd_outputs)
+        mark_order(backward, {op.name for op in self.facts.program.backward})
+        return forward, backward, plan
 
     def judge(self, halves: Halves) -> CompiledStep:
         forward, backward, _ = halves

@@ -78,7 +78,9 @@ class Facts:
         """Return the same facts of a copy of the graph."""
         by_name = {node.name: node for node in graph.nodes}
         owner, op_node = ({key: by_name[n.name] for key, n in nodes.items()} for nodes in (self.owner, self.op_node))
-        views, closure, never = (frozenset(by_name[n.name] for n in nodes) for nodes in (self.views, self.tangent_closure, self.never_stored))
+        views, closure, never = (
+            frozenset(by_name[n.name] for n in nodes) for nodes in (self.views, self.tangent_closure, self.never_stored)
+        )
         return Facts(self.program, owner, op_node, views, closure, never)
 
 

@@ -100,7 +100,26 @@ def is_reduction(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and (node.target._opname in REDUCTIONS)
 
 
-REDUCTIONS = frozenset("all amax amin any argmax argmin max mean min prod sum var_mean var std xor_sum logsumexp".split())
+REDUCTIONS = frozenset(
+    [
+        "all",
+        "amax",
+        "amin",
+        "any",
+        "argmax",
+        "argmin",
+        "max",
+        "mean",
+        "min",
+        "prod",
+        "sum",
+        "var_mean",
+        "var",
+        "std",
+        "xor_sum",
+        "logsumexp",
+    ]
+)
 
 
 def _is_heavy(node: fx.Node) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, CustomSchedulerPass
 from torch._ops import OpOverload
 
 from fxckpt.errors import InnerCompilerMissing
@@ -18,8 +19,30 @@ from fxckpt.errors import InnerCompilerMissing
 __all__ = ["CustomPartitionerFn", "LoweredHalf", "fuses", "inductor_backend", "lower", "stock_saved"]
 
 INDEXING = frozenset(
-    """_to_copy _unsafe_index _unsafe_masked_index arange cat clone constant_pad_nd convert_element_type copy embedding empty fma full full_like
-    gather index inductor_random iota lift_fresh_copy scalar_tensor select_scatter slice_scatter""".split()
+    [
+        "_to_copy",
+        "_unsafe_index",
+        "_unsafe_masked_index",
+        "arange",
+        "cat",
+        "clone",
+        "constant_pad_nd",
+        "convert_element_type",
+        "copy",
+        "embedding",
+        "empty",
+        "fma",
+        "full",
+        "full_like",
+        "gather",
+        "index",
+        "inductor_random",
+        "iota",
+        "lift_fresh_copy",
+        "scalar_tensor",
+        "select_scatter",
+        "slice_scatter",
+    ]
 )
 """Ops that Inductor lowers to element-wise loops, though torch does not tag them as pointwise: they read by an index, make or cast."""
 
@@ -37,7 +60,9 @@ def stock_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) ->
     """Return the names of what torch's own partitioner saves of a joint graph, which is left alone."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    forward, _ = min_cut_rematerialization_partition(copy.deepcopy(joint), None, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **given)
+    forward, _ = min_cut_rematerialization_partition(
+        copy.deepcopy(joint), None, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **given
+    )
     (output,) = forward.graph.find_nodes(op="output")
     return frozenset(n.name for n in output.args[0][num_fwd_outputs:] if isinstance(n, fx.Node))
 
@@ -59,9 +84,10 @@ class LoweredHalf:
     """Per input of the graph: the last kernel that reads it, -1 if none does."""
 
 
-def lower(half: fx.GraphModule, *, is_backward: bool) -> LoweredHalf:
+def lower(half: fx.GraphModule, *, is_backward: bool, keep_order: KeepOrder | None) -> LoweredHalf:
     """Let Inductor lower and schedule a copy of a half as it would to compile it, and read what it allocates; no code is made."""
     from torch._guards import detect_fake_mode
+    from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_post_grad_passes, maybe_disable_comprehensive_padding, view_to_reshape
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
@@ -71,7 +97,12 @@ def lower(half: fx.GraphModule, *, is_backward: bool) -> LoweredHalf:
     inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     mode = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
     view_to_reshape(gm)
-    with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), _counters_left_alone():
+    with (
+        V.set_fake_mode(mode),
+        V.set_debug_handler(DebugContext()),
+        _counters_left_alone(),
+        config.patch(_pre_fusion_custom_pass=keep_order),
+    ):
         _recursive_post_grad_passes(gm, is_inference=False)
         with maybe_disable_comprehensive_padding(inputs):
             graph = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_backward=is_backward)
@@ -81,6 +112,48 @@ def lower(half: fx.GraphModule, *, is_backward: bool) -> LoweredHalf:
                 graph.init_wrapper_code()
                 graph._update_scheduler()
                 return _read(graph)
+
+
+class KeepOrder(CustomSchedulerPass):
+    """Keeps what a backward runs again from running before its turn.
+
+    Kernels that read the same parameters are fused wherever they stand, which would run the same layer's recomputations of many stages at once, with
+    all their results alive. A kernel that runs something again is made to wait for the last of the backward's own kernels that come before it
+    in the graph: a dependency for the order alone, which keeps nothing alive and costs nothing when the step runs.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        """Add the dependencies to a list of scheduler nodes, and sort it by them."""
+        from torch._inductor.dependencies import WeakDep
+        from torch._inductor.virtualized import V
+
+        places = [(node, _place(node, self.mark)) for node in nodes]
+        own = sorted((place[0], i) for i, (node, place) in enumerate(places) if place and not place[1] and node.get_outputs())
+        again = [(node, place[0]) for node, place in places if place and place[1]]
+        if not own or not again:
+            return nodes
+        for node, order in again:
+            before = bisect_left(own, (order, -1))
+            if before:
+                waits_for = nodes[own[before - 1][1]].get_outputs()[0].get_name()
+                node.add_fake_dep(WeakDep(waits_for, mutating_buf=node.get_first_name(), is_fake=True))
+        scheduler = V.graph.scheduler
+        scheduler.nodes = scheduler.topological_sort_schedule(nodes)
+        scheduler.compute_ancestors()
+        return list(scheduler.nodes)
+
+    def uuid(self) -> str:
+        """Return what tells this pass from others; where it applies follows from the graph."""
+        return f"fxckpt keeps the order of {self.mark}"
+
+
+def _place(node: Any, mark: str) -> tuple[int, bool] | None:
+    """Return the greatest mark among the graph's nodes that a scheduler node was made from; of equals the backward's own."""
+    marks = [o.meta[mark] for n in node.get_nodes() if n.node is not None for o in n.node.get_origins() if mark in o.meta]
+    return max(marks, key=lambda m: (m[0], not m[1]), default=None)
 
 
 @contextlib.contextmanager
@@ -157,7 +230,7 @@ def _origins(node: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(o.name for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()))
 
 
-def inductor_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], partitioner: CustomPartitionerFn) -> Any:
+def inductor_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], partitioner: CustomPartitionerFn, keep_order: KeepOrder) -> Any:
     """Compile with Inductor, its joint passes and caches in force, the partition made by ``partitioner``.
 
     AOTAutograd's own cache is left out: a hit would skip the partitioner, and with it the plan that the user can read. The code of both halves
@@ -169,7 +242,9 @@ def inductor_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], partitio
 
     try:
         with config.patch(enable_autograd_cache=False):
-            return compile_fx(gm, list(example_inputs), config_patches={"custom_partitioner_fn": partitioner})
+            return compile_fx(
+                gm, list(example_inputs), config_patches={"custom_partitioner_fn": partitioner, "_pre_fusion_custom_pass": keep_order}
+            )
     except (InductorError, TritonMissing) as error:
         found = getattr(error, "inner_exception", error)
         if not isinstance(found, (InvalidCxxCompiler, TritonMissing)):

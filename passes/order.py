@@ -1,0 +1,26 @@
+"""Order: mark each node of an emitted backward with its place, so that a scheduler can be held to it.
+
+The plan's peak is that of the order in which the backward was emitted: what runs again runs right in front of what needs it. A compiler that
+schedules anew sees no reason to wait. The mark is a number and a flag: how many of the backward's own ops come before, and whether the node runs
+something again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx
+
+from fxckpt.passes.rematerialize import RECOMPUTE_OF
+
+ORDER = "fxckpt_order"
+"""Metadata of a node of the backward: ``(own ops before it, whether it runs something again)``."""
+
+
+def mark_order(backward: fx.GraphModule, own: Collection[str]) -> None:
+    """Mark the nodes; ``own`` are the names of the backward's own ops."""
+    before = 0
+    for node in backward.graph.nodes:
+        if node.op == "call_function":
+            node.meta[ORDER] = (before, RECOMPUTE_OF in node.meta)
+            before += node.name in own
