@@ -101,24 +101,24 @@ def is_reduction(node: fx.Node) -> bool:
 
 
 REDUCTIONS = frozenset(
-    [
+    (
         "all",
         "amax",
         "amin",
         "any",
         "argmax",
         "argmin",
+        "logsumexp",
         "max",
         "mean",
         "min",
         "prod",
-        "sum",
-        "var_mean",
-        "var",
         "std",
+        "sum",
+        "var",
+        "var_mean",
         "xor_sum",
-        "logsumexp",
-    ]
+    )
 )
 
 

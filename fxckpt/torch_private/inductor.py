@@ -19,30 +19,21 @@ from fxckpt.errors import InnerCompilerMissing
 __all__ = ["CustomPartitionerFn", "LoweredHalf", "fuses", "inductor_backend", "lower", "stock_saved"]
 
 INDEXING = frozenset(
-    [
-        "_to_copy",
-        "_unsafe_index",
-        "_unsafe_masked_index",
-        "arange",
-        "cat",
-        "clone",
-        "constant_pad_nd",
-        "convert_element_type",
-        "copy",
-        "embedding",
-        "empty",
-        "fma",
-        "full",
-        "full_like",
-        "gather",
-        "index",
-        "inductor_random",
-        "iota",
-        "lift_fresh_copy",
-        "scalar_tensor",
-        "select_scatter",
-        "slice_scatter",
-    ]
+    (
+        *("arange", "empty", "full", "full_like", "inductor_random", "iota", "scalar_tensor"),
+        *("_to_copy", "clone", "convert_element_type", "copy", "lift_fresh_copy", "fma"),
+        *(
+            "_unsafe_index",
+            "_unsafe_masked_index",
+            "cat",
+            "constant_pad_nd",
+            "embedding",
+            "gather",
+            "index",
+            "select_scatter",
+            "slice_scatter",
+        ),
+    )
 )
 """Ops that Inductor lowers to element-wise loops, though torch does not tag them as pointwise: they read by an index, make or cast."""
 
@@ -87,8 +78,8 @@ class LoweredHalf:
 def lower(half: fx.GraphModule, *, is_backward: bool, keep_order: KeepOrder | None) -> LoweredHalf:
     """Let Inductor lower and schedule a copy of a half as it would to compile it, and read what it allocates; no code is made."""
     from torch._guards import detect_fake_mode
-    from torch._inductor import config
-    from torch._inductor.compile_fx import _recursive_post_grad_passes, maybe_disable_comprehensive_padding, view_to_reshape
+    from torch._inductor import compile_fx, config
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, maybe_disable_comprehensive_padding
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
@@ -96,7 +87,8 @@ def lower(half: fx.GraphModule, *, is_backward: bool, keep_order: KeepOrder | No
     gm = copy.deepcopy(half)
     inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     mode = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
-    view_to_reshape(gm)
+    assert mode is not None, "a captured graph has fake values"
+    compile_fx.view_to_reshape(gm)  # type: ignore[attr-defined]
     with (
         V.set_fake_mode(mode),
         V.set_debug_handler(DebugContext()),
@@ -205,7 +197,7 @@ def _read(graph: Any) -> LoweredHalf:
                 continue
             if name not in outputs and scheduler.can_buffer_be_removed_through_fusion(name, fused):
                 continue
-            first = made_by.get(made.inputs[0].get_name(), i) if isinstance(made, ir.MultiOutput) else i
+            first = made_by.get(str(made.inputs[0].get_name()), i) if isinstance(made, ir.MultiOutput) else i  # type: ignore[union-attr]
             size = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(made), fallback=0)
             born[name] = (int(size) * made.get_dtype().itemsize, first)
     end = len(nodes)
@@ -223,7 +215,7 @@ def _buffer_name(output: Any, root: Callable[[str], str]) -> str | None:
 
     if not isinstance(output, ir.IRNode) or not output.has_tensor_output():
         return None
-    return root(output.get_name())
+    return root(str(output.get_name()))
 
 
 def _origins(node: Any) -> tuple[str, ...]:
