@@ -23,10 +23,11 @@ from fxckpt.passes.order import ORDER
 from fxckpt.pipeline import planner_of
 from fxckpt.plan import Plan
 from fxckpt.profiling import record_runs
-from fxckpt.report import Report
+from fxckpt.report import Break, Report, outputs_bytes
 from fxckpt.torch_private import (
     aot_autograd,
     boxed,
+    break_after,
     guard_sizes,
     inline_regions,
     is_cut_short,
@@ -34,13 +35,13 @@ from fxckpt.torch_private import (
     make_boxed,
     through_dynamo,
 )
-from fxckpt.torch_private.inductor import CustomPartitionerFn, KeepOrder, inductor_backend
+from fxckpt.torch_private.inductor import CustomPartitionerFn, KeepOrder, inductor_backend, inductor_options
 
 log = logging.getLogger("fxckpt")
 
 InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 INNER_NAMES = ("inductor", "aot_eager")
-OPTIONS = ("budget", "policy", "inner", "cost", "verify")
+OPTIONS = ("budget", "policy", "inner", "cost", "verify", "mode", "options")
 
 
 class Backend:
@@ -66,6 +67,8 @@ class Backend:
         ``"exact"``, for debugging: every value that the backward makes again is compared, bit by bit, with a hash of what the forward made;
         :class:`RecomputeMismatch` names the first op that differs. Takes time and memory beyond the plan, and not with ``inner="inductor"``, which
         compiles the two runs of an op differently. None: costs nothing.
+    mode, options:
+        With ``inner="inductor"``: its mode (``"reduce-overhead"``, ``"max-autotune"``, ...) and its configuration, as ``torch.compile`` takes them.
 
     Raises
     ------
@@ -91,6 +94,8 @@ class Backend:
         inner: str | InnerCompiler = "inductor",
         cost: str | CostModel = "roofline",
         verify: str | None = None,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         if verify not in (None, "exact"):
             raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
@@ -104,10 +109,16 @@ class Backend:
                 "verify='exact' compares bits, and Inductor compiles the two runs of an op separately, so that they may differ in the last one. "
                 "Look for the op with inner='aot_eager': fxckpt.Backend(inner='aot_eager', verify='exact')."
             )
+        if inner != "inductor" and (mode or options):
+            raise InvalidOption(
+                f"mode={mode!r}, options={options!r} are Inductor's, and inner={inner!r} is not. Leave them out, or use inner='inductor'."
+            )
+        self._inductor = inductor_options(mode, options)
         self._planner = planner_of(budget, policy, cost, exact=verify == "exact")
         self._inner = inner
         self._plans: list[Plan] = []
-        self._options = (budget, policy, inner, cost, verify)
+        self._breaks: list[Break] = []
+        self._options = (budget, policy, inner, cost, verify, mode, options)
         # Dynamo prints this name in its own errors.
         self.__name__ = "fxckpt"
 
@@ -121,18 +132,26 @@ class Backend:
         return tuple(self._plans)
 
     def report(self) -> Report:
-        """Return one table per compiled graph; print it."""
-        return Report(self.plans)
+        """Return one table per compiled graph, and where the model broke into graphs; print it."""
+        return Report(self.plans, tuple(self._breaks))
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one captured graph; called by Dynamo."""
         gm = inline_regions(gm)
         if is_cut_short(gm) and self._planner.policy is not None:
             self._planner = replace(self._planner, policy=self._planner.policy.lenient())
+        planned = len(self._plans)
+        compiled = self._compile(gm, example_inputs)
+        if is_cut_short(gm):
+            reason, source = break_after(gm)
+            held = outputs_bytes(self._plans[-1]) if len(self._plans) > planned else 0
+            self._breaks.append(Break(len(self._plans) if held else None, reason, source, held))
+        return compiled
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             if self._inner == "inductor":
-                compiled: Callable[..., Any] = inductor_backend(gm, example_inputs, _InductorPartitioner(self), KeepOrder(ORDER))
-                return compiled
+                return inductor_backend(gm, example_inputs, _InductorPartitioner(self), KeepOrder(ORDER), self._inductor)  # type: ignore[no-any-return]
             compiler = make_boxed(self._inner) if callable(self._inner) else boxed
 
             def compile_backward(half: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -146,8 +165,7 @@ class Backend:
                 partition_fn=self._partition,
                 keep_inference_input_mutations=True,
             )
-            compiled = compile_graph(gm, example_inputs)
-            return compiled
+            return compile_graph(gm, example_inputs)  # type: ignore[no-any-return]
         except FxckptError as error:
             raise through_dynamo(error) from error
 
@@ -222,18 +240,31 @@ def source_digest() -> str:
 
 
 def fxckpt_backend(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **unknown: Any
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None, **unknown: Any
 ) -> Callable[..., Any]:
-    """The function behind ``backend="fxckpt"``; ``options`` are the arguments of :class:`Backend`."""
+    """The function behind ``backend="fxckpt"``; ``options`` are the arguments of :class:`Backend`, and Inductor's own."""
     try:
-        given = dict(options or {})
-        extra = [*(k for k in given if k not in OPTIONS), *unknown]
-        if extra:
-            raise InvalidOption(
-                f"unknown option {extra[0]!r} for backend='fxckpt'. Allowed: {', '.join(OPTIONS)}. "
-                "Example: torch.compile(model, backend='fxckpt', options={'budget': '2GiB'})."
-            )
-        backend = Backend(**given)
+        if unknown:
+            raise InvalidOption(f"unknown argument {next(iter(unknown))!r} for backend='fxckpt'. Give options={{...}}, or mode=....")
+        ours = {name: value for name, value in (options or {}).items() if name in OPTIONS}
+        inductor = {name: value for name, value in (options or {}).items() if name not in OPTIONS}
+        if mode is not None:
+            ours["mode"] = mode
+        if inductor:
+            _refuse_misspelt(inductor)
+            ours["options"] = {**(ours.get("options") or {}), **inductor}
+        backend = Backend(**ours)
     except FxckptError as error:
         raise through_dynamo(error) from error
     return backend(gm, example_inputs)
+
+
+def _refuse_misspelt(options: Mapping[str, Any]) -> None:
+    """Raise :class:`InvalidOption` for what Inductor does not know either."""
+    try:
+        inductor_options(None, options)
+    except InvalidOption as error:
+        raise InvalidOption(
+            f"{error} Options of backend='fxckpt': {', '.join(OPTIONS)}. "
+            "Example: torch.compile(model, backend='fxckpt', options={'budget': '2GiB'})."
+        ) from error

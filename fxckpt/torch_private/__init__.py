@@ -439,6 +439,14 @@ def is_cut_short(gm: fx.GraphModule) -> bool:
     return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
 
 
+def break_after(gm: fx.GraphModule) -> tuple[str, str]:
+    """Return why a Dynamo graph that :func:`is_cut_short` ends where it does, and the line of the user's code."""
+    reason: Any = gm.compile_subgraph_reason
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    lines = [line.strip() for line in str(reason.reason).splitlines() if line.strip()]
+    return (lines[0] if lines else "graph break"), "" if frame is None else f"{Path(frame.filename).name}:{frame.lineno}"
+
+
 def make_boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an inner compiler so that what it returns takes its arguments in a list (AOTAutograd's fast convention)."""
     from torch._functorch._aot_autograd.utils import make_boxed_func

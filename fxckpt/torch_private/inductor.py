@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, CustomSchedulerPass
 from torch._ops import OpOverload
 
-from fxckpt.errors import InnerCompilerMissing
+from fxckpt.errors import InnerCompilerMissing, InvalidOption
 
 __all__ = ["CustomPartitionerFn", "LoweredHalf", "fuses", "inductor_backend", "lower", "stock_saved"]
 
@@ -75,6 +76,10 @@ class LoweredHalf:
     """Per input of the graph: the last kernel that reads it, -1 if none does."""
 
 
+AS_PLANNED = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False, "coordinate_descent_tuning": False}
+"""While a half is only looked at, nothing is timed: which kernel is fastest hardly changes what it allocates."""
+
+
 def lower(half: fx.GraphModule, *, is_backward: bool, keep_order: KeepOrder | None) -> LoweredHalf:
     """Let Inductor lower and schedule a copy of a half as it would to compile it, and read what it allocates; no code is made."""
     from torch._guards import detect_fake_mode
@@ -93,7 +98,7 @@ def lower(half: fx.GraphModule, *, is_backward: bool, keep_order: KeepOrder | No
         V.set_fake_mode(mode),
         V.set_debug_handler(DebugContext()),
         _counters_left_alone(),
-        config.patch(_pre_fusion_custom_pass=keep_order),
+        config.patch(AS_PLANNED | {"_pre_fusion_custom_pass": keep_order}),
     ):
         _recursive_post_grad_passes(gm, is_inference=False)
         with maybe_disable_comprehensive_padding(inputs):
@@ -222,7 +227,28 @@ def _origins(node: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(o.name for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()))
 
 
-def inductor_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], partitioner: CustomPartitionerFn, keep_order: KeepOrder) -> Any:
+def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the configuration of Inductor that ``torch.compile(mode=..., options=...)`` would set. Raises :class:`InvalidOption`."""
+    from torch._inductor import config, list_mode_options
+
+    modes = list_mode_options()
+    if mode is not None and mode not in modes:
+        raise InvalidOption(f"mode={mode!r} is not a mode of torch.compile. Use one of {', '.join(map(repr, modes))}.")
+    given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    known = config.get_config_copy()
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        near = get_close_matches(unknown[0], known, 3)
+        raise InvalidOption(
+            f"unknown option {unknown[0]!r}: neither fxckpt nor Inductor has it."
+            + (f" Did you mean {' or '.join(map(repr, near))}?" if near else " torch._inductor.config lists Inductor's.")
+        )
+    return {**(modes[mode] if mode is not None else {}), **given}
+
+
+def inductor_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], partitioner: CustomPartitionerFn, keep_order: KeepOrder, options: Mapping[str, Any]
+) -> Any:
     """Compile with Inductor, its joint passes and caches in force, the partition made by ``partitioner``.
 
     AOTAutograd's own cache is left out: a hit would skip the partitioner, and with it the plan that the user can read. The code of both halves
@@ -232,11 +258,10 @@ def inductor_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], partitio
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.exc import InductorError, InvalidCxxCompiler, TritonMissing
 
+    patches = {**options, "custom_partitioner_fn": partitioner, "_pre_fusion_custom_pass": keep_order}
     try:
         with config.patch(enable_autograd_cache=False):
-            return compile_fx(
-                gm, list(example_inputs), config_patches={"custom_partitioner_fn": partitioner, "_pre_fusion_custom_pass": keep_order}
-            )
+            return compile_fx(gm, list(example_inputs), config_patches=patches)
     except (InductorError, TritonMissing) as error:
         found = getattr(error, "inner_exception", error)
         if not isinstance(found, (InvalidCxxCompiler, TritonMissing)):
