@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -32,6 +32,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fxckpt.errors import CaptureError, FxckptError, InnerCompilerMissing
 
 __all__ = [
+    "GRAPH_FIELDS",
+    "MODULE_FIELDS",
     "RECORD_FUNCTION",
     "BackendCompilerFailed",
     "CustomPartitionerFn",
@@ -64,6 +66,14 @@ __all__ = [
 
 RECORD_FUNCTION = "torch._C._profiler._RecordFunctionFast"
 """The record that torch's own generated code takes; by name, for it is written into code."""
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+MODULE_FIELDS = frozenset(vars(torch.nn.Module()))
+"""What every module keeps its state, hooks and mode in."""
+
+GRAPH_FIELDS = frozenset(vars(fx.GraphModule({}, fx.Graph()))) - MODULE_FIELDS
+"""What a graph module keeps its graph and code in."""
 
 NAME = "fxckpt::named"
 """The op behind :func:`fxckpt.name`. It returns nothing, so that neither autograd nor functionalization sees an alias in it."""
@@ -274,6 +284,13 @@ def is_traced() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
+def tracing_lock() -> threading.RLock:
+    """Return the lock under which Dynamo compiles: torch traces one graph at a time."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
 def is_transformed() -> bool:
     """Return whether a ``torch.func`` transform is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -449,6 +466,13 @@ def fake_rng_state(drawn: torch.Tensor) -> torch.Tensor:
         return torch.empty(5056 if drawn.device.type == "cpu" else 16, dtype=torch.uint8)
 
 
+def with_code(module: M) -> M:
+    """Return a module whose ``forward`` is its own: Dynamo's graphs, and copies of them, make their code when it is asked for."""
+    if isinstance(module, fx.GraphModule):
+        module.code  # noqa: B018
+    return module
+
+
 def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a Dynamo graph without ``nested_compile_region`` calls: a plan spans all of them.
 
@@ -506,7 +530,9 @@ def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> 
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return compiled(*args, **kwargs)
+            # Dynamo takes it that hooks do not change, unless told otherwise where it writes its guards.
+            with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+                return compiled(*args, **kwargs)
         except Unsupported as error:
             raise no_whole_graph(error) from error
 
@@ -586,10 +612,10 @@ def capture_whole(
 ) -> None:
     """Capture ``function(*args, **kwargs)`` as one Dynamo graph on fake tensors and give it to ``receive``; nothing is executed.
 
-    Parameters of a module are copied as fake tensors first: no memory, and the caller's module is left alone. What is on the meta device
-    counts as on the accelerator, or the CPU where there is none: torch 2.13 traces some ops (``nll_loss``) without their gradient on meta. The
-    compile is abandoned after ``receive`` returns, so Dynamo keeps no cache entry of it. Raises :class:`CaptureError` if Dynamo cannot
-    capture one graph.
+    Parameters of a module, or of a method's module, are copied as fake tensors first: no memory, and the caller's is left alone. What is on
+    the meta device counts as on the accelerator, or the CPU where there is none: torch 2.13 traces some ops (``nll_loss``) without their gradient
+    on meta. The compile is abandoned after ``receive`` returns, so Dynamo keeps no cache entry of it. Raises :class:`CaptureError` if Dynamo
+    cannot capture one graph.
     """
     import copy
 
@@ -602,7 +628,7 @@ def capture_whole(
         leave_capture()
 
     mode = _PlacedFakeTensorMode(allow_non_fake_inputs=True)
-    if isinstance(function, torch.nn.Module):
+    if isinstance(getattr(function, "__self__", function), torch.nn.Module):
         with FakeCopyMode(mode):
             function = copy.deepcopy(function)
 
