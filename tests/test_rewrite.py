@@ -608,6 +608,45 @@ def test_a_plan_of_the_compile_door_fits_the_rewrite_door() -> None:
     assert backend.plans == (plan,)
 
 
+@pytest.mark.parametrize("make", [gpt, resnet])
+def test_a_plan_moves_from_one_way_of_capture_to_another(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model, inputs = make()
+    plan = fxckpt.plan(model, *inputs, budget=0.8)
+    for route in ("symbolic_trace", "export", "dynamo"):
+        source, given = ROUTES[route](model, inputs)
+        made = fxckpt.rewrite(source, fxckpt.Plan.from_json(plan.to_json()), example_inputs=given)
+        assert made.plan == plan
+        loss_of(made(*given)).backward()
+        for tensor in (*model.parameters(), *source.parameters(), *given):
+            tensor.grad = None
+        assert fxckpt.measure_peak(lambda made=made, given=given: loss_of(made(*given)).backward()) == plan.peak_bytes
+        own = fxckpt.rewrite(source, budget=0.8, example_inputs=given).plan
+        assert own.digest == plan.digest
+
+
+def test_graphs_that_differ_in_more_than_the_order_of_inputs_stay_two() -> None:
+    def of(f: Callable[..., Tensor]) -> str:
+        return fxckpt.plan(f, *(torch.randn(3, 3, requires_grad=True) for _ in range(2))).digest
+
+    assert of(lambda x, y: (x @ y).sin().sum()) == of(lambda x, y: (y @ x).sin().sum())
+    assert of(lambda x, y: (x @ y + x).sin().sum()) != of(lambda x, y: (x @ y + y).sin().sum())
+    assert of(lambda x, y: (x @ y).sin().sum()) != of(lambda x, y: (x @ x).sin().sum() + 0 * y.sum())
+
+
+def test_a_stored_plan_is_compared_as_any_other() -> None:
+    x = torch.randn(4, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU())
+    one, other = (fxckpt.plan(model, x, policy=policy) for policy in (policies.save_all, policies.recompute_all))
+    stored = fxckpt.Plan.from_json(one.to_json())
+    expected = str(one.diff(other))
+    assert "recomputed" in expected
+    assert str(stored.diff(other)) == expected
+    assert "recomputed" in str(stored.diff(fxckpt.Plan.from_json(other.to_json())))
+    with pytest.raises(fxckpt.InvalidOption, match="different graphs"):
+        stored.diff(fxckpt.plan(model, x[:2]))
+
+
 def test_a_text_that_is_no_plan_is_refused() -> None:
     text = fxckpt.plan(stack(), torch.randn(4, 8)).to_json()
     for wrong, says in (
@@ -616,6 +655,9 @@ def test_a_text_that_is_no_plan_is_refused() -> None:
         (text.replace("fxckpt plan 1", "fxckpt plan 0"), "reads 'fxckpt plan 1'"),
         (text.replace('"saved_bytes"', '"spared_bytes"'), "saved_bytes"),
         (text.replace('"decision": "saved"', '"decision": "lost"'), "lost"),
+        (text.replace('"runs": 0', '"runs": 1', 1), "changed since it was written"),
+        (text.replace('"saved_bytes": ', '"saved_bytes": 1', 1), "changed since it was written"),
+        (text.replace('"saved": [', '"saved": ["other", ', 1), "changed since it was written"),
     ):
         with pytest.raises(fxckpt.InvalidPlan, match=says):
             fxckpt.Plan.from_json(wrong)
