@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxckpt.errors import CaptureError
+from fxckpt.guards import Guards
 from fxckpt.packing import Packed, pack, unpack
 from fxckpt.plan import Plan
 from fxckpt.running import DynamoRunner, GraphRunner, Halves, Recorder, Runner
@@ -125,7 +126,7 @@ class Rewritten(fx.GraphModule):
         return (_unpickled, (pack(self.source), self._step.options, self.plans))
 
 
-def _unpickled(source: nn.Module | Packed, options: tuple[Any, ...], known: Sequence[Plan]) -> Rewritten:
+def _unpickled(source: nn.Module | Packed | Guards, options: tuple[Any, ...], known: Sequence[Plan]) -> Rewritten:
     return Rewritten(Step(unpack(source), options, known))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -464,6 +464,36 @@ def fake_rng_state(drawn: torch.Tensor) -> torch.Tensor:
     mode = drawn.fake_mode if isinstance(drawn, FakeTensor) else FakeTensorMode()
     with mode:
         return torch.empty(5056 if drawn.device.type == "cpu" else 16, dtype=torch.uint8)
+
+
+def guards_function(module: torch.nn.Module) -> FunctionType | None:
+    """Return the function that checks the inputs of an exported graph, of the module by which the graph calls it; None for any other module."""
+    import inspect
+
+    from torch.export._unlift import GuardsFn
+
+    # Dynamo's wrapper calls it ``func``.
+    return inspect.getclosurevars(module.forward).nonlocals["func"] if isinstance(module, GuardsFn) else None
+
+
+def guards_namespace() -> dict[str, Any]:
+    """Return the names that input checks of exported graphs know."""
+    import builtins
+    import math
+
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+    return {**SYMPY_INTERP, "math": math, "inf": math.inf, "__builtins__": builtins}
+
+
+def guards_module(check: Callable[..., None]) -> torch.nn.Module:
+    """Return the module by which an exported graph calls its input checks."""
+    from torch.export._unlift import GuardsFn
+
+    module: Any = GuardsFn()
+    module.forward = torch._dynamo.dont_skip_tracing(check)
+    module._is_impure = True  # nobody uses what it returns
+    return module  # type: ignore[no-any-return]
 
 
 def with_code(module: M) -> M:

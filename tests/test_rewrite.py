@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxckpt
 from fxckpt import policies
 from fxckpt.capture import capture_joint
+from fxckpt.guards import Guards
 from fxckpt.torch_private import aot_autograd, boxed
 from tests.steps import differing, loss_of, outcome
 from tests.zoo import ResNet
@@ -235,6 +236,38 @@ def test_a_pickle_brings_its_plan(route: str) -> None:
     assert differing(expected, got) == []
     assert again.plans == made.plans
     assert again.forward_graph.code == made.forward_graph.code
+
+
+@pytest.mark.parametrize("copied", [lambda made: pickle.loads(pickle.dumps(made)), copy.deepcopy], ids=["pickle", "deepcopy"])
+def test_the_input_checks_of_an_export_are_copied(copied: Callable[[Any], Any]) -> None:
+    x, dims = torch.randn(4, 8), {"input": {0: torch.export.Dim("n", min=3, max=64)}}
+    exported = torch.export.export(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (x,), dynamic_shapes=dims).module()
+    made = copied(copied(fxckpt.rewrite(exported, policies.recompute_all)))
+    made(torch.randn(64, 8)).sum().backward()
+    assert torch.equal(torch.compile(made, backend="eager", fullgraph=True)(x), exported(x))
+    with pytest.raises(fxckpt.CaptureError, match=r"Guard failed: input.size\(\)\[0\] <= 64"):
+        made(torch.randn(65, 8))
+    with torch.no_grad(), pytest.raises(AssertionError, match=r"Guard failed: input.size\(\)\[0\] >= 3"):
+        made(torch.randn(2, 8))
+
+
+def test_input_checks_made_by_another_python_are_refused() -> None:
+    with pytest.raises(fxckpt.CaptureError, match=r"pickled under Python 3\.1(.|\n)*check_guards=False"):
+        Guards(b"", (3, 1)).load()
+
+
+def twice(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return 2 * out
+
+
+def test_a_pickle_of_a_graph_keeps_its_hooks_and_attributes() -> None:
+    made, x = fxckpt.rewrite(fx.symbolic_trace(stack().eval()), policies.recompute_all), torch.randn(4, 8)
+    made.register_forward_hook(twice)
+    made.get_submodule("0.0").register_forward_hook(twice)
+    made.scale = 3.0
+    again = pickle.loads(pickle.dumps(made))
+    assert again.scale == 3.0
+    assert torch.equal(again(x), made(x))
 
 
 def test_a_pickle_is_read_in_a_new_process(tmp_path: Any) -> None:
