@@ -18,7 +18,7 @@ from fxckpt.packing import Packed, pack, unpack
 from fxckpt.plan import Plan
 from fxckpt.running import DynamoRunner, GraphRunner, Halves, Recorder, Runner
 from fxckpt.structure import flatten
-from fxckpt.torch_private import GRAPH_FIELDS, is_traced, is_transformed, with_code
+from fxckpt.torch_private import GRAPH_FIELDS, is_jit_traced, is_traced, is_transformed, not_compiled, with_code
 
 OWN = frozenset((*GRAPH_FIELDS, "graph", "_step", "__class__", "__dict__"))
 """The attributes that a rewritten module and its source do not have in common."""
@@ -102,6 +102,11 @@ class Rewritten(fx.GraphModule):
         type(self).forward = _Forward(vars(type(self))["forward"])  # type: ignore[assignment,method-assign]
         return code
 
+    def delete_all_unused_submodules(self) -> None:
+        """Delete what the graph of the source does not use; the graph of the step names no submodule."""
+        if isinstance(self.source, fx.GraphModule):
+            self.source.delete_all_unused_submodules()
+
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
         """Return the code of the step and, once planned, of its forward and backward, with what is saved and what runs again by name."""
         parts = [super().print_readable(False, *args, **kwargs)]
@@ -115,8 +120,9 @@ class Rewritten(fx.GraphModule):
         return text
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rewritten:
-        made = Rewritten(Step(copy.deepcopy(self.source, memo), self._step.options, self.plans))
-        memo[id(self)] = made
+        source = copy.deepcopy(self.source, memo)
+        # Among the attributes may have been the module itself.
+        made: Rewritten = memo.setdefault(id(self), Rewritten(Step(source, self._step.options, self.plans)))
         return made
 
     def __copy__(self) -> Rewritten:
@@ -148,6 +154,10 @@ class _Forward:
         raise AttributeError("the forward of a rewritten module is that of its graph")
 
 
+# Dynamo compiles what it comes across, and looks the forward up to do so.
+not_compiled(_Forward.__get__)
+
+
 NOT_YET = (
     "nothing was planned yet: the shapes are not known. Give them, fxckpt.rewrite(gm, policy, example_inputs=(x,)), or call the module once "
     "with gradients enabled."
@@ -175,7 +185,7 @@ class Step:
         """Run the forward."""
         args, kwargs = (*args, *more), {**kwargs, **more_kwargs}
         # Who traces or transforms is to see the ops themselves.
-        is_seen_through = torch.compiler.is_compiling() or is_traced() or is_transformed()
+        is_seen_through = torch.compiler.is_compiling() or is_jit_traced() or is_traced() or is_transformed()
         if is_seen_through or not torch.is_grad_enabled() or not self._needs_plan(args, kwargs):
             return self.source.forward(*args, **kwargs)
         return self.runner(args, kwargs)

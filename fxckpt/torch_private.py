@@ -284,6 +284,11 @@ def is_traced() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
+def is_jit_traced() -> bool:
+    """Return whether ``torch.jit.trace`` records ops."""
+    return torch._C._get_tracing_state() is not None
+
+
 def tracing_lock() -> threading.RLock:
     """Return the lock under which Dynamo compiles: torch traces one graph at a time."""
     from torch._dynamo.convert_frame import compile_lock

@@ -515,6 +515,32 @@ def test_a_forward_that_hides_the_class_s_is_no_way_round_the_plan() -> None:
     assert "mm" in made.plan.recomputed
 
 
+def test_a_module_that_holds_itself_is_copied() -> None:
+    made = fxckpt.rewrite(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), policies.recompute_all)
+    made.parts = [made, made.get_submodule("0")]
+    twin = copy.deepcopy(made)
+    assert twin.parts[0] is twin
+    assert twin.parts[1] is twin.get_submodule("0")
+
+
+@either
+def test_torch_s_other_ways_to_run_or_clean_a_graph(of: Callable[[nn.Module], nn.Module]) -> None:
+    made, x = fxckpt.rewrite(of(stack().eval()), policies.recompute_all), torch.randn(4, 8)
+    expected = made(x)
+    made.delete_all_unused_submodules()
+    assert torch.equal(torch.export.export(made, (x,)).module()(x), expected)
+    made.compile(backend="aot_eager")
+    assert torch.equal(made(x), expected)
+
+
+def test_a_module_that_is_called_twice_has_one_path() -> None:
+    lin = nn.Linear(4, 4)
+    model, x = nn.Sequential(lin, nn.Tanh(), lin, nn.Tanh()), torch.randn(2, 4)
+    for made in (fxckpt.rewrite(model, policies.save("1"), example_inputs=(x,)), fxckpt.rewrite(model, policies.save("1"))):
+        made(x).sum().backward()
+        assert "tanh" in made.plan.saved
+
+
 # Changes after a plan was made.
 
 
