@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxckpt.torch_private import GRAPH_FIELDS, MODULE_FIELDS
+from fxckpt.torch_private import MODULE_FIELDS
 
 Place = tuple[Any, ...]
 
 HOOKS = MODULE_FIELDS - {"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
-STATE = MODULE_FIELDS | GRAPH_FIELDS
-"""Where a module's own attributes are not."""
 PLAIN = frozenset((bool, int, float, str, bytes, type(None), torch.dtype, torch.device))
 
 
@@ -29,8 +28,8 @@ class Signature:
     state: tuple[Place, ...]
     """Parameters and buffers."""
     modules: tuple[Place, ...]
-    """Per module: which it is, its mode, its code if it is a graph, its hooks and its attributes. What changes inside an object that is an
-    attribute is not seen."""
+    """Per module: which it is, its mode, its code if it is a graph, its hooks and its attributes (of a graph those that it reads). What changes
+    inside an object that is an attribute is not seen."""
     autocast: tuple[Any, ...]
 
 
@@ -67,15 +66,17 @@ class _Same:
 
 def _module(module: nn.Module, hooks: frozenset[str]) -> Place:
     found: list[Any] = [weakref.ref(module), module.training]
+    ignored: AbstractSet[str] = MODULE_FIELDS
+    if isinstance(module, fx.GraphModule):
+        # The code of a graph is a new text whenever it is made, and says which attributes it reads.
+        found.append(_Same(module.code))
+        ignored = vars(module).keys() - {str(node.target).partition(".")[0] for node in module.graph.find_nodes(op="get_attr")}
     for name, value in vars(module).items():
-        if name not in STATE:
+        if name not in ignored:
             found.append((name, _attribute(value)))
         elif value and name in hooks:
             # A hook has a number that no other hook gets.
             found.append((name, *value))
-    if isinstance(module, fx.GraphModule):
-        # The code of a graph is a new text whenever it is made.
-        found.append(_Same(module.code))
     return tuple(found)
 
 
