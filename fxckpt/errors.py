@@ -36,7 +36,7 @@ class PolicyMatchesNothing(FxckptError, ValueError):
 
 
 class InvalidPlan(FxckptError, ValueError):
-    """A text that is no plan, or one of another version."""
+    """A text that is no plan, one of another version, or one that was changed."""
 
 
 class PlanMismatch(FxckptError, ValueError):

@@ -6,12 +6,13 @@ So a trace of it knows of each op the module, the name and the source line that 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxckpt.torch_private import PyTreeCodeGen
+from fxckpt.torch_private import PyTreeCodeGen, with_code
 
 
 class Interpreted(nn.Module):
@@ -20,7 +21,7 @@ class Interpreted(nn.Module):
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__()
         self.graph = graph
-        self._signature = inspect.signature(graph.forward)
+        self._signature = inspect.signature(with_code(graph).forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph."""
@@ -29,20 +30,20 @@ class Interpreted(nn.Module):
         graph = self.graph.graph
         with fx.traceback.preserve_node_meta():
             if not isinstance(graph._codegen, PyTreeCodeGen):
-                return _ByName(self.graph, bound.arguments).run(enable_io_processing=False)
+                return _AsBound(self.graph, bound.arguments.values()).run(enable_io_processing=False)
             flat = _flat_inputs(graph._codegen, bound.arguments)
             return graph.process_outputs(fx.Interpreter(self.graph).run(*flat, enable_io_processing=False))
 
 
-class _ByName(fx.Interpreter):
-    """Finds what a placeholder stands for by its name, ``*args`` and ``**kwargs`` too."""
+class _AsBound(fx.Interpreter):
+    """Gives each placeholder the argument in its place; ``*args`` and ``**kwargs`` as the tuple and dict that they are."""
 
-    def __init__(self, graph: fx.GraphModule, given: dict[str, Any]) -> None:
+    def __init__(self, graph: fx.GraphModule, given: Iterable[Any]) -> None:
         super().__init__(graph)
-        self.given = given
+        self.given = iter(given)
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self.given[str(target).lstrip("*")]
+        return next(self.given)
 
 
 def _flat_inputs(codegen: PyTreeCodeGen, given: dict[str, Any]) -> list[Any]:

@@ -1,11 +1,14 @@
 """Packing: a graph module as data that pickles.
 
 A ``GraphModule`` pickles as code, which loses what its nodes know (module, name, source line), may rename them, and fails for exported ones, whose
-input checks are closures. Here every node is kept under its name, with that much of its metadata; an export's input checks are left out.
+input checks, hooks and ``train`` are closures. Here every node is kept under its name, with that much of its metadata; the checks are kept as code
+(:mod:`fxckpt.guards`), and do the work of an export's own hooks.
 """
 
 from __future__ import annotations
 
+import types
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +16,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxckpt.guards import Guards, guards_of
 from fxckpt.passes.normalize import NAME
-from fxckpt.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket, PyTreeCodeGen
+from fxckpt.torch_private import GRAPH_FIELDS, MODULE_FIELDS, HigherOrderOperator, OpOverload, OpOverloadPacket, PyTreeCodeGen
 
-STATE = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 NOTES = ("stack_trace", "recompute", "ac_graph_id", NAME)
 """Metadata that is kept as it is; of ``nn_module_stack`` the paths are."""
 
@@ -52,35 +55,35 @@ class Packed:
     name: str
     nodes: tuple[_Node, ...]
     codegen: Any
-    state: Mapping[str, Any]
-    children: Mapping[str, Any]
     attributes: Mapping[str, Any]
-    is_training: bool
+    """State, hooks, mode, and what else the module was given."""
+    children: Mapping[str, Any]
+    has_one_mode: bool
+    """Whether it refuses to change between training and evaluation, as exported graphs do."""
 
 
-def pack(module: nn.Module) -> nn.Module | Packed:
+def pack(module: nn.Module) -> nn.Module | Packed | Guards:
     """Return a graph module as data; any other module as it is."""
     if not isinstance(module, fx.GraphModule):
-        return module
-    nodes = [node for node in module.graph.nodes if not _is_input_check(node)]
-    read = {str(node.target).split(".")[0] for node in nodes if node.op == "get_attr"}
+        return guards_of(module) or module
+    held = vars(module)
     return Packed(
         type(module).__name__,
-        tuple(_Node(n.op, n.name, _target(n), _data(n.args), _data(n.kwargs), _notes(n)) for n in nodes),
+        tuple(_Node(n.op, n.name, _target(n), _data(n.args), _data(n.kwargs), _notes(n)) for n in module.graph.nodes),
         module.graph._codegen if isinstance(module.graph._codegen, PyTreeCodeGen) else None,
-        {key: module.__dict__[key] for key in STATE},
-        {name: child and pack(child) for name, child in module._modules.items() if name != INPUT_CHECK},
-        {name: value for name, value in vars(module).items() if name in read},
-        module.training,
+        {name: _kept(name, value) for name, value in held.items() if name not in (*GRAPH_FIELDS, *MODES, "_modules")},
+        {name: child and pack(child) for name, child in module._modules.items()},
+        all(name in held for name in MODES),
     )
 
 
-def unpack(packed: nn.Module | Packed) -> nn.Module:
-    """Return the module that :func:`pack` was given."""
+def unpack(packed: nn.Module | Packed | Guards) -> nn.Module:
+    """Return the module that :func:`pack` was given. Raises :class:`CaptureError` for the checks of another version of Python."""
+    if isinstance(packed, Guards):
+        return packed.load()
     if not isinstance(packed, Packed):
         return packed
     root = nn.Module()
-    root.__dict__.update(packed.state)
     root.__dict__.update(packed.attributes)
     for name, child in packed.children.items():
         root.add_module(name, child and unpack(child))
@@ -95,17 +98,24 @@ def unpack(packed: nn.Module | Packed) -> nn.Module:
         new.meta.update(node.notes)
         made[node.name] = new
     module = fx.GraphModule(root, graph, packed.name)
-    for key in (*STATE, "_modules"):
-        module.__dict__[key] = root.__dict__[key]
-    module.__dict__["training"] = packed.is_training
+    module.__dict__.update(vars(root))
+    if packed.has_one_mode:
+        module.__dict__.update({name: types.MethodType(_refuse_mode, module) for name in MODES})
     return module
 
 
-INPUT_CHECK = "_guards_fn"
+MODES = ("train", "eval")
 
 
-def _is_input_check(node: fx.Node) -> bool:
-    return node.op == "call_module" and node.target == INPUT_CHECK and not node.users
+def _refuse_mode(module: nn.Module, mode: bool = True) -> nn.Module:
+    raise NotImplementedError("an exported graph has one mode. Export the model in the mode that you want.")
+
+
+def _kept(name: str, value: Any) -> Any:
+    """Return an attribute; of hooks, those that are not an export's own."""
+    if name not in MODULE_FIELDS or not isinstance(value, OrderedDict):
+        return value
+    return OrderedDict((key, hook) for key, hook in value.items() if not str(getattr(hook, "__module__", "")).startswith("torch.export."))
 
 
 def _target(node: fx.Node) -> Any:

@@ -129,7 +129,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """A hash of the graph and of what is decided about it; equal on every machine that decides the same."""
+        """A hash of the graph and of what is decided about it; equal on every machine, and by every way of capture, that decides the same."""
         decided = (*self.graph, "saved", *self.saved, "runs again", *(f"{run.name} before {run.before}" for run in self.schedule))
         return hashlib.sha256("\n".join(decided).encode()).hexdigest()[:16]
 
@@ -141,7 +141,10 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Return the plan of a JSON text. Raises :class:`~fxckpt.errors.InvalidPlan` for another text, or one of another version."""
+        """Return the plan of a JSON text.
+
+        Raises :class:`~fxckpt.errors.InvalidPlan` for another text, one of another version, or one that was changed.
+        """
         from fxckpt.plan_json import load
 
         return load(text)

@@ -1,7 +1,8 @@
-"""Plans as JSON: every figure of a plan under its own name, with the version of the form."""
+"""Plans as JSON: every figure of a plan under its own name, with the version of the form and a checksum of the figures."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -16,11 +17,11 @@ def dump(plan: Plan, *, indent: int | None = None) -> str:
     """Return a plan as JSON text."""
     # The step is what a plan is drawn from, many times larger than what it decides: it stays behind.
     figures = {name: value for name, value in asdict(replace(plan, step=None)).items() if name != "step"}
-    return json.dumps({"form": FORM, **figures}, indent=indent)
+    return json.dumps({"form": FORM, "checksum": _checksum(figures), **figures}, indent=indent)
 
 
 def load(text: str) -> Plan:
-    """Return the plan of a JSON text. Raises :class:`InvalidPlan` for a text of another form."""
+    """Return the plan of a JSON text. Raises :class:`InvalidPlan` for a text of another form, or one that was changed."""
     try:
         data = json.loads(text)
     except (json.JSONDecodeError, TypeError) as error:
@@ -31,9 +32,20 @@ def load(text: str) -> Plan:
             f"the text is of form {found!r}, this version of fxckpt reads {FORM!r}. Plan again, or read it with the version that wrote it."
         )
     try:
-        return _plan({key: value for key, value in data.items() if key != "form"})
+        written, figures = data["checksum"], {key: value for key, value in data.items() if key not in ("form", "checksum")}
+        plan = _plan(figures)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidPlan(f"the text has the form {FORM!r}, but not its fields: {type(error).__name__}: {error}.") from error
+    if written != (found := _checksum(figures)):
+        raise InvalidPlan(
+            f"the text was changed since it was written: its figures have the checksum {found}, and it says {written}. Plan again, with a policy "
+            "that says what you want: a plan is applied as it was made."
+        )
+    return plan
+
+
+def _checksum(figures: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _plan(data: dict[str, Any]) -> Plan:

@@ -26,6 +26,8 @@ must not run twice (mutation, effects, unknown ops, decisions that nobody demand
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -81,7 +83,7 @@ def every(n: int, of: Any = None) -> Policy:
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise InvalidOption(f"every({n!r}): give a whole number from 1 up. every(1) saves all, every(2) half of the values.")
-    return Every(n, as_policy(of))
+    return Every(n, None if of is None else as_part(of))
 
 
 def block_boundaries(*patterns: str) -> Policy:
@@ -127,9 +129,10 @@ def save_any_except(*names: str) -> Policy:
 def first_match(*policies: Any) -> Policy:
     """Ask ``policies`` in order: the first that does not leave a value open decides it.
 
-    ``first_match(save("layers.*.attn"), recompute_all)`` saves attention and runs the rest again.
+    ``first_match(save("layers.*.attn"), recompute_all)`` saves attention and runs the rest again. A function in torch's form leaves a value open
+    by returning None.
     """
-    found = tuple(p for p in map(as_policy, policies) if p is not None)
+    found = tuple(as_part(p) for p in policies if p is not None)
     if not found:
         raise InvalidOption(f"first_match() needs at least one policy. {FORMS}")
     return FirstMatch(found)
@@ -160,13 +163,34 @@ def as_policy(policy: Any) -> Policy | None:
         if all(map(_is_op, policy)):
             # A list is often written for several machines, whose kernels differ: what a graph does not have is no error, as torch has it.
             return Ops(_op_names("policy", policy), is_strict=False)
-        parts = [as_policy(part) for part in policy]
-        return functools.reduce(Either, [part for part in parts if part is not None])
+        return functools.reduce(Either, [as_part(part) for part in policy if part is not None])
     if isinstance(policy, functools.partial) and policy.func is create_selective_checkpoint_contexts:
         return as_policy(policy.args[0] if policy.args else policy.keywords.get("policy_fn_or_list"))
+    if (example := next((text for maker, text in MAKERS if policy is maker), None)) is not None:
+        raise InvalidOption(f"policy={policy.__name__} makes policies, and is none itself: call it, as in policy={example}.")
     if callable(policy) and not isinstance(policy, type) and not _is_op(policy):
         return Function(policy)
     raise InvalidOption(f"policy={policy!r} is not a policy. {_hint(policy)}{FORMS}")
+
+
+MAKERS: tuple[tuple[Callable[..., Policy], str], ...] = (
+    (every, "every(2)"),
+    (block_boundaries, "block_boundaries('layers.*')"),
+    (save_ops, "save_ops(torch.ops.aten.mm)"),
+    (save, "save('layers.*.attn')"),
+    (recompute, "recompute('decoder.**.mlp.*')"),
+    (save_only, "save_only('attn_out')"),
+    (save_any_except, "save_any_except('attn_out')"),
+    (first_match, "first_match(save('layers.*.attn'), recompute_all)"),
+)
+
+
+def as_part(policy: Any) -> Policy:
+    """Return one policy of several. A function among them may leave a value to the others. Raises :class:`InvalidOption` for what is no policy."""
+    found = as_policy(policy)
+    if found is None:
+        raise InvalidOption(f"policy=None is not a policy. {FORMS}")
+    return replace(found, is_part=True) if isinstance(found, Function) else found
 
 
 def _is_op(op: Any) -> bool:

@@ -38,7 +38,7 @@ class Value:
     """The ``OpOverload`` (or higher-order op) that makes it."""
     module: str = ""
     """Path of the module that made it, as ``named_modules()`` spells it; empty for the model itself, or where a trace has no modules."""
-    name: str | None = None
+    names: tuple[str, ...] = ()
     """What :func:`fxckpt.name` called it."""
     shape: tuple[int, ...] = ()
     """Of the first tensor, if the op makes several."""
@@ -60,6 +60,8 @@ class Value:
     """Place in the forward's sequence of values, from 0."""
     reads: tuple[int, ...] = ()
     """Positions of the values it reads, be it through views."""
+    input_names: tuple[str, ...] = ()
+    """What :func:`fxckpt.name` called the inputs of the graph that it reads, be it through views."""
     node: str = ""
     """Name in the graph, as plans print it."""
 
@@ -74,7 +76,8 @@ class Policy(ABC):
 
     ``a | b`` applies both: where one leaves open, the other decides; MUST goes before PREFER; of two that only prefer, saving wins.
     ``a & b`` saves what both save: it leaves open what either leaves open, and of two different answers takes the one that saves less.
-    ``~a`` says the opposite of ``a``. In ``|`` and ``&``, two MUSTs that clash raise :class:`~fxckpt.errors.PolicyConflict`.
+    ``~a`` says the opposite of ``a``. In ``|`` and ``&``, two MUSTs that clash raise :class:`~fxckpt.errors.PolicyConflict`. One side may be a
+    function or a list of ops in torch's form; a function that returns None leaves the value open.
     """
 
     @property
@@ -102,13 +105,25 @@ class Policy(ABC):
         return self
 
     def __or__(self, other: Any) -> Policy:
-        return Either(self, other) if isinstance(other, Policy) else NotImplemented
+        return Either(self, _part(other))
+
+    def __ror__(self, other: Any) -> Policy:
+        return Either(_part(other), self)
 
     def __and__(self, other: Any) -> Policy:
-        return Both(self, other) if isinstance(other, Policy) else NotImplemented
+        return Both(self, _part(other))
+
+    def __rand__(self, other: Any) -> Policy:
+        return Both(_part(other), self)
 
     def __invert__(self) -> Policy:
         return Opposite(self)
+
+
+def _part(policy: Any) -> Policy:
+    from fxckpt.policies import as_part
+
+    return as_part(policy)
 
 
 def decide_all(policy: Policy, values: Sequence[Value]) -> list[CheckpointPolicy | None]:
@@ -268,6 +283,8 @@ class Function(Policy):
     """A function ``policy(ctx, op, *args, **kwargs)``, torch's own form."""
 
     function: Callable[..., Any]
+    is_part: bool = False
+    """Whether there are other policies, to which it may leave a value by returning None."""
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """Ask the function.
@@ -284,6 +301,13 @@ class Function(Policy):
             ) from error
         if isinstance(answer, bool):
             return CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
+        if answer is None and self.is_part:
+            return None
+        if answer is None:
+            raise InvalidOption(
+                f"the policy returned None for {value.op}, and there is no other policy to decide. Return a CheckpointPolicy for every op, for "
+                "example CheckpointPolicy.PREFER_RECOMPUTE, or name who decides the rest: first_match(function, recompute_all)."
+            )
         if not isinstance(answer, CheckpointPolicy):
             raise InvalidOption(
                 f"the policy returned {answer!r} for {value.op}; it must return a CheckpointPolicy, for example CheckpointPolicy.PREFER_RECOMPUTE."
@@ -293,6 +317,9 @@ class Function(Policy):
                 f"the policy returned {answer!r} for {value.op}: offloading is not supported. Return MUST_SAVE to keep the value, or MUST_RECOMPUTE."
             )
         return answer
+
+    def __repr__(self) -> str:
+        return str(getattr(self.function, "__name__", self.function))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from tabulate import tabulate
 
 from fxckpt.budget import format_bytes
 from fxckpt.errors import InvalidOption
-from fxckpt.passes.step import Step
 from fxckpt.plan import Decision, Plan, Reason, Row
 from fxckpt.reasons import Readers, Reasons
 from fxckpt.tables import Column, Table
@@ -401,17 +400,16 @@ class Difference:
 
 def diff(before: Plan, after: Plan) -> Difference:
     """Return what changes from one plan to another. Raises :class:`InvalidOption` for plans of different graphs."""
-    if _graph(before.step) != _graph(after.step) or before.baseline_peak_bytes != after.baseline_peak_bytes:
+    if before.graph != after.graph:
         raise InvalidOption(
             "these two plans are of different graphs, so their values cannot be compared. Plan the same model with the same input sizes twice."
         )
+    # A plan that was stored comes without its step; that of the other is the same.
+    step = before.step or after.step
+    before, after = replace(before, step=step), replace(after, step=step)
     old, new = ({row.name: row for row in plan.rows} for plan in (before, after))
     changed = [(old.get(n), new.get(n)) for n in dict.fromkeys((*old, *new)) if _said(old.get(n)) != _said(new.get(n))]
     return Difference(before, after, tuple(sorted(changed, key=lambda pair: -_bytes(*pair))))
-
-
-def _graph(step: Step | None) -> tuple[str, ...]:
-    return () if step is None else tuple(label.name for label in step.labels)
 
 
 def _bytes(before: Row | None, after: Row | None) -> int:

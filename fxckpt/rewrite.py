@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import _pytree as pytree
 
 from fxckpt.budget import Budget
@@ -14,7 +15,7 @@ from fxckpt.cost import CostModel
 from fxckpt.errors import InvalidOption
 from fxckpt.joint import is_joint, rewrite_joint
 from fxckpt.placeholders import inputs_of, real_like
-from fxckpt.rewritten import FunctionModule, Rewritten, parameters_of
+from fxckpt.rewritten import FunctionModule, Rewritten, Step, parameters_of
 from fxckpt.torch_private import FakeTensor
 
 
@@ -32,9 +33,9 @@ def rewrite(
     Parameters
     ----------
     gm:
-        A forward graph of ``torch.fx.symbolic_trace``, ``make_fx``, ``torch.export`` (``.module()``) or Dynamo; any module or function, which Dynamo
-        captures; or a joint graph in AOTAutograd's form (placeholders ``primals_*`` and ``tangents_*``), for which the joint graph with explicit
-        recompute is returned. It is left alone.
+        A forward graph of ``torch.fx.symbolic_trace``, ``make_fx``, ``torch.export`` (``.module()``) or Dynamo; any module, method or function,
+        which Dynamo captures; or a joint graph in AOTAutograd's form (placeholders ``primals_*`` and ``tangents_*``), for which the joint graph
+        with explicit recompute is returned. It is left alone.
     policy:
         As for :class:`fxckpt.Backend`; or a :class:`~fxckpt.Plan`, which is applied as it is and refused for another graph.
     example_inputs:
@@ -45,7 +46,9 @@ def rewrite(
 
     Returns
     -------
-    A ``GraphModule`` with the signature, parameters, buffers and ``state_dict`` keys of ``gm``; the tensors are shared. ``.plan`` is its latest plan,
+    A ``GraphModule`` with the signature, parameters, buffers and ``state_dict`` keys of ``gm``. It is one with ``gm`` in all but the graph: state,
+    hooks, mode and attributes are the same objects, and what the class of ``gm`` defines it has as well; only a parametrization of ``gm`` itself
+    has to be registered on ``gm``. A method's module is the child ``owner``. ``.plan`` is its latest plan,
     ``.forward_graph`` and ``.backward_graph`` the graphs that follow it. Every signature (shapes, strides, dtypes, devices, what needs a
     gradient, other arguments' values, training mode, autocast) has a plan of its own, made at its first call and kept; sizes are never symbolic,
     so pad what varies to a few sizes, or compile with :class:`fxckpt.Backend`, which plans for ranges.
@@ -83,11 +86,24 @@ def rewrite(
     if isinstance(owner, nn.Module) and getattr(gm, "__name__", "") == "forward":
         gm = owner
     source = gm if isinstance(gm, nn.Module) else FunctionModule(gm)
-    made = Rewritten(source, options)
+    _refuse_what_has_no_step(source)
+    step = Step(source, options)
+    made = Rewritten(step)
     given = inputs_of(source) if example_inputs is None else _arguments(source, example_inputs)
     if given is not None:
-        made.prepare(*given)
+        step.prepare(*given)
     return made
+
+
+def _refuse_what_has_no_step(source: nn.Module) -> None:
+    """Raise :class:`InvalidOption` for a module that cannot be called, or not yet, or whose attributes cannot be shared."""
+    kind = type(source).__name__
+    if getattr(source.forward, "__func__", None) is nn.Module.forward:
+        raise InvalidOption(f"rewrite({kind}): a {kind} has no forward. Give the module that calls what is in it, or nn.Sequential of it.")
+    if isinstance(source, LazyModuleMixin) and source.has_uninitialized_params():
+        raise InvalidOption(f"rewrite({kind}): its parameters have no shapes before its first call. Call it once, then rewrite it.")
+    if any(vars(base).get("__slots__") for base in type(source).__mro__):
+        raise InvalidOption(f"rewrite({kind}): it keeps attributes in __slots__, which no other object can share. Leave __slots__ out.")
 
 
 def _arguments(source: nn.Module, example_inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:

@@ -13,54 +13,46 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxckpt.errors import CaptureError
+from fxckpt.guards import Guards
 from fxckpt.packing import Packed, pack, unpack
 from fxckpt.plan import Plan
 from fxckpt.running import DynamoRunner, GraphRunner, Halves, Recorder, Runner
 from fxckpt.structure import flatten
-from fxckpt.torch_private import is_traced, is_transformed
+from fxckpt.torch_private import GRAPH_FIELDS, is_jit_traced, is_traced, is_transformed, not_compiled, with_code
 
-SHARED = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-"""What a module keeps its state and hooks in: a rewritten module and its source have them in common, so that a change of one shows in both."""
+OWN = frozenset((*GRAPH_FIELDS, "graph", "_step", "__class__", "__dict__"))
+"""The attributes that a rewritten module and its source do not have in common."""
 
 
 class Rewritten(fx.GraphModule):
     """A module whose backward follows a plan; :func:`fxckpt.rewrite` makes it.
 
-    It has the signature, parameters, buffers and ``state_dict`` keys of what it was made from, and shares the tensors. Without gradients it runs the
-    forward as it was written, and so it does where ``torch.compile`` or a tracer goes through it. A call of other shapes, dtypes or
-    training mode is planned on its own, once.
+    It and its source are two objects over one ``__dict__``: parameters, buffers, hooks, mode and every other attribute are the same, whichever
+    of the two is read, written or called. What the source's class defines (``state_dict``, ``train``, methods of its own) it has as well, for that
+    class is one of its bases. Its own are its graph and the step; they live in slots.
+
+    Without gradients it runs the forward as it was written, and so it does where ``torch.compile`` or a tracer goes through it. A call of other
+    shapes, dtypes or training mode is planned on its own, once.
     """
 
-    def __init__(self, source: nn.Module, options: tuple[Any, ...], known: Sequence[Plan] = ()) -> None:
-        step = Step(source, options, known)
-        super().__init__({}, step_graph(source, step), type(source).__name__)
-        for name in SHARED:
-            if name in source.__dict__:
-                self.__dict__[name] = source.__dict__[name]
-        self.__dict__["training"] = source.training
-        self.__dict__["_step"] = step
+    __slots__ = (*sorted(GRAPH_FIELDS), "_step")
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        super().__init__({}, step_graph(step.source, step), type(step.source).__name__)
+        self.__dict__ = step.source.__dict__
+        # A graph module has a class of its own. It gets its bases here: as bases from the start, their __init__ and __init_subclass__ would run.
+        type(self).__bases__ = (Rewritten, _class_of(step.source))
 
     @property
     def source(self) -> nn.Module:
         """What was rewritten, as it was."""
-        return self._of_step.source
+        return self._step.source
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """A plan a signature, in the order they were made."""
-        return self._of_step.recorder.known
+        return self._step.recorder.known
 
     @property
     def plan(self) -> Plan:
@@ -80,44 +72,45 @@ class Rewritten(fx.GraphModule):
         return self._halves.backward
 
     @property
-    def _of_step(self) -> Step:
-        step: Step = self.__dict__["_step"]
-        return step
-
-    @property
     def _halves(self) -> Halves:
-        made = self._of_step.recorder.made
+        made = self._step.recorder.made
         if not made:
             raise CaptureError("the graphs of the plan are made at the first call: call the module once." if self.plans else NOT_YET)
         return made[-1]
-
-    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Plan for these arguments, without running anything. Raises what planning raises."""
-        self._of_step.prepare(args, kwargs)
-
-    def train(self, mode: bool = True) -> Rewritten:
-        """Set training mode, as the source does."""
-        if "train" in vars(self.source):
-            # An exported graph has a word of its own to say.
-            self.source.train(mode)
-        else:
-            super().train(mode)
-            self.source.training = mode
-        return self
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "_step" not in self.__dict__:
+            if name in OWN:
                 raise
-        # Hooks and callers ask for what the source was given beside its state.
+        # The source's class may have changed since.
         return getattr(self.source, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.source, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.source, name)
+
+    def recompile(self) -> Any:
+        """Make the code of the graph anew."""
+        code = super().recompile()
+        type(self).forward = _Forward(vars(type(self))["forward"])  # type: ignore[assignment,method-assign]
+        return code
+
+    def delete_all_unused_submodules(self) -> None:
+        """Delete what the graph of the source does not use; the graph of the step names no submodule."""
+        if isinstance(self.source, fx.GraphModule):
+            self.source.delete_all_unused_submodules()
 
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
         """Return the code of the step and, once planned, of its forward and backward, with what is saved and what runs again by name."""
         parts = [super().print_readable(False, *args, **kwargs)]
-        if self._of_step.recorder.made:
+        if self._step.recorder.made:
             halves = self._halves
             parts.append(_summary(halves.plan))
             parts += [half.print_readable(False, *args, **kwargs) for half in (halves.forward, halves.backward)]
@@ -127,19 +120,42 @@ class Rewritten(fx.GraphModule):
         return text
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rewritten:
-        made = Rewritten(copy.deepcopy(self.source, memo), self._of_step.options, self.plans)
-        memo[id(self)] = made
+        source = copy.deepcopy(self.source, memo)
+        # Among the attributes may have been the module itself.
+        made: Rewritten = memo.setdefault(id(self), Rewritten(Step(source, self._step.options, self.plans)))
         return made
 
     def __copy__(self) -> Rewritten:
-        return Rewritten(self.source, self._of_step.options, self.plans)
+        return Rewritten(Step(copy.copy(self.source), self._step.options, self.plans))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_unpickled, (pack(self.source), self._of_step.options, self.plans))
+        return (_unpickled, (pack(self.source), self._step.options, self.plans))
 
 
-def _unpickled(source: nn.Module | Packed, options: tuple[Any, ...], known: Sequence[Plan]) -> Rewritten:
-    return Rewritten(unpack(source), options, known)
+def _unpickled(source: nn.Module | Packed | Guards, options: tuple[Any, ...], known: Sequence[Plan]) -> Rewritten:
+    return Rewritten(Step(unpack(source), options, known))
+
+
+def _class_of(source: nn.Module) -> type[nn.Module]:
+    """Return the class whose methods a rewritten module takes over. That of a graph holds the graph's code, and nothing else."""
+    return nn.Module if isinstance(source, fx.GraphModule) else type(source)
+
+
+class _Forward:
+    """The forward of a rewritten module, which a ``forward`` among the attributes that it shares with its source does not hide."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function: Any = function
+
+    def __get__(self, module: nn.Module | None, kind: type) -> Any:
+        return self.function if module is None else self.function.__get__(module, kind)
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        raise AttributeError("the forward of a rewritten module is that of its graph")
+
+
+# Dynamo compiles what it comes across, and looks the forward up to do so.
+not_compiled(_Forward.__get__)
 
 
 NOT_YET = (
@@ -154,8 +170,8 @@ NO_KWARGS: Mapping[str, Any] = types.MappingProxyType({})
 class Step:
     """What the one node of a rewritten module's graph calls."""
 
-    def __init__(self, source: nn.Module, options: tuple[Any, ...], known: Sequence[Plan]) -> None:
-        self.source = source
+    def __init__(self, source: nn.Module, options: tuple[Any, ...], known: Sequence[Plan] = ()) -> None:
+        self.source = with_code(source)
         self.options = options
         self.recorder = Recorder(known, *options)
         kind = GraphRunner if isinstance(source, fx.GraphModule) else DynamoRunner
@@ -169,7 +185,7 @@ class Step:
         """Run the forward."""
         args, kwargs = (*args, *more), {**kwargs, **more_kwargs}
         # Who traces or transforms is to see the ops themselves.
-        is_seen_through = torch.compiler.is_compiling() or is_traced() or is_transformed()
+        is_seen_through = torch.compiler.is_compiling() or is_jit_traced() or is_traced() or is_transformed()
         if is_seen_through or not torch.is_grad_enabled() or not self._needs_plan(args, kwargs):
             return self.source.forward(*args, **kwargs)
         return self.runner(args, kwargs)
@@ -194,11 +210,14 @@ class Step:
 
 
 class FunctionModule(nn.Module):
-    """A function as a module."""
+    """A function as a module; the module that a method belongs to is its child ``owner``."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.forward = function
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, nn.Module):
+            self.owner = owner
 
 
 def step_graph(source: nn.Module, step: Callable[..., Any]) -> fx.Graph:

@@ -25,7 +25,7 @@ from fxckpt.interpret import Interpreted
 from fxckpt.plan import Plan
 from fxckpt.signature import Signature, signature_of
 from fxckpt.structure import flatten, unflatten
-from fxckpt.torch_private import FakeTensorMode, capture_whole, compile_whole, inline_regions
+from fxckpt.torch_private import FakeTensorMode, capture_whole, compile_whole, inline_regions, tracing_lock
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,16 +94,20 @@ class DynamoRunner(Runner):
 
     def __init__(self, source: nn.Module, recorder: Recorder) -> None:
         super().__init__(source, recorder)
-        self._compiled: Callable[..., Any] | None = None
+        self._forward: Callable[..., Any] | None = None
+        self._compiled: Callable[..., Any] = source.forward
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Capture on fake tensors."""
-        self.recorder.capture(self.source, args, kwargs)
+        # The hooks of the module itself run around the step.
+        self.recorder.capture(self.source.forward, args, kwargs)
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run what Dynamo compiled, or compile it."""
-        if self._compiled is None:
-            self._compiled = compile_whole(self.source.forward, self.recorder)
+        if self._forward != self.source.forward:
+            forward = self.source.forward
+            self._compiled = compile_whole(forward, self.recorder)
+            self._forward = forward
         return self._compiled(*args, **kwargs)
 
 
@@ -114,7 +118,10 @@ class _Compiled:
 
 
 class GraphRunner(Runner):
-    """Runs a graph: traced by interpretation once a signature, parameters and buffers as inputs."""
+    """Runs a graph: traced by interpretation once a signature, parameters and buffers as inputs.
+
+    A trace puts other tensors in the place of the parameters for a while: in the meantime no other thread may look for its own.
+    """
 
     def __init__(self, source: nn.Module, recorder: Recorder) -> None:
         super().__init__(source, recorder)
@@ -122,24 +129,30 @@ class GraphRunner(Runner):
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Trace on fake tensors."""
-        self._find(args, kwargs)
+        with tracing_lock():
+            self._find(args, kwargs)
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run what was compiled for such a call, or compile it."""
-        compiled, tensors = self._find(args, kwargs)
+        with tracing_lock():
+            compiled, tensors = self._find(args, kwargs)
         return compiled.rebuild(compiled.run(*tensors))
 
     def _find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Compiled, list[Tensor]]:
         leaves, spec = flatten((tuple(args), dict(kwargs)))
         state = state_of(self.source)
-        signature = signature_of(repr(spec), leaves, state.values(), self.source.modules())
         tensors = [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-        if signature not in self._compiled:
-            self._compiled[signature] = self._compile(list(state), leaves, spec, tensors)
-        return self._compiled[signature], tensors
+        signature = signature_of(repr(spec), leaves, state.values(), self.source)
+        found = self._compiled.get(signature)
+        if found is None:
+            found = self._compiled[signature] = self._compile(list(state), leaves, spec, tensors)
+            # The modules' Python ran, and may have changed them: it does not run again.
+            self._compiled[signature_of(repr(spec), leaves, state.values(), self.source)] = found
+        return found, tensors
 
     def _compile(self, names: Sequence[str], leaves: Sequence[Any], spec: pytree.TreeSpec, tensors: Sequence[Tensor]) -> _Compiled:
         assert isinstance(self.source, fx.GraphModule)
+        refuse_flat_weights(self.source)
         call = _FlatCall(without_regions(self.source), tuple(names), tuple(leaves), spec)
         with torch.enable_grad():
             return _Compiled(self.recorder(_graph_of(call, tensors), list(tensors)), call.rebuild)
@@ -180,6 +193,16 @@ class _FlatCall:
         constants, spec = self.results
         given = iter(tensors)
         return unflatten([next(given) if is_tensor else leaf for leaf, is_tensor in zip(constants, self.is_result, strict=True)], spec)
+
+
+def refuse_flat_weights(source: nn.Module) -> None:
+    """Raise :class:`CaptureError` for modules that compute with other tensors than their parameters."""
+    for path, module in source.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise CaptureError(
+                f"module {path!r} is an {type(module).__name__}: it computes with one flat copy of its weights, which no trace can follow. "
+                "Rewrite the modules around it, or put fxckpt.checkpoint around it."
+            )
 
 
 def without_regions(source: fx.GraphModule) -> fx.GraphModule:

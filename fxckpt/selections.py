@@ -151,16 +151,22 @@ class Names(Policy):
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """The answer for the value's name."""
-        named = value.name is not None and any(fnmatchcase(value.name, p) for p in self.patterns)
-        return self.answer if named else self.rest
+        return self.answer if any(fnmatchcase(name, p) for name in value.names for p in self.patterns) else self.rest
 
     def bind(self, values: Sequence[Value]) -> Policy:
         """Raise :class:`PolicyMatchesNothing` for a name that no value has."""
-        known = sorted({value.name for value in values if value.name is not None})
+        known = sorted({name for value in values for name in value.names})
+        inputs = sorted({name for value in values for name in value.input_names})
         for pattern in self.patterns:
-            if not any(fnmatchcase(name, pattern) for name in known):
-                hint = did_you_mean([pattern], known) if known else "No value has a name: call fxckpt.name(t, 'attn_out') in the model."
-                raise PolicyMatchesNothing(f"{self!r}: no value is named {pattern!r}. {hint}")
+            if any(fnmatchcase(name, pattern) for name in known):
+                continue
+            if any(fnmatchcase(name, pattern) for name in inputs):
+                raise PolicyMatchesNothing(
+                    f"{self!r}: {pattern!r} names an input of the graph (an argument, a parameter or a buffer, or a view of one). It is alive "
+                    "whatever is planned: there is nothing to save and nothing to run again. Leave the name out."
+                )
+            hint = did_you_mean([pattern], known) if known else "No value has a name: call fxckpt.name(t, 'attn_out') in the model."
+            raise PolicyMatchesNothing(f"{self!r}: no value is named {pattern!r}. {hint}")
         return self
 
     def __repr__(self) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxckpt.errors import InvalidPlan, PlanMismatch
 from fxckpt.passes.facts import Facts
@@ -15,35 +18,71 @@ from fxckpt.torch_private import size_hint
 
 
 def fingerprint(graph: fx.Graph) -> tuple[str, ...]:
-    """Return the lines of a normalized joint graph: name, op, arguments, and shape and dtype of what it gives."""
-    return tuple(_line(node) for node in graph.nodes)
+    """Return the lines of a normalized joint graph: name, op, arguments, and shape and dtype of what it gives.
+
+    Every way of capture lists inputs in an order of its own, of which a plan says nothing. Here they are called by the order in which ops read
+    them; their gradients, and what the step writes into them at its end, are listed in that order too.
+    """
+    called = _called(graph)
+    *body, output = (node for node in graph.nodes if node not in called)
+    writes = list(itertools.takewhile(lambda node: _is_last_write(node, called), reversed(body)))
+    del body[len(body) - len(writes) :]
+    writes.sort(key=lambda node: list(called).index(node.args[0]))
+    return (
+        *(f"{name}: {_made(node)}" for node, name in called.items()),
+        *(f"{node.name}: {_call(node, called)}" for node in body),
+        # Their names count them in the order of the capture.
+        *(_call(node, called) for node in writes),
+        _output(output, called),
+    )
 
 
-def _line(node: fx.Node) -> str:
-    value = node.meta.get("val")
-    made = _argument(value) if isinstance(value, torch.SymInt) else ", ".join(map(_tensor, tensors(value)))
-    if node.op == "output":
-        return f"output: {_argument(node.args)}"
+def _called(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Return what the primals are called, in the order in which they are read; those that nobody reads come last."""
+    primals = {node for node in graph.find_nodes(op="placeholder") if str(node.target).startswith("primals")}
+    read = dict.fromkeys(arg for node in graph.nodes if node.op == "call_function" for arg in node.all_input_nodes if arg in primals)
+    unread = sorted(primals - read.keys(), key=lambda node: (_made(node), node.name))
+    return {node: f"input_{i}" for i, node in enumerate((*read, *unread), 1)}
+
+
+def _is_last_write(node: fx.Node, called: Mapping[fx.Node, str]) -> bool:
+    return node.target is torch.ops.aten.copy_.default and node.args[0] in called and not node.users
+
+
+def _call(node: fx.Node, called: Mapping[fx.Node, str]) -> str:
     if node.op != "call_function":
-        return f"{node.name}: {made}"
-    named = [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
+        return _made(node)
+    named = [f"{key}={_argument(value, called)}" for key, value in node.kwargs.items()]
     target = getattr(node.target, "__name__", "") if not hasattr(node.target, "_schema") else str(node.target)
-    return f"{node.name}: {target}({', '.join([*map(_argument, node.args), *named])}) -> {made}"
+    return f"{target}({', '.join([*(_argument(arg, called) for arg in node.args), *named])}) -> {_made(node)}"
 
 
-def _tensor(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{[size_hint(n) for n in tensor.shape]}"
+def _output(node: fx.Node, called: Mapping[fx.Node, str]) -> str:
+    outputs = pytree.arg_tree_leaves(*node.args)
+    count = len(outputs) - len(called)
+    primals = [n for n in node.graph.find_nodes(op="placeholder") if n in called]
+    gradients = dict(zip(primals, outputs[count:], strict=True))
+    return f"output: {_argument(outputs[:count], called)}, gradients: {_argument([gradients[n] for n in called], called)}"
 
 
-def _argument(value: Any) -> str:
+def _argument(value: Any, called: Mapping[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
-        return value.name
+        return called.get(value, value.name)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_argument, value))}]"
+        return f"[{', '.join(_argument(item, called) for item in value)}]"
     if isinstance(value, torch.SymInt):
         return str(size_hint(value))
     # A generator's address differs from process to process.
     return type(value).__name__ if isinstance(value, torch.Generator) else repr(value)
+
+
+def _made(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return str(size_hint(value)) if isinstance(value, torch.SymInt) else ", ".join(map(_tensor, tensors(value)))
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{[size_hint(n) for n in tensor.shape]}"
 
 
 def refuse_unknown_ops(plan: Plan, facts: Facts) -> None:

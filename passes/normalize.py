@@ -2,7 +2,7 @@
 
 Classic local value numbering on the joint graph: two calls of one pure op on the same arguments are one value. Random, mutating and
 effectful ops, outputs, reads of storages that are written later, and ops of different checkpoint regions or names are never merged. What
-:func:`fxckpt.name` left in the graph becomes metadata of the op whose value it names. ``getitem`` nodes move
+:func:`fxckpt.name` left in the graph becomes metadata of the op, or the input, whose value it names. ``getitem`` nodes move
 right behind their tuple, so that a tuple dies at once.
 
 Expects a joint graph. Leaves a joint graph that computes the same outputs and draws the same random numbers in the same order.
@@ -21,23 +21,19 @@ from fxckpt.passes.kinds import has_hidden_effect, is_known_pure, is_mutating, i
 from fxckpt.torch_private import OpOverload, laid_over, name_op, storage_id
 
 NAME = "fxckpt_name"
-"""Metadata of an op: what the user calls its value."""
+"""Metadata of an op or an input: what the user calls its value, a tuple of texts."""
 
 
 def take_names(graph: fx.Graph) -> None:
-    """Move names to the ops that fill the named storages, and remove the nodes that told them. A second name replaces the first.
-
-    What names an input of the graph is dropped: inputs are kept whatever is planned.
-    """
+    """Move names to the ops that fill the named storages, or the inputs that hold them, and remove the nodes that told them."""
     for node in graph.find_nodes(op="call_function", target=name_op):
         owner, label = _owner(node.args[0]), node.args[1]
-        if owner.op == "call_function":
-            owner.meta[NAME] = label
+        owner.meta[NAME] = tuple(dict.fromkeys((*owner.meta.get(NAME, ()), label)))
         graph.erase_node(node)
 
 
 def _owner(node: fx.Node) -> fx.Node:
-    """Return the op that fills the storage of a value: itself, or what it is a view or an item of."""
+    """Return what fills the storage of a value: its own op, or the op or input that it is a view or an item of."""
     held = {storage_id(t) for t in tensors(node.meta.get("val"))}
     for arg in node.all_input_nodes if node.op == "call_function" and is_known_pure(node) else ():
         if any(storage_id(t) in held for t in tensors(arg.meta.get("val"))):

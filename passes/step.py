@@ -236,7 +236,7 @@ def _clean_path(path: str) -> str:
     path = re.sub(r"getattr\((.+), '([^']+)'\)", r"\1.\2", path)
     path = re.sub(r"^G\.fxckpt_rewritten_step\w*\.source", "", path)  # a rewritten module that Dynamo goes through
     path = path.replace("._modules", "").replace("._orig_mod", "")
-    path = re.sub(r"^L\[['\"][^\]]+['\"]\]|^L__[a-z]+___|^self\b|^__", "", path)
+    path = re.sub(r"^L\[['\"][^\]]+['\"]\](\.__self__)?|^L__[a-z]+___|^self\b|^__", "", path)
     path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)
     return path.strip(".")
 

@@ -18,7 +18,7 @@ from fxckpt.passes.normalize import NAME
 from fxckpt.passes.program import Side
 from fxckpt.passes.step import module_path, source_line
 from fxckpt.policy import Value
-from fxckpt.torch_private import partitioner_tag, size_hint
+from fxckpt.torch_private import partitioner_tag, size_hint, storage_id
 
 
 def values_of(facts: Facts) -> list[Value]:
@@ -26,6 +26,7 @@ def values_of(facts: Facts) -> list[Value]:
     program = facts.program
     came_before: Counter[Any] = Counter()
     values: list[Value] = []
+    named_inputs = _named_inputs(facts)
     place: dict[int, int] = {}
     """Position by index of the op."""
     for index, op in enumerate(program.ops):
@@ -38,7 +39,7 @@ def values_of(facts: Facts) -> list[Value]:
             Value(
                 op=node.target,
                 module=module_path(node),
-                name=node.meta.get(NAME),
+                names=node.meta.get(NAME, ()),
                 shape=() if first is None else tuple(map(size_hint, first.shape)),
                 dtype=None if first is None else first.dtype,
                 bytes=sum(program.storages[s].bytes for s in op.writes),
@@ -50,11 +51,26 @@ def values_of(facts: Facts) -> list[Value]:
                 output=node.meta.get("val"),
                 position=place[index],
                 reads=tuple(dict.fromkeys(place[p] for s in op.reads if (p := program.producers[s]) in place)),
+                input_names=tuple(
+                    dict.fromkeys(
+                        name
+                        for arg in node.all_input_nodes
+                        for t in tensors(arg.meta.get("val"))
+                        for name in named_inputs.get(storage_id(t), ())
+                    )
+                ),
                 node=op.name,
             )
         )
         came_before[node.target] += 1
     return values
+
+
+def _named_inputs(facts: Facts) -> dict[int, tuple[str, ...]]:
+    """Return what the user calls the inputs of the graph, by storage."""
+    graph = next(iter(facts.op_node.values())).graph if facts.op_node else fx.Graph()
+    inputs = graph.find_nodes(op="placeholder")
+    return {storage_id(t): node.meta[NAME] for node in inputs if NAME in node.meta for t in tensors(node.meta.get("val"))}
 
 
 def _value(node: fx.Node) -> torch.Tensor | Any:

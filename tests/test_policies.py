@@ -220,6 +220,27 @@ def test_the_first_that_answers_decides_and_the_opposite_turns_answers_round() -
     assert [decided(~fixed(a)) for a in ANSWERS] == [MUST_RECOMPUTE, PREFER_RECOMPUTE, PREFER_SAVE, MUST_SAVE, None]
 
 
+def tanh_alone(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy | None:
+    return MUST_SAVE if op is aten.tanh.default else None
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (save_attention | tanh_alone, f"tanh tanh_1 {ATTENTION}"),
+        (tanh_alone | save_attention, f"tanh tanh_1 {ATTENTION}"),
+        (save_attention | [aten.tanh], f"tanh tanh_1 {ATTENTION}"),
+        (save_any_except("attn_out") & torch_style, "tanh tanh_1"),
+        (first_match(tanh_alone, recompute_all), "tanh tanh_1"),
+        ([tanh_alone, recompute_all], "tanh tanh_1"),
+    ],
+    ids=repr,
+)
+def test_torch_s_forms_compose_and_none_leaves_a_value_open(policy: Any, expected: str, joint: Joint) -> None:
+    _, plan = planner_of(None, policy, "roofline").plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)
+    assert set(plan.saved) == set(expected.split())
+
+
 def test_policies_are_values() -> None:
     for policy, _ in EXPECTED.values():
         if isinstance(policy, Policy):
@@ -255,7 +276,7 @@ def test_a_policy_is_asked_once_a_value_of_the_forward() -> None:
         (i, f"layers.{i}", (2, 8, 2 * WIDTH), torch.float32, 2 * 8 * 2 * WIDTH * 4) for i in range(2)
     ]
     assert all(v.source.startswith("test_policies.py:") and v.args[0].shape == v.shape and v.output.shape == v.shape for v in tanh)
-    attention = [value for value in asked if value.name == "attn_out"]
+    attention = [value for value in asked if "attn_out" in value.names]
     assert [v.module for v in attention] == ["layers.0.attn", "layers.1.attn"]
     products = [value for value in asked if value.op is aten.addmm.default]
     assert products[0].flops == 2 * 16 * WIDTH * WIDTH
@@ -347,6 +368,10 @@ def test_a_pattern_may_match_in_one_graph_of_several() -> None:
         (lambda: as_policy("layers.*"), r"save\('layers.\*'\)"),
         (lambda: as_policy(aten.mm.default), r"save_ops\(torch.ops.aten.mm.default\)"),
         (lambda: as_policy([]), "is not a policy"),
+        (lambda: as_policy(every), r"call it, as in policy=every\(2\)"),
+        (lambda: save_all | save, r"call it, as in policy=save\('layers.\*.attn'\)"),
+        (lambda: save_all | 3, "policy=3 is not a policy"),
+        (lambda: save_all & None, "policy=None is not a policy"),
         (lambda: as_policy([aten.mm.default, 3]), "policy=3 is not a policy|To save what this op gives"),
         (lambda: every(0), "a whole number from 1 up"),
         (lambda: save(), r"Example: save\('layers.\*.attn'\)"),
@@ -356,6 +381,7 @@ def test_a_pattern_may_match_in_one_graph_of_several() -> None:
         (lambda: first_match(), "at least one policy"),
         (lambda: sqrt_n.decide(Value(aten.mm.default)), r"call bind\(values\) first"),
         (lambda: fxckpt.rewrite(Net(), lambda *_: 3, example_inputs=(torch.randn(2, 8, WIDTH),)), "the policy returned 3"),
+        (lambda: fxckpt.rewrite(Net(), tanh_alone, example_inputs=(torch.randn(2, 8, WIDTH),)), "no other policy to decide"),
     ],
 )
 def test_what_is_no_policy_is_named(make: Callable[[], object], says: str) -> None:
@@ -400,6 +426,30 @@ def test_equal_values_of_two_names_stay_two() -> None:
     x = torch.randn(3, requires_grad=True)
     assert fxckpt.plan(f, x, policy=save_only("a")).saved == ("sin",)
     assert fxckpt.plan(f, x, policy=save_only("b")).saved == ("sin_1",)
+
+
+def test_a_value_may_have_several_names() -> None:
+    def f(x: Tensor) -> Tensor:
+        y = fxckpt.name(fxckpt.name(x.sin(), "a"), "b")
+        return fxckpt.name(y.view(-1), "c").cos().sum()
+
+    x = torch.randn(3, requires_grad=True)
+    for label in "abc":
+        assert fxckpt.plan(f, x, policy=save_only(label)).saved == ("sin",)
+        assert "sin" in fxckpt.plan(f, x, policy=save_any_except(label)).recomputed
+
+
+def test_a_name_of_an_input_has_nothing_to_decide_about() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        fxckpt.name(x, "x"), fxckpt.name(w.t(), "w")
+        return fxckpt.name(x @ w.t(), "product").sin().sum()
+
+    x, w = torch.randn(3, 3), torch.randn(3, 3, requires_grad=True)
+    for label in "xw":
+        for source in (f, fx.symbolic_trace(f)):
+            with pytest.raises(fxckpt.PolicyMatchesNothing, match=f"'{label}' names an input of the graph"):
+                fxckpt.rewrite(source, save_only(label), example_inputs=(x, w))
+    assert fxckpt.rewrite(f, save_only("*"), example_inputs=(x, w)).plan.saved == ("mm",)
 
 
 def test_what_is_no_name_is_refused_where_names_are_read() -> None:

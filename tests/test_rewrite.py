@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxckpt
 from fxckpt import policies
 from fxckpt.capture import capture_joint
+from fxckpt.guards import Guards
 from fxckpt.torch_private import aot_autograd, boxed
 from tests.steps import differing, loss_of, outcome
 from tests.zoo import ResNet
@@ -235,6 +238,38 @@ def test_a_pickle_brings_its_plan(route: str) -> None:
     assert again.forward_graph.code == made.forward_graph.code
 
 
+@pytest.mark.parametrize("copied", [lambda made: pickle.loads(pickle.dumps(made)), copy.deepcopy], ids=["pickle", "deepcopy"])
+def test_the_input_checks_of_an_export_are_copied(copied: Callable[[Any], Any]) -> None:
+    x, dims = torch.randn(4, 8), {"input": {0: torch.export.Dim("n", min=3, max=64)}}
+    exported = torch.export.export(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (x,), dynamic_shapes=dims).module()
+    made = copied(copied(fxckpt.rewrite(exported, policies.recompute_all)))
+    made(torch.randn(64, 8)).sum().backward()
+    assert torch.equal(torch.compile(made, backend="eager", fullgraph=True)(x), exported(x))
+    with pytest.raises(fxckpt.CaptureError, match=r"Guard failed: input.size\(\)\[0\] <= 64"):
+        made(torch.randn(65, 8))
+    with torch.no_grad(), pytest.raises(AssertionError, match=r"Guard failed: input.size\(\)\[0\] >= 3"):
+        made(torch.randn(2, 8))
+
+
+def test_input_checks_made_by_another_python_are_refused() -> None:
+    with pytest.raises(fxckpt.CaptureError, match=r"pickled under Python 3\.1(.|\n)*check_guards=False"):
+        Guards(b"", (3, 1)).load()
+
+
+def twice(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return 2 * out
+
+
+def test_a_pickle_of_a_graph_keeps_its_hooks_and_attributes() -> None:
+    made, x = fxckpt.rewrite(fx.symbolic_trace(stack().eval()), policies.recompute_all), torch.randn(4, 8)
+    made.register_forward_hook(twice)
+    made.get_submodule("0.0").register_forward_hook(twice)
+    made.scale = 3.0
+    again = pickle.loads(pickle.dumps(made))
+    assert again.scale == 3.0
+    assert torch.equal(again(x), made(x))
+
+
 def test_a_pickle_is_read_in_a_new_process(tmp_path: Any) -> None:
     x = torch.randn(4, 8)
     made = fxckpt.rewrite(fx.symbolic_trace(stack()), policies.save("0"), example_inputs=(x,))
@@ -365,6 +400,20 @@ def test_functions_are_rewritten_and_their_parameters_found() -> None:
     assert {"mm", "sin"} <= set(made.plan.recomputed)
 
 
+def test_a_method_s_module_is_its_child() -> None:
+    class Net(nn.Sequential):
+        def features(self, x: Tensor) -> Tensor:
+            return F.dropout(self[1](self[0](x)), training=self.training)
+
+    net, x = Net(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(4, 8)
+    made = fxckpt.rewrite(net.features, policies.save("1"), example_inputs=(x,))
+    made(x).sum().backward()
+    assert "tanh" in made.plan.saved
+    assert len(made.plans) == 1
+    assert dict(made.named_parameters())["owner.0.weight"] is net[0].weight
+    assert torch.equal(made.eval()(x), net.features(x))
+
+
 def test_a_module_s_forward_is_the_module_and_a_function_in_c_is_a_function() -> None:
     model = stack()
     assert list(fxckpt.rewrite(model.forward).state_dict()) == list(model.state_dict())
@@ -373,32 +422,190 @@ def test_a_module_s_forward_is_the_module_and_a_function_in_c_is_a_function() ->
     assert torch.equal(x.grad, x.cos())
 
 
-def test_a_submodule_that_is_exchanged_is_seen() -> None:
-    class Doubled(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * super().forward(x)
-
-    made, x = fxckpt.rewrite(fx.symbolic_trace(stack().eval())), torch.randn(4, 8)
-    made(x)
-    setattr(made.get_submodule("0"), "0", Doubled(8, 8))
-    assert torch.equal(made(x), made.source(x))
+# One module in two objects.
 
 
-def test_an_attribute_that_changes_is_seen() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin, self.scale = nn.Linear(4, 4), 2.0
+class Own(nn.Module):
+    """A module with a state, a mode and a way to save itself that nn.Module knows nothing of."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.lin(x).sin() * self.scale).sum()
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.scale = nn.Linear(4, 4), 2.0
 
-    model, x = Scaled(), torch.randn(2, 4)
-    made = fxckpt.rewrite(model)
-    made(x).backward()
-    model.scale = 5.0
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x).sin() * self.scale if self.training else self.lin(x)
+
+    def train(self, mode: bool = True) -> Own:
+        self.scale += mode
+        return super().train(mode)
+
+    def get_extra_state(self) -> float:
+        return self.scale
+
+    def set_extra_state(self, state: float) -> None:
+        self.scale = state
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().state_dict(*args, **kwargs) | {"more": self.scale}
+
+    def twice(self, x: Tensor) -> Tensor:
+        return self(self(x))
+
+
+def test_attributes_and_methods_are_those_of_the_source() -> None:
+    model, x = Own(), torch.randn(2, 4)
+    made = fxckpt.rewrite(model, policies.recompute_all)
+    assert isinstance(made, Own)
+    made.scale = 5.0
+    assert model.scale == 5.0
     assert torch.equal(made(x), model(x))
-    assert made.scale == 5.0
+    assert torch.equal(made.twice(x), model.twice(x))
+    made.training = False
+    assert torch.equal(made(x), model.lin(x))
+    assert made.train().scale == model.scale == 6.0
+    made.extra = nn.Parameter(torch.ones(1))
+    assert dict(model.named_parameters())["extra"] is made.extra
+    del made.extra
+    assert not hasattr(model, "extra")
+    model.forward = lambda x: model.lin(x) * 100
+    assert torch.equal(made(x), model.lin(x) * 100)
+
+
+def test_a_module_s_own_way_to_save_itself_is_kept() -> None:
+    made, seen = fxckpt.rewrite(Own()), []
+    made.register_load_state_dict_pre_hook(lambda module, state, *_: seen.append(state.pop("more")))
+    made.register_state_dict_post_hook(lambda module, state, *_: state.update(hooked=True))
+    made.scale = 7.0
+    state = made.state_dict()
+    assert (state["more"], state["hooked"]) == (7.0, True)
+    made.scale = 1.0
+    made.load_state_dict(state, strict=False)
+    assert (made.source.scale, seen) == (7.0, [7.0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        nn.utils.spectral_norm,
+        lambda m: prune.custom_from_mask(m, "weight", torch.eye(8)),
+        lambda m: m.register_full_backward_hook(lambda module, grads, _: tuple(2 * g for g in grads)),
+        lambda m: m.register_forward_hook(lambda module, args, out: 2 * out),
+    ],
+    ids=["spectral_norm", "prune", "full backward hook", "forward hook"],
+)
+@either
+def test_hooks_of_the_module_itself_take_effect(of: Callable[[nn.Module], nn.Module], change: Callable[[nn.Module], object]) -> None:
+    plain, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    made = fxckpt.rewrite(of(copy.deepcopy(plain)), policies.recompute_all)
+    for module in (plain, made):
+        torch.manual_seed(0)
+        change(module)
+    for _ in range(2):
+        results = [m(x).square().sum() for m in (plain, made)]
+        (expected,), (got,) = (torch.autograd.grad(r, x) for r in results)
+        assert torch.equal(*results)
+        assert torch.equal(expected, got)
+
+
+def test_a_forward_that_hides_the_class_s_is_no_way_round_the_plan() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    model.forward = lambda x: F.linear(x, model.weight).sin()  # type: ignore[method-assign]
+    made = fxckpt.rewrite(model, policies.recompute_all)
+    made.forward(x).sum().backward()
+    assert "mm" in made.plan.recomputed
+
+
+def test_a_module_that_holds_itself_is_copied() -> None:
+    made = fxckpt.rewrite(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), policies.recompute_all)
+    made.parts = [made, made.get_submodule("0")]
+    twin = copy.deepcopy(made)
+    assert twin.parts[0] is twin
+    assert twin.parts[1] is twin.get_submodule("0")
+
+
+@either
+def test_torch_s_other_ways_to_run_or_clean_a_graph(of: Callable[[nn.Module], nn.Module]) -> None:
+    made, x = fxckpt.rewrite(of(stack().eval()), policies.recompute_all), torch.randn(4, 8)
+    expected = made(x)
+    made.delete_all_unused_submodules()
+    assert torch.equal(torch.export.export(made, (x,)).module()(x), expected)
+    made.compile(backend="aot_eager")
+    assert torch.equal(made(x), expected)
+
+
+def test_a_module_that_is_called_twice_has_one_path() -> None:
+    lin = nn.Linear(4, 4)
+    model, x = nn.Sequential(lin, nn.Tanh(), lin, nn.Tanh()), torch.randn(2, 4)
+    for made in (fxckpt.rewrite(model, policies.save("1"), example_inputs=(x,)), fxckpt.rewrite(model, policies.save("1"))):
+        made(x).sum().backward()
+        assert "tanh" in made.plan.saved
+
+
+# Changes after a plan was made.
+
+
+def exchange(m: nn.Module) -> None:
+    setattr(m, "1", nn.ReLU())
+
+
+def edit(m: nn.Module) -> None:
+    if isinstance(m, fx.GraphModule):
+        m.graph.find_nodes(op="call_module", target="1")[0].replace_all_uses_with(m.graph.find_nodes(op="call_module", target="0")[0])
+        m.recompile()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        exchange,
+        edit,
+        lambda m: setattr(m.get_submodule("1"), "p", 0.0),
+        lambda m: m.get_submodule("1").eval(),
+        lambda m: m.get_submodule("0").register_forward_hook(lambda module, args, out: 3 * out),
+        lambda m: m.get_submodule("0").register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    ],
+    ids=["another submodule", "another graph", "an attribute", "a mode", "a hook", "a pre-hook"],
+)
+@either
+def test_what_changes_in_the_source_is_seen(of: Callable[[nn.Module], nn.Module], change: Callable[[nn.Module], object]) -> None:
+    source, x = of(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))), torch.randn(4, 8)
+    made = fxckpt.rewrite(source, policies.recompute_all)
+    for _ in range(2):
+        torch.manual_seed(0)
+        expected = source(x)
+        torch.manual_seed(0)
+        assert torch.equal(made(x), expected)
+        change(source)
+
+
+def test_what_nobody_reads_is_no_reason_to_trace_again() -> None:
+    source, x = fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh())), torch.randn(4, 8)
+    source.get_submodule("0").register_forward_hook(lambda module, args, out: setattr(module, "seen", out))
+    made = fxckpt.rewrite(source)
+    made(x)
+    seen = source.get_submodule("0").seen
+    made.steps = 1
+    made(x)
+    assert source.get_submodule("0").seen is seen
+
+
+@either
+def test_threads_may_call_it_first_at_the_same_time(of: Callable[[nn.Module], nn.Module]) -> None:
+    source, x = of(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))), torch.randn(4, 8)
+    made = fxckpt.rewrite(source, policies.recompute_all)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(made, [x] * 8))
+    assert all(torch.equal(result, source(x)) for result in results)
+    assert len(made.plans) == 1
+
+
+def test_copies_of_dynamo_s_graphs_are_rewritten_too() -> None:
+    graph, inputs = by_dynamo(stack().eval(), (torch.randn(4, 8),))
+    expected = graph(*inputs)[0]
+    for source in (copy.deepcopy(graph), (graph.recompile(), graph)[1]):
+        made = fxckpt.rewrite(source, policies.recompute_all)
+        for module in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+            assert torch.equal(module(*inputs)[0], expected)
 
 
 def test_shapes_are_read_from_a_graph_that_knows_them() -> None:
@@ -461,6 +668,45 @@ def test_a_plan_of_the_compile_door_fits_the_rewrite_door() -> None:
     assert backend.plans == (plan,)
 
 
+@pytest.mark.parametrize("make", [gpt, resnet])
+def test_a_plan_moves_from_one_way_of_capture_to_another(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model, inputs = make()
+    plan = fxckpt.plan(model, *inputs, budget=0.8)
+    for route in ("symbolic_trace", "export", "dynamo"):
+        source, given = ROUTES[route](model, inputs)
+        made = fxckpt.rewrite(source, fxckpt.Plan.from_json(plan.to_json()), example_inputs=given)
+        assert made.plan == plan
+        loss_of(made(*given)).backward()
+        for tensor in (*model.parameters(), *source.parameters(), *given):
+            tensor.grad = None
+        assert fxckpt.measure_peak(lambda made=made, given=given: loss_of(made(*given)).backward()) == plan.peak_bytes
+        own = fxckpt.rewrite(source, budget=0.8, example_inputs=given).plan
+        assert own.digest == plan.digest
+
+
+def test_graphs_that_differ_in_more_than_the_order_of_inputs_stay_two() -> None:
+    def of(f: Callable[..., Tensor]) -> str:
+        return fxckpt.plan(f, *(torch.randn(3, 3, requires_grad=True) for _ in range(2))).digest
+
+    assert of(lambda x, y: (x @ y).sin().sum()) == of(lambda x, y: (y @ x).sin().sum())
+    assert of(lambda x, y: (x @ y + x).sin().sum()) != of(lambda x, y: (x @ y + y).sin().sum())
+    assert of(lambda x, y: (x @ y).sin().sum()) != of(lambda x, y: (x @ x).sin().sum() + 0 * y.sum())
+
+
+def test_a_stored_plan_is_compared_as_any_other() -> None:
+    x = torch.randn(4, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU())
+    one, other = (fxckpt.plan(model, x, policy=policy) for policy in (policies.save_all, policies.recompute_all))
+    stored = fxckpt.Plan.from_json(one.to_json())
+    expected = str(one.diff(other))
+    assert "recomputed" in expected
+    assert str(stored.diff(other)) == expected
+    assert "recomputed" in str(stored.diff(fxckpt.Plan.from_json(other.to_json())))
+    with pytest.raises(fxckpt.InvalidOption, match="different graphs"):
+        stored.diff(fxckpt.plan(model, x[:2]))
+
+
 def test_a_text_that_is_no_plan_is_refused() -> None:
     text = fxckpt.plan(stack(), torch.randn(4, 8)).to_json()
     for wrong, says in (
@@ -469,6 +715,9 @@ def test_a_text_that_is_no_plan_is_refused() -> None:
         (text.replace("fxckpt plan 1", "fxckpt plan 0"), "reads 'fxckpt plan 1'"),
         (text.replace('"saved_bytes"', '"spared_bytes"'), "saved_bytes"),
         (text.replace('"decision": "saved"', '"decision": "lost"'), "lost"),
+        (text.replace('"runs": 0', '"runs": 1', 1), "changed since it was written"),
+        (text.replace('"saved_bytes": ', '"saved_bytes": 1', 1), "changed since it was written"),
+        (text.replace('"saved": [', '"saved": ["other", ', 1), "changed since it was written"),
     ):
         with pytest.raises(fxckpt.InvalidPlan, match=says):
             fxckpt.Plan.from_json(wrong)
@@ -490,9 +739,18 @@ def test_a_plan_that_was_changed_by_hand_is_refused() -> None:
 def test_what_cannot_be_rewritten_is_named() -> None:
     with pytest.raises(fxckpt.CaptureError, match="nothing to plan"):
         fxckpt.rewrite(lambda x: x.argmax(), example_inputs=(torch.ones(3, requires_grad=True),))
-    for wrong, says in ((3, "int is nothing to rewrite"), (GPT, r"an instance: rewrite\(Model\(\)\)")):
+    slotted = type("Slotted", (nn.Linear,), {"__slots__": ("scale",)})
+    for wrong, says in (
+        (3, "int is nothing to rewrite"),
+        (GPT, r"an instance: rewrite\(Model\(\)\)"),
+        (nn.ModuleList([nn.Linear(2, 2)]), "a ModuleList has no forward"),
+        (nn.LazyLinear(2), "no shapes before its first call"),
+        (slotted(2, 2), "keeps attributes in __slots__"),
+    ):
         with pytest.raises(fxckpt.InvalidOption, match=says):
             fxckpt.rewrite(wrong)  # type: ignore[arg-type]
+    with pytest.raises(fxckpt.CaptureError, match="module '0' is an LSTM"):
+        fxckpt.rewrite(fx.symbolic_trace(nn.Sequential(nn.LSTM(2, 2))), example_inputs=(torch.randn(3, 2),))
     with pytest.raises(fxckpt.InvalidOption, match=r"example_inputs do not fit: too many positional arguments"):
         fxckpt.rewrite(fx.symbolic_trace(stack()), example_inputs=(torch.randn(4, 8), 3))
     with pytest.raises(fxckpt.CaptureError, match="the module does not run on these inputs"):

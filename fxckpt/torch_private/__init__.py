@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from types import FrameType, FunctionType
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -31,6 +31,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fxckpt.errors import CaptureError, FxckptError
 
 __all__ = [
+    "GRAPH_FIELDS",
+    "MODULE_FIELDS",
     "RECORD_FUNCTION",
     "BackendCompilerFailed",
     "FakeTensor",
@@ -61,6 +63,14 @@ __all__ = [
 
 RECORD_FUNCTION = "torch._C._profiler._RecordFunctionFast"
 """The record that torch's own generated code takes; by name, for it is written into code."""
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+MODULE_FIELDS = frozenset(vars(torch.nn.Module()))
+"""What every module keeps its state, hooks and mode in."""
+
+GRAPH_FIELDS = frozenset(vars(fx.GraphModule({}, fx.Graph()))) - MODULE_FIELDS
+"""What a graph module keeps its graph and code in."""
 
 NAME = "fxckpt::named"
 """The op behind :func:`fxckpt.name`. It returns nothing, so that neither autograd nor functionalization sees an alias in it."""
@@ -271,6 +281,18 @@ def is_traced() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
+def is_jit_traced() -> bool:
+    """Return whether ``torch.jit.trace`` records ops."""
+    return torch._C._get_tracing_state() is not None
+
+
+def tracing_lock() -> threading.RLock:
+    """Return the lock under which Dynamo compiles: torch traces one graph at a time."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
 def is_transformed() -> bool:
     """Return whether a ``torch.func`` transform is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -422,6 +444,43 @@ def fake_rng_state(drawn: torch.Tensor) -> torch.Tensor:
         return torch.empty(5056 if drawn.device.type == "cpu" else 16, dtype=torch.uint8)
 
 
+def guards_function(module: torch.nn.Module) -> FunctionType | None:
+    """Return the function that checks the inputs of an exported graph, of the module by which the graph calls it; None for any other module."""
+    import inspect
+
+    from torch.export._unlift import GuardsFn
+
+    # Dynamo's wrapper calls it ``func``.
+    return inspect.getclosurevars(module.forward).nonlocals["func"] if isinstance(module, GuardsFn) else None
+
+
+def guards_namespace() -> dict[str, Any]:
+    """Return the names that input checks of exported graphs know."""
+    import builtins
+    import math
+
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+    return {**SYMPY_INTERP, "math": math, "inf": math.inf, "__builtins__": builtins}
+
+
+def guards_module(check: Callable[..., None]) -> torch.nn.Module:
+    """Return the module by which an exported graph calls its input checks."""
+    from torch.export._unlift import GuardsFn
+
+    module: Any = GuardsFn()
+    module.forward = torch._dynamo.dont_skip_tracing(check)
+    module._is_impure = True  # nobody uses what it returns
+    return module  # type: ignore[no-any-return]
+
+
+def with_code(module: M) -> M:
+    """Return a module whose ``forward`` is its own: Dynamo's graphs, and copies of them, make their code when it is asked for."""
+    if isinstance(module, fx.GraphModule):
+        module.code  # noqa: B018
+    return module
+
+
 def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a Dynamo graph without ``nested_compile_region`` calls: a plan spans all of them.
 
@@ -487,7 +546,9 @@ def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> 
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return compiled(*args, **kwargs)
+            # Dynamo takes it that hooks do not change, unless told otherwise where it writes its guards.
+            with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+                return compiled(*args, **kwargs)
         except Unsupported as error:
             raise no_whole_graph(error) from error
 
@@ -567,10 +628,10 @@ def capture_whole(
 ) -> None:
     """Capture ``function(*args, **kwargs)`` as one Dynamo graph on fake tensors and give it to ``receive``; nothing is executed.
 
-    Parameters of a module are copied as fake tensors first: no memory, and the caller's module is left alone. What is on the meta device
-    counts as on the accelerator, or the CPU where there is none: torch 2.13 traces some ops (``nll_loss``) without their gradient on meta. The
-    compile is abandoned after ``receive`` returns, so Dynamo keeps no cache entry of it. Raises :class:`CaptureError` if Dynamo cannot
-    capture one graph.
+    Parameters of a module, or of a method's module, are copied as fake tensors first: no memory, and the caller's is left alone. What is on
+    the meta device counts as on the accelerator, or the CPU where there is none: torch 2.13 traces some ops (``nll_loss``) without their gradient
+    on meta. The compile is abandoned after ``receive`` returns, so Dynamo keeps no cache entry of it. Raises :class:`CaptureError` if Dynamo
+    cannot capture one graph.
     """
     import copy
 
@@ -583,7 +644,7 @@ def capture_whole(
         leave_capture()
 
     mode = _PlacedFakeTensorMode(allow_non_fake_inputs=True)
-    if isinstance(function, torch.nn.Module):
+    if isinstance(getattr(function, "__self__", function), torch.nn.Module):
         with FakeCopyMode(mode):
             function = copy.deepcopy(function)
 
