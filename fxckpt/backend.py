@@ -7,7 +7,6 @@ joint graph, the inner compiler gets the forward and the backward.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +33,6 @@ from fxckpt.torch_private import (
     make_boxed,
     through_dynamo,
 )
-
-log = logging.getLogger("fxckpt")
 
 InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 INNER_NAMES = ("inductor", "aot_eager")
@@ -165,22 +162,7 @@ class Backend:
                 f"planning failed, which is a defect of fxckpt: {type(error).__name__}: {error}\nThe model runs without backend='fxckpt'."
             ) from error
         self._plans.append(plan)
-        self._log(plan, len(joint.graph.nodes))
         return forward, backward
-
-    def _log(self, plan: Plan, nodes: int) -> None:
-        """Log the figures of a plan, and with DEBUG its values with their reasons in words."""
-        number = len(self._plans)
-        if log.isEnabledFor(logging.INFO):
-            log.info("graph %d: %d nodes", number, nodes)
-            for name, figure in plan.explain().summary():
-                log.info("graph %d: %s: %s", number, name, figure)
-        if log.isEnabledFor(logging.DEBUG):
-            shown = plan.explain()
-            for row in shown.rows:
-                log.debug(
-                    "graph %d: %s (%s, %s): %s", number, row.name, row.module or "model", row.source or "no source", shown.why(row.name)
-                )
 
     def _identity(self) -> str:
         return f"{source_digest()} {self!r}"
