@@ -6,13 +6,13 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.errors import PolicyMatchesNothing
+from fxckpt.patterns import fits
 from fxckpt.policy import Policy, Value
 
 MATMULS = frozenset(
@@ -151,14 +151,14 @@ class Names(Policy):
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """The answer for the value's name."""
-        named = value.name is not None and any(fnmatchcase(value.name, p) for p in self.patterns)
+        named = value.name is not None and any(fits(value.name, p) for p in self.patterns)
         return self.answer if named else self.rest
 
     def bind(self, values: Sequence[Value]) -> Policy:
         """Raise :class:`PolicyMatchesNothing` for a name that no value has."""
         known = sorted({value.name for value in values if value.name is not None})
         for pattern in self.patterns:
-            if not any(fnmatchcase(name, pattern) for name in known):
+            if not any(fits(name, pattern) for name in known):
                 hint = did_you_mean([pattern], known) if known else "No value has a name: call fxckpt.name(t, 'attn_out') in the model."
                 raise PolicyMatchesNothing(f"{self!r}: no value is named {pattern!r}. {hint}")
         return self
@@ -198,7 +198,7 @@ def _fits(parts: list[str], wanted: list[str]) -> bool:
     head, *rest = wanted
     if head == "**":
         return any(_fits(parts[n:], rest) for n in range(len(parts) + 1))
-    return bool(parts) and fnmatchcase(parts[0], head) and _fits(parts[1:], rest)
+    return bool(parts) and fits(parts[0], head) and _fits(parts[1:], rest)
 
 
 def refuse_unmatched_modules(policy: Policy, patterns: Sequence[str], values: Sequence[Value]) -> None:
