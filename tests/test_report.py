@@ -134,6 +134,48 @@ def test_saved_values_read_like_jaxs(plan: fxckpt.Plan) -> None:
     assert any("from the input primals_" in line for line in lines)
 
 
+def test_saved_values_of_a_filtered_explanation_are_what_is_left(plan: fxckpt.Plan) -> None:
+    shown = plan.explain()
+    assert shown.filter(decision="saved").saved_values() == shown.saved_values()
+    within = shown.filter(module="*.h.1").saved_values().values
+    assert within and all(".h.1" in v.module and v.origin.startswith(("output of", "generator state of")) for v in within)
+    (named,) = shown.filter(name="primals_1").saved_values().values
+    assert named.origin == "from the input primals_1"
+    assert not shown.filter(decision="recomputed").saved_values().values
+    assert len(shown.filter(decision="saved").top(2).saved_values().values) == 2
+
+
+def test_what_is_no_plan_and_what_is_no_name(plan: fxckpt.Plan) -> None:
+    with pytest.raises(fxckpt.InvalidOption, match=r"diff\(None\): that is no plan. Give another plan"):
+        plan.diff(None)  # type: ignore[arg-type]
+    with pytest.raises(fxckpt.InvalidOption, match="3 is not the name of a value"):
+        plan.explain().why(3)  # type: ignore[arg-type]
+
+
+def test_modules_keep_the_names_they_have() -> None:
+    names = ["a[b]*", "[0]", "it's", "x[1]", "日本|語"]
+    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)) for name in names})
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([head(x) for head in self.heads.values()]).sum()
+
+    heads = Heads()
+    with fxckpt.record_regions() as regions:
+        fxckpt.checkpoint(heads, torch.randn(4, 8), policy=fxckpt.policies.save_matmuls)
+    for plan in (fxckpt.plan(heads, torch.randn(4, 8)), regions[0].plan):
+        assert {row.module for row in plan.rows if row.op == "_softmax"} == {f"heads.{name}.1" for name in names}
+        for name in names:
+            assert {row.module for row in plan.explain().filter(module=f"heads.{name}").rows} <= {f"heads.{name}.0", f"heads.{name}.1"}
+            assert plan.explain().filter(module=f"heads.{name}").rows
+    kept = fxckpt.plan(heads, torch.randn(4, 8), policy=fxckpt.policies.save("heads.x[1]"))
+    assert "heads.x[1].1" in {row.module for row in kept.rows if row.reason is fxckpt.Reason.POLICY}
+
+
 def test_the_timeline_adds_up_and_names_the_peak(plan: fxckpt.Plan) -> None:
     timeline = plan.timeline()
     assert [sum(live) for live in zip(*timeline.stack.values(), strict=True)] == list(plan.profile)
