@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ import torch
 import torch.utils.checkpoint
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, Unsupported
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, TorchRuntimeError, Unsupported
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._higher_order_ops.effects import _get_effect
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -43,6 +44,7 @@ __all__ = [
     "PyTreeCodeGen",
     "aot_autograd",
     "boxed",
+    "errors_told_once",
     "has_effect",
     "inductor_backend",
     "is_recording",
@@ -487,8 +489,10 @@ def through_dynamo(error: Exception) -> Exception:
     kind = type(error)
     if isinstance(error, ShortenTraceback):
         return error
-    carrier = type(kind.__name__, (kind, ShortenTraceback), {"__init__": Exception.__init__, "__module__": kind.__module__})
-    wrapped: Exception = carrier(str(error))
+    said = str(error)
+    # Dynamo appends to the message how its own internals are debugged.
+    own = {"__init__": Exception.__init__, "__str__": lambda self: said, "__module__": kind.__module__}
+    wrapped: Exception = type(kind.__name__, (kind, ShortenTraceback), own)(said)
     wrapped.__dict__.update(error.__dict__)
     wrapped.first_useful_frame = None  # type: ignore[attr-defined]
     return wrapped
@@ -516,9 +520,25 @@ def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> 
 def no_whole_graph(error: Unsupported) -> CaptureError:
     """Return the error for a model that Dynamo cannot capture as one graph."""
     return CaptureError(
-        f"the model does not capture as one graph: {error}\n"
+        f"the model does not capture as one graph: {_without_advice(error)}\n"
         "Remove the graph break, or compile with fxckpt.Backend and read backend.plans: one plan a graph."
     )
+
+
+def _innermost(error: TorchRuntimeError) -> str:
+    """Return what an op of the model raised on fake tensors, and the line that called it: the user's own if there is one."""
+    cause: BaseException = error
+    while (behind := cause.__cause__ or cause.__context__) is not None:
+        cause = behind
+    stack = list(error.real_stack or ())
+    own = [frame for frame in stack if not frame.filename.startswith(str(Path(torch.__file__).parent))]
+    at = (own or stack)[-1:]
+    return f"{type(cause).__name__}: {cause}" + "".join(f"\n  at {frame.filename}:{frame.lineno}: {frame.line}" for frame in at)
+
+
+def _without_advice(error: Exception) -> str:
+    """Return what Dynamo says of an error, without how its own internals are debugged."""
+    return str(error).partition("\nSet TORCHDYNAMO_VERBOSE=1")[0].rstrip()
 
 
 @contextlib.contextmanager
@@ -546,6 +566,21 @@ def leave_capture() -> NoReturn:
     raise _CaptureDone(first_useful_frame=None)
 
 
+@contextlib.contextmanager
+def errors_told_once() -> Iterator[None]:
+    """Keep torch from logging, with its traceback, that an op failed on fake tensors: the error itself is raised, and says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("failed while attempting to run meta")
+
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
+
+
 def trace_joint(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], receive: Callable[..., Any]) -> None:
     """Give the joint graph of ``gm`` on fake inputs to ``receive``, which is called as a partition function; nothing is executed.
 
@@ -558,7 +593,8 @@ def trace_joint(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], receive: Cal
 
     compile_graph = aot_autograd(fw_compiler=boxed, inference_compiler=boxed, partition_fn=partition, keep_inference_input_mutations=True)
     try:
-        compile_graph(gm, list(inputs))
+        with errors_told_once():
+            compile_graph(gm, list(inputs))
     except _CaptureDone:
         return
     except FxckptError:
@@ -613,16 +649,18 @@ def capture_whole(
 
     args, kwargs = pytree.tree_map(fake, (args, kwargs))
     try:
-        with mode, _forgetting_sizes():
+        with mode, _forgetting_sizes(), errors_told_once():
             torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
     except _CaptureDone:
         return
     except Unsupported as error:
         raise no_whole_graph(error) from error
+    except TorchRuntimeError as error:
+        raise CaptureError(f"the model does not run on these inputs: {_innermost(error)}") from error
     except TorchDynamoException as error:
         if isinstance(error, FxckptError):
             raise
-        raise CaptureError(f"Dynamo could not capture the model: {error}") from error
+        raise CaptureError(f"Dynamo could not capture the model: {_without_advice(error)}") from error
     raise CaptureError("nothing to plan: the function was captured without any tensor operation.")
 
 
