@@ -133,7 +133,7 @@ class Backend:
 
             def compile_backward(half: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
                 keep_saved_values()
-                return compiler(half, inputs) if callable(self._inner) else boxed(half, inputs, prepare=record_runs)
+                return compiler(half, inputs) if callable(self._inner) else boxed(half, inputs, record=record_runs)
 
             compile_graph = aot_autograd(
                 fw_compiler=compiler,

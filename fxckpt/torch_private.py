@@ -363,25 +363,46 @@ def split(
 
 
 def boxed(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, prepare: Callable[[fx.GraphModule], object] = lambda gm: None
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, record: Callable[[fx.GraphModule], object] | None = None
 ) -> Callable[..., Any]:
     """Compile a graph to Python that takes its arguments in a list it empties, so that each dies after its last use.
 
-    ``prepare`` sees the graph module right before its code is made.
+    While a profiler runs, other code runs than where none does: ``record`` sees the graph module right before that code is made, at the first need.
     """
     from torch.fx.graph import _BoxedCodeGen
 
     lower_rng(gm.graph)
     gm.graph.set_codegen(_BoxedCodeGen())
-    prepare(gm)
-    gm.recompile()
-    forward = gm.forward
+    plain = _forward_of(gm)
+    lock = threading.Lock()
+    recorded: list[Callable[[list[Any]], Any]] = []
 
     def run(args: list[Any]) -> Any:
-        return forward(args)
+        return plain(args)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    def run_recorded(args: list[Any]) -> Any:
+        if not torch.autograd.profiler._is_profiler_enabled:
+            return plain(args)
+        with lock:
+            if not recorded:
+                assert record is not None
+                record(gm)
+                recorded.append(_forward_of(gm))
+        return recorded[0](args)
+
+    made = run if record is None else run_recorded
+    made._boxed_call = True  # type: ignore[attr-defined]
+    return made
+
+
+def _forward_of(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Make the code of a graph module now, and return it; what is made later leaves it alone."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    gm.recompile()
+    _LazyGraphModule.force_recompile(gm)
+    forward: Callable[[list[Any]], Any] = gm.forward
+    return forward
 
 
 def keep_saved_values() -> None:

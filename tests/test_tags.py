@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxckpt
 from fxckpt.profiling import PREFIX
+from fxckpt.torch_private import RECORD_FUNCTION
 
 
 def model() -> nn.Module:
@@ -33,6 +35,18 @@ def test_the_profiler_names_every_run_that_repeats_the_forward() -> None:
     records = sorted(event.name for event in seen.events() if event.name.startswith(PREFIX))
     (plan,) = backend.plans
     assert plan.schedule and records == sorted(PREFIX + run.name for run in plan.schedule)
+
+
+def test_records_are_taken_only_where_somebody_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile(model(), backend=fxckpt.Backend(budget=0.7, inner="aot_eager"))
+    inputs = torch.randn(256, 8)
+    taken: list[str] = []
+    monkeypatch.setattr(RECORD_FUNCTION, lambda name: taken.append(name) or contextlib.nullcontext())
+    for is_profiled in (False, True, False):
+        taken.clear()
+        with profile(activities=[ProfilerActivity.CPU]) if is_profiled else contextlib.nullcontext():
+            compiled(inputs).sum().backward()
+        assert bool(taken) is is_profiled
 
 
 def test_printed_graphs_say_what_is_repeated() -> None:
