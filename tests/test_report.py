@@ -6,7 +6,9 @@ import csv
 import io
 import json
 import pickle
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tests.zoo import ENTRIES
 
 COST = Roofline(2e11, 1e10, 0.0)
 """A machine that is the same everywhere."""
+REPOSITORY = Path(__file__).parent.parent
 GPT2 = next(e for e in ENTRIES if e.name == "gpt2")
 
 
@@ -228,3 +231,16 @@ def test_rows_are_filtered_by_reason_or_its_words() -> None:
     assert explained.filter(reason=reason).rows == explained.filter(reason=reason.value).rows != ()
     with pytest.raises(fxckpt.InvalidOption, match="no such reason"):
         explained.filter(reason="because")
+
+
+def test_the_readme_looks_inside_a_plan_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "bench")
+    from models import gpt2
+
+    model, inputs = gpt2()
+    plan = fxckpt.plan(model, **inputs, budget="924MiB", cost=Roofline(100e12, 1.5e12, 0.0))
+    found = re.search(r"## Look inside\n.*?```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    assert found is not None
+    exec(found[1], {"plan": plan, "other_plan": plan})
+    asked = re.search(r'why\("(\w+)"\)\n# (.*)', found[1])
+    assert asked is not None and plan.explain().why(asked[1]) == asked[2]
