@@ -1,4 +1,6 @@
-"""Draw the pictures of the README and print its example of a reason: ``python notebooks/draw.py``. Needs what the tests need, and Chromium for the page.
+"""Draw the pictures of the README, and print its example of a reason: ``python notebooks/draw.py``.
+
+Needs what the tests need, and Chromium for the page.
 
 The model is GPT-2 (12 layers, d 768, batch 4 x 256, dropout) on a generic GPU's roofline, planned from shapes alone; torch's own partitioner
 is judged on the same graph by the same liveness and the same costs.
