@@ -99,7 +99,6 @@ class Frontier:
 
         if chosen is not None:
             self._refuse_foreign(chosen, "plot")
-
         return pictures.frontier(self, ax, chosen=chosen, peers=peers)
 
     def to_html(self, path: str | Path, *, chosen: Plan | None = None, title: str = "fxckpt") -> Path:
