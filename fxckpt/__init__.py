@@ -1,5 +1,10 @@
 """Activation checkpointing for PyTorch as an FX graph-rewriting pass, within a budget of peak bytes."""
 
+from fxckpt import interrupts
+
+# What follows imports torch, which takes seconds.
+interrupts.leave_quietly()
+
 from fxckpt import policies
 from fxckpt.backend import Backend
 from fxckpt.capture import plan

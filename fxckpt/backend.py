@@ -7,7 +7,6 @@ joint graph, the inner compiler gets the forward and the backward.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +35,6 @@ from fxckpt.torch_private import (
     through_dynamo,
 )
 from fxckpt.torch_private.inductor import CustomPartitionerFn, KeepOrder, inductor_backend, inductor_options
-
-log = logging.getLogger("fxckpt")
 
 InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 INNER_NAMES = ("inductor", "aot_eager")
@@ -156,7 +153,7 @@ class Backend:
 
             def compile_backward(half: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
                 keep_saved_values()
-                return compiler(half, inputs) if callable(self._inner) else boxed(half, inputs, prepare=record_runs)
+                return compiler(half, inputs) if callable(self._inner) else boxed(half, inputs, record=record_runs)
 
             compile_graph = aot_autograd(
                 fw_compiler=compiler,
@@ -185,22 +182,7 @@ class Backend:
                 f"planning failed, which is a defect of fxckpt: {type(error).__name__}: {error}\nThe model runs without backend='fxckpt'."
             ) from error
         self._plans.append(plan)
-        self._log(plan, len(joint.graph.nodes))
         return forward, backward
-
-    def _log(self, plan: Plan, nodes: int) -> None:
-        """Log the figures of a plan, and with DEBUG its values with their reasons in words."""
-        number = len(self._plans)
-        if log.isEnabledFor(logging.INFO):
-            log.info("graph %d: %d nodes", number, nodes)
-            for name, figure in plan.explain().summary():
-                log.info("graph %d: %s: %s", number, name, figure)
-        if log.isEnabledFor(logging.DEBUG):
-            shown = plan.explain()
-            for row in shown.rows:
-                log.debug(
-                    "graph %d: %s (%s, %s): %s", number, row.name, row.module or "model", row.source or "no source", shown.why(row.name)
-                )
 
     def _identity(self) -> str:
         return f"{source_digest()} {self!r}"

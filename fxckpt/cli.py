@@ -14,162 +14,61 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from fxckpt import __version__
-from fxckpt.budget import parse
+from fxckpt import interrupts
+from fxckpt.arguments import USAGE, parse
 from fxckpt.capture import plan as make_plan
 from fxckpt.errors import BudgetInfeasible, FxckptError, InvalidBudget, InvalidOption
 from fxckpt.frontier import frontier as make_frontier
+from fxckpt.interrupts import INTERRUPTED
+from fxckpt.patterns import fits, is_inside
 from fxckpt.plan import Plan
-from fxckpt.report import KEYS, memory_bar
-from fxckpt.target import FORM, Target, TargetError, attribute, load
+from fxckpt.report import Explanation, memory_bar
+from fxckpt.tables import Table
+from fxckpt.target import POLICY_FORM, Target, TargetError, attribute, load
+from fxckpt.terminal import OutputError, write
 
-DONE, INFEASIBLE, USAGE, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
-
-EPILOG = """\
-examples:
-  fxckpt plan train.py:make_step --budget 2GiB
-  fxckpt explain train.py:make_step --budget 0.6 --module 'layers.*.attn' --top 10
-  fxckpt explain train.py:make_step --budget 0.6 --by module --format markdown
-  fxckpt frontier train.py:make_step --points 8 --plot frontier.png
-  fxckpt html train.py:make_step --budget 0.6 --out plan.html
-  fxckpt bench train.py:make_step --budget 0.8 --budget 0.5
-  fxckpt doctor
-
-train.py:make_step is a function without arguments that returns (model, inputs). Models on the meta device can be planned, not run.
-
-exit codes: 0 done, 1 the budget is infeasible, 2 unusable arguments, 3 the model cannot be captured, planned or run (doctor: something
-is wrong), 130 interrupted
-"""
+DONE, INFEASIBLE, FAILED = 0, 1, 3
+ROWS = 20
+"""How many rows are printed as text, unless ``--top`` says otherwise."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"fxckpt: {message}\n{self.format_usage()}")
+class Answer(NamedTuple):
+    """What a command prints, and its exit code."""
 
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
-    parser = _Parser(
-        prog="fxckpt",
-        description="Plans which activations of a training step are saved and which are recomputed, and shows it.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"fxckpt {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
-    def command(name: str, about: str, example: str, *, is_of_model: bool = True) -> argparse.ArgumentParser:
-        made = commands.add_parser(
-            name, help=about, description=about, epilog=f"example:\n  {example}", formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        made.add_argument("--json", action="store_true", help="print one JSON value instead of text")
-        made.add_argument("--traceback", action="store_true", help="show where an error comes from")
-        if is_of_model:
-            made.add_argument("target", metavar="MODULE:FACTORY", help=FORM)
-            made.add_argument("--policy", metavar="MODULE:NAME", help="a policy: fxckpt.policies:save_matmuls, or one of your own")
-            made.add_argument("--cost", choices=("roofline", "flops", "measured"), default="roofline", help="what an op takes (roofline)")
-        return made
-
-    one = {
-        "type": _budget,
-        "metavar": "BYTES",
-        "help": 'peak bytes of a step: "2GiB", 0.6 of the uncheckpointed peak, "auto"; none by default',
-    }
-    made = command("plan", "Plan a step and print its figures and memory profile.", "fxckpt plan train.py:make_step --budget 2GiB")
-    made.add_argument("--budget", **one)  # type: ignore[arg-type]  # one option, three commands
-
-    made = command(
-        "explain", "List what is saved and what is recomputed, and why.", "fxckpt explain train.py:make_step --budget 0.6 --by module"
-    )
-    made.add_argument("--budget", **one)  # type: ignore[arg-type]
-    made.add_argument("--top", type=_count, default=20, metavar="N", help="rows to print (20); 0 for all")
-    made.add_argument("--sort", choices=sorted(KEYS), default="bytes", help="order of the rows (bytes)")
-    made.add_argument("--decision", choices=("saved", "recomputed"), help="only these")
-    made.add_argument("--module", metavar="PATTERN", help="only modules that match, and what is inside them: 'layers.*.attn'")
-    made.add_argument("--op", metavar="PATTERN", help="only ops that match: '*softmax*'")
-    what = made.add_mutually_exclusive_group()
-    what.add_argument("--by", choices=("module", "op", "reason"), help="sums instead of rows")
-    what.add_argument("--why", metavar="VALUE", help="the reason for one value in words, and who reads it")
-    what.add_argument("--saved", action="store_true", help="what the backward gets from the forward, one line a value")
-    what.add_argument("--peak", action="store_true", help="what the memory holds at the peak")
-    made.add_argument("--depth", type=_count, default=None, metavar="N", help="with --by module: cut paths to N parts")
-    made.add_argument("--format", choices=("text", "markdown", "csv"), default="text", help="how to print the rows (text)")
-
-    made = command(
-        "frontier", "Print time against peak, from the floor up.", "fxckpt frontier train.py:make_step --points 8 --plot frontier.png"
-    )
-    made.add_argument("--points", type=_count, default=16, metavar="N", help="how many budgets (16)")
-    made.add_argument(
-        "--budget", action="append", type=_budget, metavar="BYTES", help="a budget of your own; repeat for more, instead of --points"
-    )
-    made.add_argument("--plot", type=Path, metavar="FILE", help="draw it too (PNG, SVG or PDF; needs matplotlib)")
-
-    made = command("html", "Write a page to look at a plan in a browser.", "fxckpt html train.py:make_step --budget 0.6 --out plan.html")
-    made.add_argument("--budget", **one)  # type: ignore[arg-type]
-    made.add_argument("--points", type=_count, default=8, metavar="N", help="plans on the page's slider (8)")
-    made.add_argument("--out", type=Path, default=Path("fxckpt.html"), metavar="FILE", help="where to write it (fxckpt.html)")
-
-    made = command("bench", "Run the step, as it is and inside budgets.", "fxckpt bench train.py:make_step --budget 0.8 --budget 0.5")
-    made.add_argument("--budget", action="append", type=_budget, metavar="BYTES", help="a budget to run at; repeat for more (0.5)")
-    made.add_argument("--steps", type=_count, default=5, metavar="N", help="timed steps, after one that is not (5)")
-    made.add_argument("--inner", choices=("aot_eager", "inductor"), default="aot_eager", help="who compiles the two halves (aot_eager)")
-
-    made = command("doctor", "Say what this machine has and what will work on it.", "fxckpt doctor", is_of_model=False)
-    made.add_argument("--quick", action="store_true", help="leave out the self-test")
-    return parser
-
-
-def _budget(text: str) -> int | float | str | None:
-    """Read a budget as Python code would have it: 0.6 is a fraction, 4096 are bytes."""
-    if text.lower() == "none":
-        return None
-    value: int | float | str = text
-    for kind in (int, float):
-        try:
-            value = kind(text)
-            break
-        except ValueError:
-            continue
-    try:
-        parse(value)
-    except InvalidBudget as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return value
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
+    text: str
+    code: int = DONE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     try:
-        options = build_parser().parse_args(arguments)
+        options = parse(arguments)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else USAGE
+    with interrupts.raised():
+        return _answered(options)
+
+
+def _answered(options: argparse.Namespace) -> int:
     try:
         with _quiet():
-            return COMMANDS[options.command](options)
+            answer = COMMANDS[options.command](options)
+        write(answer.text)
+        return answer.code
     except KeyboardInterrupt:
         return _say("interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        # The reader (head, a pager) has seen enough; nothing more is written, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
+    except OutputError as error:
+        return _say(str(error), USAGE)
     except BudgetInfeasible as error:
         return _failed(options, error, INFEASIBLE)
     except (TargetError, InvalidBudget, InvalidOption) as error:
         return _failed(options, error, USAGE)
     except FxckptError as error:
         return _failed(options, error, FAILED)
-    except OSError as error:
-        return _failed(options, FxckptError(f"cannot write {error.filename!r}: {error.strerror}"), USAGE)
     except Exception as error:
         # The user's own model raised, inside Dynamo or while it ran.
         first = str(error).strip().split("\n\n")[0] or "no message"
@@ -185,7 +84,8 @@ def _failed(options: argparse.Namespace, error: Exception, code: int, cause: Exc
         body: dict[str, Any] = {"error": str(error), "kind": type(error).__name__, "exit_code": code}
         if isinstance(error, BudgetInfeasible):
             body |= {"floor_bytes": error.floor_bytes, "budget_bytes": error.budget_bytes}
-        print(json.dumps(body))
+        with contextlib.suppress(OutputError):
+            write(json.dumps(body))
     return _say(str(error), code)
 
 
@@ -212,9 +112,17 @@ def _aside() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _saving(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InvalidOption(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+
+
 def _loaded(options: argparse.Namespace) -> tuple[Target, Any]:
     with _aside():
-        return load(options.target), attribute(options.policy) if options.policy else None
+        return load(options.target), attribute(options.policy, POLICY_FORM) if options.policy else None
 
 
 def _planned(options: argparse.Namespace) -> Plan:
@@ -223,8 +131,8 @@ def _planned(options: argparse.Namespace) -> Plan:
         return make_plan(target.model, *target.args, budget=options.budget, policy=policy, cost=options.cost, **target.kwargs)
 
 
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, ensure_ascii=False))
+def _json(value: Any) -> Answer:
+    return Answer(json.dumps(value, indent=1, ensure_ascii=False))
 
 
 def figures(plan: Plan) -> dict[str, Any]:
@@ -237,93 +145,100 @@ def figures(plan: Plan) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in names.split()} | counts
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace) -> Answer:
     plan = _planned(options)
     if options.json:
-        _print_json(figures(plan))
-        return DONE
-    width = max(len(name) for name, _ in plan.explain().summary())
-    print("\n".join(f"{name:<{width}}  {text}" for name, text in plan.explain().summary()))
-    print(f"\n{memory_bar(plan)}")
-    return DONE
+        return _json(figures(plan))
+    summary = plan.explain().summary()
+    width = max(len(name) for name, _ in summary)
+    lines = (f"{name:<{width}}  {text}" for name, text in summary)
+    return Answer("\n".join((*lines, "", memory_bar(plan))))
 
 
-def _explain(options: argparse.Namespace) -> int:
+def _explain(options: argparse.Namespace) -> Answer:
     plan = _planned(options)
-    shown = plan.explain().filter(decision=options.decision, module=options.module, op=options.op).sort(options.sort)
-    if options.why:
-        readers = shown.readers(options.why)
-        answer = {"value": options.why, "why": shown.why(options.why), **{f"{k}_readers": list(v) for k, v in readers._asdict().items()}}
-        if options.json:
-            _print_json(answer)
-            return DONE
-        print(answer["why"])
-        for when, names in zip(("the forward", "the backward, running again,", "the backward"), readers, strict=True):
-            print(f"read in {when} by: {', '.join(names) or 'none'}")
-        return DONE
+    shown = plan.explain().filter(decision=options.decision, module=options.module, op=options.op).sort(options.sort or "bytes")
+    if options.why is not None:
+        return _why(options, shown)
     if options.saved:
-        listed = shown.saved_values()
-        if options.json:
-            _print_json([vars(value) for value in listed.values])
-        else:
-            print(listed)
-        return DONE
+        return _rows(options, shown.saved_values().table())
     if options.peak:
         timeline = plan.timeline()
-        if options.json:
-            _print_json(timeline.table().records())
-        else:
-            print(timeline)
-        return DONE
-    table = shown.table()
-    if options.by:
-        table = {"module": lambda: shown.by_module(options.depth), "op": shown.by_op, "reason": shown.by_reason}[options.by]()
+        return _rows(options, timeline.table().where(lambda held: _is_wanted(options, held)), f"{timeline.headline()}\n\n")
+    sums = {"module": lambda: shown.by_module(options.depth), "op": shown.by_op, "reason": shown.by_reason}
+    table = sums[options.by]() if options.by else shown.table()
     if options.json:
-        _print_json({"figures": figures(plan), "rows": table.records()})
-        return DONE
-    count = len(table)
-    table = table.top(options.top) if options.top else table
-    print({"text": table.__str__, "markdown": table.to_markdown, "csv": table.to_csv}[options.format]())
-    if len(table) < count and options.format == "text":
-        print(f"... and {count - len(table)} more rows (--top 0 prints all)")
-    if not count and options.format == "text":
-        print("no value matches")
-    return DONE
+        return _json({"figures": figures(plan), "rows": _cut(options, table).records()})
+    return _rows(options, table)
 
 
-def _frontier(options: argparse.Namespace) -> int:
+def _why(options: argparse.Namespace, shown: Explanation) -> Answer:
+    why, readers = shown.why(options.why), shown.readers(options.why)
+    if options.json:
+        return _json({"value": options.why, "why": why, **{f"{k}_readers": list(v) for k, v in readers._asdict().items()}})
+    phases = ("the forward", "the backward, running again,", "the backward")
+    read = (f"read in {when} by: {', '.join(names) or 'none'}" for when, names in zip(phases, readers, strict=True))
+    return Answer("\n".join((why, *read)))
+
+
+def _is_wanted(options: argparse.Namespace, held: dict[str, Any]) -> bool:
+    """Return whether what holds memory passes the filters."""
+    return (
+        options.decision in (None, held["held_as"])
+        and (options.module is None or is_inside(held["module"], options.module))
+        and (options.op is None or fits(held["op"], options.op))
+    )
+
+
+def _cut(options: argparse.Namespace, table: Table, rows: int = 0) -> Table:
+    """Return as many rows as are asked for, else ``rows``; 0 for all."""
+    count = rows if options.top is None else options.top
+    return table.top(count) if count else table
+
+
+def _rows(options: argparse.Namespace, table: Table, heading: str = "") -> Answer:
+    """Answer with a table in the form that is asked for; the heading is for people."""
+    if options.json:
+        return _json(_cut(options, table).records())
+    if options.format == "csv":
+        return Answer(_cut(options, table).to_csv())
+    if options.format == "markdown":
+        return Answer(_cut(options, table).to_markdown())
+    shown = _cut(options, table, ROWS)
+    hidden = len(table) - len(shown)
+    rest = f"\n... and {hidden} more rows (--top 0 prints all)" if hidden else "" if len(table) else "\nno value matches"
+    return Answer(f"{heading}{shown}{rest}")
+
+
+def _frontier(options: argparse.Namespace) -> Answer:
     target, policy = _loaded(options)
     points: Any = options.budget or options.points
     with _aside():
         curve = make_frontier(target.model, *target.args, points=points, policy=policy, cost=options.cost, **target.kwargs)
     if options.plot:
         _savefig(curve.plot(), options.plot)
-    if options.json:
-        _print_json(curve.table().records())
-        return DONE
-    print(curve)
-    return DONE
+    return _json(curve.table().records()) if options.json else Answer(str(curve))
 
 
 def _savefig(axes: Any, path: Path) -> None:
     formats = axes.figure.canvas.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in formats:
         raise InvalidOption(f"--plot {path}: pictures are {', '.join(sorted(formats))}. Example: --plot frontier.png.")
-    axes.figure.savefig(path, dpi=120)
+    with _saving(path):
+        axes.figure.savefig(path, dpi=120)
 
 
-def _html(options: argparse.Namespace) -> int:
+def _html(options: argparse.Namespace) -> Answer:
     plan = _planned(options)
-    path = plan.to_html(options.out, points=options.points)
+    with _saving(options.out):
+        path = plan.to_html(options.out, points=options.points)
     size = path.stat().st_size
     if options.json:
-        _print_json({"path": str(path), "bytes": size})
-    else:
-        print(f"wrote {path} ({size / 2**20:.1f} MiB): open it in a browser")
-    return DONE
+        return _json({"path": str(path), "bytes": size})
+    return Answer(f"wrote {path} ({size / 2**20:.1f} MiB): open it in a browser")
 
 
-def _bench(options: argparse.Namespace) -> int:
+def _bench(options: argparse.Namespace) -> Answer:
     from fxckpt.comparison import compare, table
 
     # The profiler that measures peaks writes a line whenever it starts or stops.
@@ -337,23 +252,16 @@ def _bench(options: argparse.Namespace) -> int:
             bar.update()
 
         runs = compare(target, budgets, steps=options.steps, inner=options.inner, policy=policy, cost=options.cost, tick=tick)
-    if options.json:
-        _print_json(table(runs).records())
-    else:
-        print(table(runs))
-    return DONE
+    return _json(table(runs).records()) if options.json else Answer(str(table(runs)))
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace) -> Answer:
     from fxckpt.doctor import examine
 
     with _aside():
         diagnosis = examine(self_test=not options.quick)
-    if options.json:
-        _print_json(diagnosis.table().records())
-    else:
-        print(diagnosis)
-    return DONE if diagnosis.is_well else FAILED
+    text = _json(diagnosis.table().records()).text if options.json else str(diagnosis)
+    return Answer(text, DONE if diagnosis.is_well else FAILED)
 
 
 COMMANDS = {"plan": _plan, "explain": _explain, "frontier": _frontier, "html": _html, "bench": _bench, "doctor": _doctor}

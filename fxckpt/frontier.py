@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from fxckpt.passes.normalize import normalize
 from fxckpt.passes.price_search import PriceSearch, evenly_spaced
 from fxckpt.pipeline import Planner
 from fxckpt.plan import Plan, step_of_plan
+from fxckpt.plan_log import log_frontier
 from fxckpt.policies import as_policy
 from fxckpt.tables import Column, Table
 from fxckpt.units import format_seconds
@@ -90,10 +92,13 @@ class Frontier:
     def plot(self, ax: Axes | None = None, *, chosen: Plan | None = None, peers: Sequence[Peer] = ()) -> Axes:
         """Draw recompute time over peak, with the lower bounds, and return the axes. Needs matplotlib.
 
-        ``chosen`` is a plan to mark, ``peers`` are other ways to train the same step (:class:`fxckpt.pictures.Peer`).
+        ``chosen`` is a plan to mark, ``peers`` are other ways to train the same step (:class:`fxckpt.pictures.Peer`). Raises :class:`InvalidOption`
+        for a ``chosen`` plan of another graph.
         """
         from fxckpt import pictures
 
+        if chosen is not None:
+            self._refuse_foreign(chosen, "plot")
         return pictures.frontier(self, ax, chosen=chosen, peers=peers)
 
     def to_html(self, path: str | Path, *, chosen: Plan | None = None, title: str = "fxckpt") -> Path:
@@ -105,12 +110,19 @@ class Frontier:
 
         plans = self.plans
         if chosen is not None and chosen not in plans:
-            if chosen.graph != plans[0].graph:
-                raise InvalidOption(
-                    "to_html(chosen=...): that plan is of another graph. Give one that was made of the same model and inputs."
-                )
+            self._refuse_foreign(chosen, "to_html")
             plans = tuple(sorted((*plans, chosen), key=lambda plan: plan.peak_bytes))
         return page.write(plans, path, chosen=len(plans) // 2 if chosen is None else plans.index(chosen), title=title)
+
+    def _refuse_foreign(self, chosen: Plan, method: str) -> None:
+        if not isinstance(chosen, Plan):
+            raise InvalidOption(
+                f"{method}(chosen={chosen!r}): that is no plan. Give one of the frontier's, or fxckpt.plan(model, *inputs)."
+            )
+        if chosen.graph != self.plans[0].graph:
+            raise InvalidOption(
+                f"{method}(chosen=...): that plan is of another graph. Give one that was made of the same model and inputs."
+            )
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))
@@ -170,9 +182,12 @@ def frontier_of(plan: Plan, points: int = 8) -> Frontier:
     if points < 2:
         raise InvalidOption(f"points={points!r}: a frontier has at least 2 points, the floor and the uncheckpointed plan.")
     step = step_of_plan(plan)
+    begin = time.perf_counter()
     with tqdm(total=points, desc="frontier", disable=None) as bar:
         found = PriceSearch().frontier(step.program, partial(evenly_spaced, points), bar.update)
     made = (describe(step, f, f.best, budget_bytes=f.limit, cost=plan.cost) for f in found if f.best is not None)
     others = (replace(other, graph=plan.graph) for other in made)
     apart = [other for other in others if (other.saved, other.schedule) != (plan.saved, plan.schedule)]
-    return Frontier(tuple(sorted((*apart, plan), key=lambda p: (p.peak_bytes, p.budget_bytes or p.peak_bytes))))
+    plans = tuple(sorted((*apart, plan), key=lambda p: (p.peak_bytes, p.budget_bytes or p.peak_bytes)))
+    log_frontier(plans, time.perf_counter() - begin)
+    return Frontier(plans)

@@ -42,6 +42,8 @@ LOOKS: Mapping[Holder, Look] = {
 INK = "#2b3036"
 LEAST_SHARE = 0.002
 """Parts that are never as much of the peak as this are left out: nobody would see them."""
+AS_IT_IS: Mapping[str, Any] = {"parse_math": False}
+"""How words are written that are the user's own: a dollar in them begins no formula."""
 
 
 def memory(plan: Plan, ax: Axes | None = None, *, over: str = "ops") -> Axes:
@@ -89,7 +91,7 @@ def memory(plan: Plan, ax: Axes | None = None, *, over: str = "ops") -> Axes:
     axes.set_ylim(0, 1.12 * max([*without, *below, 1e-9]))
     for text, at, side in (("forward ", split, "right"), (" backward", split, "left")):
         axes.text(at, 0.985, text, ha=side, va="top", fontsize=9, color=INK, transform=axes.get_xaxis_transform(), zorder=5)
-    axes.set_xlabel("ops of the step, in order" if over == "ops" else f"time, ms (cost model: {plan.cost})")
+    axes.set_xlabel("ops of the step, in order" if over == "ops" else f"time, ms (cost model: {plan.cost})", **AS_IT_IS)
     axes.set_ylabel(f"live memory, {unit}")
     axes.set_title(_title(plan), fontsize=10, loc="left")
     handles, labels = axes.get_legend_handles_labels()
@@ -139,7 +141,8 @@ def frontier(curve: Frontier, ax: Axes | None = None, *, chosen: Plan | None = N
     axes.set_ylabel("extra time, % of the step")
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=8, loc="upper right", framealpha=0.9)
+    for label in axes.legend(fontsize=8, loc="upper right", framealpha=0.9).get_texts():
+        label.set(**AS_IT_IS)
     return axes
 
 
@@ -164,7 +167,7 @@ def modules(plan: Plan, ax: Axes | None = None, *, depth: int | None = None, mos
     for values, left, holder in ((saved, None, Holder.SAVED), (again, saved, Holder.RECOMPUTED)):
         look = LOOKS[holder]
         axes.barh(places, values, left=left, color=look.color, hatch=look.hatch, edgecolor="white", linewidth=0.0, label=look.label)
-    axes.set_yticks(list(places), [shorten(r["module"], 42) for r in rows], fontsize=8)
+    axes.set_yticks(list(places), [shorten(r["module"], 42) for r in rows], fontsize=8, **AS_IT_IS)
     axes.invert_yaxis()
     axes.set_xlabel(f"bytes of the values that the backward needs, {unit}")
     axes.grid(axis="x", alpha=0.3)

@@ -32,6 +32,7 @@ from fxckpt.passes.step import step_of
 from fxckpt.passes.values import values_of
 from fxckpt.passes.verify import verify
 from fxckpt.plan import Plan
+from fxckpt.plan_log import log_frontier, log_known, log_plan
 from fxckpt.policies import as_policy
 from fxckpt.policy import Policy, decide_all
 from fxckpt.scratch import MeasuredScratch
@@ -60,16 +61,18 @@ class Planner:
     search: PriceSearch = field(default_factory=PriceSearch)
 
     def plan(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[Facts, Plan]:
-        """Plan a normalized joint graph without changing it.
+        """Plan a normalized joint graph without changing it, and log the plan.
 
         Raises :class:`BudgetInfeasible`, and :class:`PlanMismatch` where plans are fixed and none is of this graph.
         """
+        begin = time.perf_counter()
         lines = fingerprint(joint.graph)
         for plan in self.known:
             if plan.graph == lines:
                 fused = frozenset(n for n in joint.graph.nodes if n.name in plan.never_stored)
                 facts = collect(joint, num_fwd_outputs=num_fwd_outputs, cost=checked(FlopCost()), never_stored=fused)
                 refuse_unknown_ops(plan, facts)
+                log_known(plan)
                 return facts, plan
         if self.is_fixed:
             refuse_another_graph(self.known[0], lines)
@@ -83,7 +86,9 @@ class Planner:
             assert budget_bytes is not None
             raise infeasible(self.budget, budget_bytes, floor, found.baseline.simulation.peak_bytes)
         described = describe(step_of(joint.graph, facts), found, found.best, budget_bytes=budget_bytes, cost=cost)
-        return facts, replace(described, graph=lines)
+        plan = replace(described, graph=lines)
+        log_plan(plan, time.perf_counter() - begin)
+        return facts, plan
 
     def frontier(
         self,
@@ -97,6 +102,7 @@ class Planner:
 
         Raises :class:`BudgetInfeasible` for a budget below the floor.
         """
+        begin = time.perf_counter()
         device = device_of(joint.graph)
         facts, cost = self.read(joint, num_fwd_outputs, bind_preferences=False)
 
@@ -114,7 +120,10 @@ class Planner:
 
         found = self.search.frontier(facts.program, limits, tick)
         step, lines = step_of(joint.graph, facts), fingerprint(joint.graph)
-        return tuple(replace(describe(step, f, f.best, budget_bytes=f.limit, cost=cost), graph=lines) for f in found if f.best is not None)
+        made = (describe(step, f, f.best, budget_bytes=f.limit, cost=cost) for f in found if f.best is not None)
+        plans = tuple(replace(plan, graph=lines) for plan in made)
+        log_frontier(plans, time.perf_counter() - begin)
+        return plans
 
     def read(
         self,

@@ -161,7 +161,7 @@ class Plan:
         return explain(self)
 
     def diff(self, other: Plan) -> Difference:
-        """Return what changes from this plan to ``other``. Raises :class:`fxckpt.InvalidOption` for a plan of another graph."""
+        """Return what changes from this plan to ``other``. Raises :class:`fxckpt.InvalidOption` for no plan, or one of another graph."""
         from fxckpt.report import diff
 
         return diff(self, other)
@@ -173,7 +173,10 @@ class Plan:
         return timeline(self)
 
     def frontier(self, points: int = 8) -> Frontier:
-        """Return the plans of the same step at other budgets, this one among them; nothing is captured again."""
+        """Return the plans of the same step at other budgets, this one among them; nothing is captured again.
+
+        Raises :class:`fxckpt.InvalidOption` for fewer than 2 points, and for a plan that does not carry its step.
+        """
         from fxckpt.frontier import frontier_of
 
         return frontier_of(self, points)
@@ -193,9 +196,15 @@ class Plan:
     def to_html(self, path: str | Path, *, points: int = 8, title: str = "fxckpt") -> Path:
         """Write one self-contained page: the graph by module, why each value is saved or recomputed, the memory over the step; return its path.
 
-        The page has a slider over ``points`` plans of the same step, which are made for it (:meth:`frontier`); with 0 it shows this plan alone.
+        The page has a slider over ``points`` plans of the same step, which are made for it (:meth:`frontier`), 2 or more; with 0 it shows this plan
+        alone. Raises :class:`fxckpt.InvalidOption` for another number of points, and for a plan that does not carry its step.
         """
         from fxckpt import page
+
+        if points != 0 and points < 2:
+            raise InvalidOption(
+                f"points={points!r}: the page's slider has at least 2 plans, from the floor up; with points=0 there is none."
+            )
 
         plans = self.frontier(points).plans if points else (self,)
         return page.write(plans, path, chosen=plans.index(self), title=title)

@@ -1,8 +1,8 @@
 """Profiling: runs of the backward that repeat the forward are named in the profiler.
 
-In graphs that run as Python (``inner="aot_eager"``) each gets a record called ``fxckpt.recompute NAME``, which costs a few hundred nanoseconds where
-nobody profiles. In every graph they carry the annotation ``{"recompute_of": NAME}``, which ``print_readable()`` shows, and names that end in
-``_recompute``, which Inductor writes beside the code that it makes of them.
+In graphs that run as Python (``inner="aot_eager"``) each gets a record called ``fxckpt.recompute NAME``, in code that runs only while a profiler
+does. In every graph they carry the annotation ``{"recompute_of": NAME}``, which ``print_readable()`` shows, and names that end in ``_recompute``,
+which Inductor writes beside the code that it makes of them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import html
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -13,6 +12,8 @@ from tabulate import tabulate
 
 from fxckpt.budget import format_bytes
 from fxckpt.errors import InvalidOption
+from fxckpt.passes.step import Label
+from fxckpt.patterns import fits, is_inside
 from fxckpt.plan import Decision, Plan, Reason, Row
 from fxckpt.reasons import Readers, Reasons
 from fxckpt.tables import Column, Table
@@ -51,6 +52,8 @@ class Explanation:
     plan: Plan
     rows: tuple[Row, ...]
     """Largest first."""
+    inputs: tuple[Label, ...] = ()
+    """The graph's inputs that the backward reads, for :meth:`saved_values`; a plan without its step knows none."""
 
     @cached_property
     def _reasons(self) -> Reasons:
@@ -58,7 +61,7 @@ class Explanation:
 
     def top(self, count: int) -> Explanation:
         """Return the explanation with its first ``count`` rows: the largest, unless it was sorted otherwise."""
-        return replace(self, rows=self.rows[: max(0, count)])
+        return replace(self, rows=self.rows[: max(0, count)], inputs=self.inputs if count >= len(self.rows) else ())
 
     def sort(self, key: str) -> Explanation:
         """Return the explanation with its rows in another order, one of :data:`KEYS`. Raises :class:`InvalidOption` for any other."""
@@ -78,7 +81,8 @@ class Explanation:
     ) -> Explanation:
         """Return the explanation with the rows that match all that is given. Raises :class:`InvalidOption` for an unknown decision or reason.
 
-        ``module``, ``op`` and ``name`` are patterns (``"*.attn"``, ``"*soft*"``); a module's pattern also matches what is inside it.
+        ``module``, ``op`` and ``name`` are patterns (``"*.attn"``, ``"*soft*"``); a module's pattern also matches what is inside it. An input of the
+        graph has a name, no bytes of the step, and is made by no module and no op.
         """
         wanted = None if decision is None else _decision(decision)
         because = None if reason is None else _reason(reason)
@@ -86,13 +90,15 @@ class Explanation:
             row
             for row in self.rows
             if (wanted is None or row.decision is wanted)
-            and (module is None or _is_inside(row.module, module))
-            and (op is None or fnmatch.fnmatchcase(row.op, op))
-            and (name is None or fnmatch.fnmatchcase(row.name, name))
+            and (module is None or is_inside(row.module, module))
+            and (op is None or fits(row.op, op))
+            and (name is None or fits(row.name, name))
             and (because is None or row.reason is because)
             and row.bytes >= least_bytes
         )
-        return replace(self, rows=kept)
+        leaves_inputs = wanted is not Decision.RECOMPUTED and module is op is because is None and least_bytes <= 0
+        inputs = tuple(i for i in self.inputs if leaves_inputs and (name is None or fits(i.name, name)))
+        return replace(self, rows=kept, inputs=inputs)
 
     def by_module(self, depth: int | None = None) -> Table:
         """Return bytes and time by module, the largest first; ``depth`` cuts paths to so many parts."""
@@ -115,6 +121,9 @@ class Explanation:
         return self._reasons.readers(self._row(name).name)
 
     def _row(self, name: str) -> Row:
+        if not isinstance(name, str):
+            example = next((row.name for row in self.plan.rows), "addmm")
+            raise InvalidOption(f"{name!r} is not the name of a value, which is a string. Example: {example!r}.")
         found = next((row for row in self.plan.rows if row.name == name), None)
         if found is None:
             near = [row.name for row in self.plan.rows if name in row.name][:5]
@@ -123,16 +132,18 @@ class Explanation:
         return found
 
     def diff(self, other: Plan) -> Difference:
-        """Return what changes from this plan to ``other``, another plan of the same graph."""
+        """Return what changes from this plan to ``other``. Raises :class:`InvalidOption` for what is not another plan of the same graph."""
         return diff(self.plan, other)
 
     def saved_values(self) -> SavedValues:
-        """Return what the backward gets from the forward, one line a value, as ``jax.ad_checkpoint.print_saved_residuals`` lists it."""
+        """Return what the backward gets from the forward, one line a value, as ``jax.ad_checkpoint.print_saved_residuals`` lists it.
+
+        Of an explanation that was filtered: what is left of it.
+        """
         rows = sorted((r for r in self.rows if r.decision is Decision.SAVED), key=lambda row: -row.bytes)
-        inputs = self._reasons.inputs_read() if self.plan.step is not None else ()
         return SavedValues(
             tuple(SavedValue(format_shape(r.dtype, r.shape), r.bytes, _origin(r), r.source, r.module) for r in rows)
-            + tuple(SavedValue(format_shape(i.dtype, i.shape), 0, f"from the input {i.name}", i.source, i.module) for i in inputs)
+            + tuple(SavedValue(format_shape(i.dtype, i.shape), 0, f"from the input {i.name}", i.source, i.module) for i in self.inputs)
         )
 
     def gap(self) -> str:
@@ -218,7 +229,8 @@ class Explanation:
 
 def explain(plan: Plan) -> Explanation:
     """Return the explanation of a plan."""
-    return Explanation(plan, tuple(sorted(plan.rows, key=lambda row: -row.bytes)))
+    inputs = Reasons(plan).inputs_read() if plan.step is not None else ()
+    return Explanation(plan, tuple(sorted(plan.rows, key=lambda row: -row.bytes)), inputs)
 
 
 COLUMNS = (
@@ -274,10 +286,6 @@ def _decision(given: Decision | str) -> Decision:
         return Decision(given)
     except ValueError:
         raise InvalidOption(f"decision={given!r}: a value is {' or '.join(repr(d.value) for d in Decision)}.") from None
-
-
-def _is_inside(module: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, f"{pattern}.*")
 
 
 def _origin(row: Row) -> str:
@@ -337,6 +345,17 @@ class SavedValues:
     """What the backward gets from the forward; printed, one line a value."""
 
     values: tuple[SavedValue, ...]
+
+    def table(self) -> Table:
+        """Return the values as a table."""
+        columns = (
+            Column("type", "type"),
+            Column("bytes", "bytes", lambda v: format_bytes(v) if v else "", is_number=True),
+            Column("origin", "origin"),
+            Column("source", "source", lambda v: shorten(v, 24)),
+            Column("module", "module", lambda v: shorten(v, 30)),
+        )
+        return Table(columns, tuple((v.type, v.bytes, v.origin, v.source, v.module) for v in self.values))
 
     def __str__(self) -> str:
         width = max((len(v.type) for v in self.values), default=0)
@@ -399,7 +418,11 @@ class Difference:
 
 
 def diff(before: Plan, after: Plan) -> Difference:
-    """Return what changes from one plan to another. Raises :class:`InvalidOption` for plans of different graphs."""
+    """Return what changes from one plan to another. Raises :class:`InvalidOption` for what is no plan, and for plans of different graphs."""
+    if not isinstance(after, Plan):
+        raise InvalidOption(
+            f"diff({after!r}): that is no plan. Give another plan of the same graph: fxckpt.plan(model, *inputs, budget=...)."
+        )
     if before.graph != after.graph:
         raise InvalidOption(
             "these two plans are of different graphs, so their values cannot be compared. Plan the same model with the same input sizes twice."

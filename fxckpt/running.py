@@ -25,7 +25,7 @@ from fxckpt.interpret import Interpreted
 from fxckpt.plan import Plan
 from fxckpt.signature import Signature, signature_of
 from fxckpt.structure import flatten, unflatten
-from fxckpt.torch_private import FakeTensorMode, capture_whole, compile_whole, inline_regions, tracing_lock
+from fxckpt.torch_private import FakeTensorMode, capture_whole, compile_whole, errors_told_once, inline_regions, tracing_lock
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +214,7 @@ def without_regions(source: fx.GraphModule) -> fx.GraphModule:
 
 def _graph_of(call: _FlatCall, tensors: Sequence[Tensor]) -> fx.GraphModule:
     """Return the graph of one call. How many tensors it gives is found on fake ones."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), errors_told_once():
         results = len(call(*map(mode.from_tensor, tensors)))
     graph = fx.Graph()
     made = graph.call_function(call, tuple(graph.placeholder(f"input_{i}") for i in range(len(tensors))))

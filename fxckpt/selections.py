@@ -6,13 +6,13 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.errors import PolicyMatchesNothing
+from fxckpt.patterns import fits
 from fxckpt.policy import Policy, Value
 
 MATMULS = frozenset(
@@ -151,16 +151,16 @@ class Names(Policy):
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """The answer for the value's name."""
-        return self.answer if any(fnmatchcase(name, p) for name in value.names for p in self.patterns) else self.rest
+        return self.answer if any(fits(name, p) for name in value.names for p in self.patterns) else self.rest
 
     def bind(self, values: Sequence[Value]) -> Policy:
         """Raise :class:`PolicyMatchesNothing` for a name that no value has."""
         known = sorted({name for value in values for name in value.names})
         inputs = sorted({name for value in values for name in value.input_names})
         for pattern in self.patterns:
-            if any(fnmatchcase(name, pattern) for name in known):
+            if any(fits(name, pattern) for name in known):
                 continue
-            if any(fnmatchcase(name, pattern) for name in inputs):
+            if any(fits(name, pattern) for name in inputs):
                 raise PolicyMatchesNothing(
                     f"{self!r}: {pattern!r} names an input of the graph (an argument, a parameter or a buffer, or a view of one). It is alive "
                     "whatever is planned: there is nothing to save and nothing to run again. Leave the name out."
@@ -204,7 +204,7 @@ def _fits(parts: list[str], wanted: list[str]) -> bool:
     head, *rest = wanted
     if head == "**":
         return any(_fits(parts[n:], rest) for n in range(len(parts) + 1))
-    return bool(parts) and fnmatchcase(parts[0], head) and _fits(parts[1:], rest)
+    return bool(parts) and fits(parts[0], head) and _fits(parts[1:], rest)
 
 
 def refuse_unmatched_modules(policy: Policy, patterns: Sequence[str], values: Sequence[Value]) -> None:

@@ -52,6 +52,10 @@ class Table:
         """Return the table with its first ``count`` rows."""
         return replace(self, rows=self.rows[: max(0, count)])
 
+    def where(self, keep: Callable[[dict[str, Any]], bool]) -> Table:
+        """Return the table with the rows that ``keep`` says yes to, which it is given as :meth:`records` does."""
+        return replace(self, rows=tuple(row for row, record in zip(self.rows, self.records(), strict=True) if keep(record)))
+
     def records(self) -> list[dict[str, Any]]:
         """Return one dict a row, by column name; values as they are (bytes, seconds, FLOPs)."""
         names = [column.name for column in self.columns]

@@ -23,6 +23,8 @@ FORM = (
     "keyword arguments. Example: train.py:make_step"
 )
 
+POLICY_FORM = "Give a policy as MODULE:NAME or FILE.py:NAME. Examples: fxckpt.policies:save_matmuls, train.py:my_policy"
+
 
 class TargetError(FxckptError):
     """A target that does not name a model and its inputs."""
@@ -52,12 +54,12 @@ def load(text: str) -> Target:
     return _checked(text, made)
 
 
-def attribute(text: str) -> Any:
-    """Return what ``MODULE:NAME`` names. Raises :class:`TargetError`."""
+def attribute(text: str, form: str = FORM) -> Any:
+    """Return what ``MODULE:NAME`` names. Raises :class:`TargetError`, which ends with the ``form`` that was expected."""
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
-        raise TargetError(f"{text!r} has no {'module' if colon and not place else 'name after a colon'}. {FORM}")
-    module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
+        raise TargetError(f"{text!r} has no {'module' if colon and not place else 'name after a colon'}. {form}")
+    module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place, form)
     try:
         return operator.attrgetter(name)(module)
     except AttributeError:
@@ -86,14 +88,19 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _from_name(name: str) -> ModuleType:
+def _from_name(name: str, form: str) -> ModuleType:
+    if not all(name.split(".")):
+        own = ".".join(filter(None, name.split("."))) or "module"
+        raise TargetError(
+            f"{name!r} is a relative module, and there is no package that it is relative to. Name it in full, as {own!r}. {form}"
+        )
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise TargetError(f"there is no module {name!r} (looked in {Path.cwd()} and where Python looks). {FORM}") from error
+            raise TargetError(f"there is no module {name!r} (looked in {Path.cwd()} and where Python looks). {form}") from error
         raise TargetError(f"importing {name!r} needs the module {error.name!r}, which is not installed{_where(error)}") from error
     except (Exception, SystemExit) as error:
         raise TargetError(f"importing {name!r} raised {type(error).__name__}: {error}{_where(error)}") from error

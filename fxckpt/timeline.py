@@ -40,6 +40,8 @@ class Held(NamedTuple):
     first: int
     last: int
     bytes: int
+    op: str = ""
+    """The op that made it; empty for what no node owns."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +80,26 @@ class Timeline:
             Column("module", "module", lambda v: shorten(v, 30)),
             Column("from", "from", is_number=True),
             Column("to", "to", is_number=True),
+            Column("op", "op", is_brief=False),
         )
         name = [tick.name for tick in self.ticks]
-        return Table(columns, tuple((h.name, h.bytes, h.holder.value, h.module, name[h.first], name[h.last]) for h in here if h.bytes))
+        rows = ((h.name, h.bytes, h.holder.value, h.module, name[h.first], name[h.last], h.op) for h in here if h.bytes)
+        return Table(columns, tuple(rows))
 
-    def __str__(self) -> str:
+    def headline(self) -> str:
+        """Say how large the peak is, where it is, and what kinds of things hold it."""
         if not self.ticks:
             return "nothing runs"
         peak = self.ticks[self.peak_tick]
         parts = {holder: live[self.peak_tick] for holder, live in self.stack.items()}
         shares = ", ".join(f"{format_bytes(n)} {holder.value}" for holder, n in parts.items() if n)
         where = f" ({peak.module})" if peak.module else ""
+        return f"peak {format_bytes(peak.bytes)} during {peak.name}{where}, {peak.phase}: {shares}"
+
+    def __str__(self) -> str:
         table = self.table()
         rest = f"\n... and {len(table) - 15} smaller ones" if len(table) > 15 else ""
-        return f"peak {format_bytes(peak.bytes)} during {peak.name}{where}, {peak.phase}: {shares}\n\n{table.top(15)}{rest}"
+        return f"{self.headline()}\n\n{table.top(15)}{rest}" if self.ticks else self.headline()
 
 
 def timeline(plan: Plan) -> Timeline:
@@ -116,5 +124,5 @@ def _held(step: Step, interval: Lifetime) -> Held:
     if interval.storage == NO_STORAGE:
         name = "(workspace)" if interval.holder is Holder.TEMPORARY else "(gradients from outside)"
         return Held(name, "", interval.holder, interval.first, interval.last, interval.bytes)
-    name = step.storage_names[interval.storage]
-    return Held(name, step.owners[interval.storage].module, interval.holder, interval.first, interval.last, interval.bytes)
+    name, owner = step.storage_names[interval.storage], step.owners[interval.storage]
+    return Held(name, owner.module, interval.holder, interval.first, interval.last, interval.bytes, owner.op)

@@ -1,4 +1,6 @@
-"""Draw the pictures of the README: ``python notebooks/draw.py``. Needs what the tests need, and Chromium for the page.
+"""Draw the pictures of the README, and print its example of a reason: ``python notebooks/draw.py``.
+
+Needs what the tests need, and Chromium for the page.
 
 The model is GPT-2 (12 layers, d 768, batch 4 x 256, dropout) on a generic GPU's roofline, planned from shapes alone; torch's own partitioner
 is judged on the same graph by the same liveness and the same costs.
@@ -51,6 +53,7 @@ def main() -> None:
     by_block = fxckpt.plan(model, **inputs, policy=block_boundaries("model.transformer.h.*"), cost=cost)
     peers.append(Peer("checkpoint every block", by_block.peak_bytes, by_block.recompute_seconds / by_block.step_seconds))
     chosen = next(plan for plan in curve.plans if plan.peak_bytes > 0.45 * plan.baseline_peak_bytes)
+    print(f"inside {chosen.budget_bytes / 2**20:.0f} MiB, _softmax_7 is {chosen.explain().why('_softmax_7')}")
     FOLDER.mkdir(exist_ok=True)
     keep(chosen.plot_memory().figure, "memory.png")
     keep(curve.plot(chosen=chosen, peers=peers).figure, "frontier.png")

@@ -6,6 +6,7 @@ it again would take, what the memory holds at any moment. It has names, never ``
 
 from __future__ import annotations
 
+import ast
 import enum
 import operator
 import re
@@ -26,6 +27,9 @@ from fxckpt.plan import Plan
 from fxckpt.torch_private import is_symbolic, size_hint, storage_id
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_EXPRESSION = re.compile(r"[LG]\[|L__|G\.|self\b|__|getattr\(")
+"""How a path begins that Dynamo wrote, as the Python that gets at the module; other traces write what ``named_modules()`` does."""
+_KEY = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+)\]""")
 
 
 class Kind(enum.StrEnum):
@@ -233,12 +237,16 @@ def _raw_path(node: fx.Node) -> str:
 
 
 def _clean_path(path: str) -> str:
+    path = path.replace("._orig_mod", "")
+    if not _EXPRESSION.match(path):
+        return path
     path = re.sub(r"getattr\((.+), '([^']+)'\)", r"\1.\2", path)
     path = re.sub(r"^G\.fxckpt_rewritten_step\w*\.source", "", path)  # a rewritten module that Dynamo goes through
-    path = path.replace("._modules", "").replace("._orig_mod", "")
+    path = path.replace("._modules", "")
     path = re.sub(r"^L\[['\"][^\]]+['\"]\](\.__self__)?|^L__[a-z]+___|^self\b|^__", "", path)
-    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)
-    return path.strip(".")
+    # A key may have brackets and quotes of its own; of some, Dynamo has taken the quotes off and left the backslashes doubled.
+    path = _KEY.sub(lambda key: "." + str(ast.literal_eval(key[1])), path)
+    return path.replace("\\\\", "\\").strip(".")
 
 
 def source_line(node: fx.Node) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,8 @@ FOLDER = Path(__file__).parent.parent / "notebooks"
 BOOKS = sorted(FOLDER.glob("*.ipynb"))
 AT_A_TIME = 2
 """Much of the time of a notebook goes into importing, on one core."""
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+"""Threads of kernels that run beside each other would wait for each other."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,8 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[Pa
     out = tmp_path_factory.mktemp("notebooks")
 
     def run(path: Path) -> str:
-        done = subprocess.run([sys.executable, FOLDER / "run.py", "--out", out, path], capture_output=True, text=True, check=False)
+        command = [sys.executable, FOLDER / "run.py", "--out", out, path]
+        done = subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True, check=False)
         return "" if done.returncode == 0 else done.stderr
 
     with ThreadPoolExecutor(AT_A_TIME) as pool:

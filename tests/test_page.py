@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fxckpt
 from fxckpt import page
@@ -240,3 +240,58 @@ def test_twenty_thousand_nodes_stay_folded_until_asked(opened: Any, tmp_path: Pa
     for _ in range(3):
         tab.click("#unfold")
     assert tab.evaluate("() => fxpage.graph.cy.nodes().length") < 2000
+
+
+class Viewed(nn.Module):
+    """Its inputs are read through views, in a step that runs some again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleDict({f"head[{k}]": nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for k in range(3)})
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        for head in self.heads.values():
+            x = head(x * scale.unsqueeze(0).expand(512, 64))
+        return x.sum()
+
+
+@pytest.fixture(scope="module")
+def viewed() -> fxckpt.Frontier:
+    return fxckpt.frontier(Viewed(), torch.randn(512, 64), torch.randn(64), points=4, cost=COST)
+
+
+@pytest.mark.browser
+def test_no_reason_denies_the_readers_beside_it(viewed: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+    tab = opened(viewed.to_html(tmp_path / "page.html"))
+    said = """plan => Array.from({ length: fxpage.model.count }, (_, i) => {
+        const { model } = fxpage, { forward, backward } = model.readers(i);
+        const again = forward.filter(u => model.plans[plan].rows[model.name(u)]?.[0]);
+        return [model.kind(i), model.why(i, model.plans[plan], model.states(model.plans[plan])[i]), backward.length, again.length];
+    })"""
+    views = []
+    for number in range(len(viewed.plans)):
+        for kind, why, backward, again in tab.evaluate(said, number):
+            is_denied = "does not need" in why or "does not read" in why or "not needed" in why
+            assert not (is_denied and backward), why
+            views += [(is_denied, backward + again > 0)] if kind == list(Kind).index(Kind.VIEW) and why.startswith("a view: ") else []
+    assert {(True, False), (False, True)} == set(views)
+
+
+@pytest.mark.browser
+def test_modules_with_brackets_are_found(viewed: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+    tab = opened(viewed.to_html(tmp_path / "page.html"))
+    tab.fill("#search", "head[1]")
+    assert "heads.head[1].0" in tab.inner_text("#found")
+    assert "head[0]" not in tab.inner_text("#found")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1400, 1000, 600])
+def test_the_header_fits(viewed: fxckpt.Frontier, opened: Any, tmp_path: Path, width: int) -> None:
+    tab = opened(viewed.to_html(tmp_path / "page.html", title="a title that is longer than the page is wide " * 4))
+    tab.set_viewport_size({"width": width, "height": 900})
+    assert tab.evaluate("() => document.documentElement.scrollWidth") == width
+    for part in ("#slider", "#plan-title", "#search"):
+        box = tab.locator(part).bounding_box()
+        assert box["width"] > 50 and box["x"] + box["width"] <= width
+    assert tab.evaluate("() => { const e = document.getElementById('plan-title'); return e.scrollWidth === e.clientWidth; }")

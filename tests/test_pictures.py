@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fxckpt
 from fxckpt.cost import Roofline
@@ -54,6 +54,31 @@ def test_the_frontier_marks_the_plan_and_its_peers(curve: fxckpt.Frontier) -> No
     assert {"this plan", "by hand", "least possible time"} <= set(labels(axes))
     assert "%" in axes.get_ylabel() and "MiB" in axes.get_xlabel()
     assert axes.get_ylim()[1] > 40
+
+
+def test_the_frontier_refuses_a_plan_of_another_model(curve: fxckpt.Frontier) -> None:
+    with pytest.raises(fxckpt.InvalidOption, match=r"plot\(chosen=...\): that plan is of another graph"):
+        curve.plot(chosen=fxckpt.plan(nn.Linear(4, 4), torch.randn(2, 4)))
+    with pytest.raises(fxckpt.InvalidOption, match="that is no plan"):
+        curve.plot(chosen=0)  # type: ignore[arg-type]
+
+
+def test_a_dollar_in_a_name_is_no_formula(curve: fxckpt.Frontier) -> None:
+    from fxckpt.pictures import Peer
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({r"$\bad$": nn.Sequential(nn.Linear(64, 64), nn.Tanh()), "$a$": nn.Softmax(-1)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts["$a$"](self.parts[r"$\bad$"](x)).square()
+
+    plan = fxckpt.plan(Named(), torch.randn(256, 64), cost=Roofline(2e11, 1e10, 0.0, r"$\bad$"))
+    for axes in (plan.plot_modules(), plan.plot_memory(over="time"), curve.plot(peers=[Peer(r"$\bad$", 2**20, 0.1)])):
+        axes.figure.canvas.draw()
+        shown = [*axes.get_yticklabels(), axes.xaxis.label, *axes.get_legend().get_texts()]
+        assert [text for text in shown if r"$\bad$" in text.get_text()]
 
 
 def test_modules_are_bars_in_the_models_order(curve: fxckpt.Frontier) -> None:

@@ -6,7 +6,9 @@ import csv
 import io
 import json
 import pickle
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tests.zoo import ENTRIES
 
 COST = Roofline(2e11, 1e10, 0.0)
 """A machine that is the same everywhere."""
+REPOSITORY = Path(__file__).parent.parent
 GPT2 = next(e for e in ENTRIES if e.name == "gpt2")
 
 
@@ -134,6 +137,48 @@ def test_saved_values_read_like_jaxs(plan: fxckpt.Plan) -> None:
     assert any("from the input primals_" in line for line in lines)
 
 
+def test_saved_values_of_a_filtered_explanation_are_what_is_left(plan: fxckpt.Plan) -> None:
+    shown = plan.explain()
+    assert shown.filter(decision="saved").saved_values() == shown.saved_values()
+    within = shown.filter(module="*.h.1").saved_values().values
+    assert within and all(".h.1" in v.module and v.origin.startswith(("output of", "generator state of")) for v in within)
+    (named,) = shown.filter(name="primals_1").saved_values().values
+    assert named.origin == "from the input primals_1"
+    assert not shown.filter(decision="recomputed").saved_values().values
+    assert len(shown.filter(decision="saved").top(2).saved_values().values) == 2
+
+
+def test_what_is_no_plan_and_what_is_no_name(plan: fxckpt.Plan) -> None:
+    with pytest.raises(fxckpt.InvalidOption, match=r"diff\(None\): that is no plan. Give another plan"):
+        plan.diff(None)  # type: ignore[arg-type]
+    with pytest.raises(fxckpt.InvalidOption, match="3 is not the name of a value"):
+        plan.explain().why(3)  # type: ignore[arg-type]
+
+
+def test_modules_keep_the_names_they_have() -> None:
+    names = ["a[b]*", "[0]", "it's", "x[1]", "日本|語"]
+    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)) for name in names})
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([head(x) for head in self.heads.values()]).sum()
+
+    heads = Heads()
+    with fxckpt.record_regions() as regions:
+        fxckpt.checkpoint(heads, torch.randn(4, 8), policy=fxckpt.policies.save_matmuls)
+    for plan in (fxckpt.plan(heads, torch.randn(4, 8)), regions[0].plan):
+        assert {row.module for row in plan.rows if row.op == "_softmax"} == {f"heads.{name}.1" for name in names}
+        for name in names:
+            assert {row.module for row in plan.explain().filter(module=f"heads.{name}").rows} <= {f"heads.{name}.0", f"heads.{name}.1"}
+            assert plan.explain().filter(module=f"heads.{name}").rows
+    kept = fxckpt.plan(heads, torch.randn(4, 8), policy=fxckpt.policies.save("heads.x[1]"))
+    assert "heads.x[1].1" in {row.module for row in kept.rows if row.reason is fxckpt.Reason.POLICY}
+
+
 def test_the_timeline_adds_up_and_names_the_peak(plan: fxckpt.Plan) -> None:
     timeline = plan.timeline()
     assert [sum(live) for live in zip(*timeline.stack.values(), strict=True)] == list(plan.profile)
@@ -186,3 +231,16 @@ def test_rows_are_filtered_by_reason_or_its_words() -> None:
     assert explained.filter(reason=reason).rows == explained.filter(reason=reason.value).rows != ()
     with pytest.raises(fxckpt.InvalidOption, match="no such reason"):
         explained.filter(reason="because")
+
+
+def test_the_readme_looks_inside_a_plan_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "bench")
+    from models import gpt2
+
+    model, inputs = gpt2()
+    plan = fxckpt.plan(model, **inputs, budget="924MiB", cost=Roofline(100e12, 1.5e12, 0.0))
+    found = re.search(r"## Look inside\n.*?```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    assert found is not None
+    exec(found[1], {"plan": plan, "other_plan": plan})
+    asked = re.search(r'why\("(\w+)"\)\n# (.*)', found[1])
+    assert asked is not None and plan.explain().why(asked[1]) == asked[2]

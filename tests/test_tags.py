@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxckpt
 from fxckpt.profiling import PREFIX
+from fxckpt.torch_private import RECORD_FUNCTION
 
 
 def model() -> nn.Module:
@@ -30,6 +35,18 @@ def test_the_profiler_names_every_run_that_repeats_the_forward() -> None:
     records = sorted(event.name for event in seen.events() if event.name.startswith(PREFIX))
     (plan,) = backend.plans
     assert plan.schedule and records == sorted(PREFIX + run.name for run in plan.schedule)
+
+
+def test_records_are_taken_only_where_somebody_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile(model(), backend=fxckpt.Backend(budget=0.7, inner="aot_eager"))
+    inputs = torch.randn(256, 8)
+    taken: list[str] = []
+    monkeypatch.setattr(RECORD_FUNCTION, lambda name: taken.append(name) or contextlib.nullcontext())
+    for is_profiled in (False, True, False):
+        taken.clear()
+        with profile(activities=[ProfilerActivity.CPU]) if is_profiled else contextlib.nullcontext():
+            compiled(inputs).sum().backward()
+        assert bool(taken) is is_profiled
 
 
 def test_printed_graphs_say_what_is_repeated() -> None:
@@ -58,9 +75,44 @@ def test_the_log_has_figures_and_with_debug_reasons(caplog: pytest.LogCaptureFix
     assert not any("recomputing it needs" in m for m in by_level[logging.INFO])
 
 
-def test_torch_logs_turns_it_on() -> None:
-    code = "import fxckpt, logging; print(logging.getLogger('fxckpt').getEffectiveLevel())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "TORCH_LOGS": "+fxckpt"}, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == str(logging.DEBUG)
+def eager(policy: object = None, budget: object = None) -> None:
+    block, inputs = model(), torch.randn(256, 8)
+    for _ in range(2):
+        fxckpt.checkpoint(block, inputs, policy=policy, budget=budget).sum().backward()
+
+
+DOORS = {
+    "plan": lambda: fxckpt.plan(model(), torch.randn(256, 8), budget=0.7),
+    "frontier": lambda: fxckpt.frontier(model(), torch.randn(256, 8), points=2),
+    "rewrite": lambda: fxckpt.rewrite(fx.symbolic_trace(model()), budget=0.7)(torch.randn(256, 8)).sum().backward(),
+    "eager policy": lambda: eager(policy=fxckpt.policies.save_matmuls),
+    "eager budget": lambda: eager(budget=0.7),
+    "compile": lambda: torch.compile(model(), backend=fxckpt.Backend(budget=0.7, inner="aot_eager"))(torch.randn(256, 8)),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_logs_a_plan_once(door: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fxckpt")
+    DOORS[door]()
+    said = [r.getMessage() for r in caplog.records if r.name == "fxckpt"]
+    (made,) = [m for m in said if "made in" in m]
+    assert re.match(r"(plan \w{16}|frontier) of a graph of \d+ nodes", made)
+    assert re.search(r"peak [\d.]+ KiB, (no budget|budget [\d.]+ KiB), \d+ recomputes", "\n".join(said))
+
+
+def test_a_plan_that_is_given_is_logged_as_applied(caplog: pytest.LogCaptureFixture) -> None:
+    step, inputs = model(), torch.randn(256, 8)
+    plan = fxckpt.plan(step, inputs, budget=0.7)
+    caplog.set_level(logging.INFO, "fxckpt")
+    torch.compile(step, backend=fxckpt.Backend(policy=plan, inner="aot_eager"))(inputs)
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "fxckpt"]
+    assert said.startswith(f"plan {plan.digest} of a graph of ") and " is applied: peak " in said
+
+
+def test_torch_logs_shows_it_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "step.py").write_text("import torch\n\ndef make():\n    return torch.nn.Linear(8, 8), torch.randn(4, 8)\n")
+    command = [sys.executable, "-m", "fxckpt", "plan", "step.py:make", "--json", "--cost", "flops"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "TORCH_LOGS": "fxckpt"}, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["runs"] == 0
+    assert done.stderr.count(" nodes: peak ") == 1 and "uncheckpointed peak: " in done.stderr

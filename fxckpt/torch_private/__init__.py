@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ import torch
 import torch.utils.checkpoint
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, Unsupported
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, TorchRuntimeError, Unsupported
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._higher_order_ops.effects import _get_effect
 from torch._library.custom_ops import CustomOpDef
@@ -43,6 +44,7 @@ __all__ = [
     "PyTreeCodeGen",
     "aot_autograd",
     "boxed",
+    "errors_told_once",
     "has_effect",
     "is_recording",
     "is_symbolic",
@@ -380,25 +382,46 @@ def split(
 
 
 def boxed(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, prepare: Callable[[fx.GraphModule], object] = lambda gm: None
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, record: Callable[[fx.GraphModule], object] | None = None
 ) -> Callable[..., Any]:
     """Compile a graph to Python that takes its arguments in a list it empties, so that each dies after its last use.
 
-    ``prepare`` sees the graph module right before its code is made.
+    While a profiler runs, other code runs than where none does: ``record`` sees the graph module right before that code is made, at the first need.
     """
     from torch.fx.graph import _BoxedCodeGen
 
     lower_rng(gm.graph)
     gm.graph.set_codegen(_BoxedCodeGen())
-    prepare(gm)
-    gm.recompile()
-    forward = gm.forward
+    plain = _forward_of(gm)
+    lock = threading.Lock()
+    recorded: list[Callable[[list[Any]], Any]] = []
 
     def run(args: list[Any]) -> Any:
-        return forward(args)
+        return plain(args)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    def run_recorded(args: list[Any]) -> Any:
+        if not torch.autograd.profiler._is_profiler_enabled:
+            return plain(args)
+        with lock:
+            if not recorded:
+                assert record is not None
+                record(gm)
+                recorded.append(_forward_of(gm))
+        return recorded[0](args)
+
+    made = run if record is None else run_recorded
+    made._boxed_call = True  # type: ignore[attr-defined]
+    return made
+
+
+def _forward_of(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Make the code of a graph module now, and return it; what is made later leaves it alone."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    gm.recompile()
+    _LazyGraphModule.force_recompile(gm)
+    forward: Callable[[list[Any]], Any] = gm.forward
+    return forward
 
 
 def keep_saved_values() -> None:
@@ -527,8 +550,10 @@ def through_dynamo(error: Exception) -> Exception:
     kind = type(error)
     if isinstance(error, ShortenTraceback):
         return error
-    carrier = type(kind.__name__, (kind, ShortenTraceback), {"__init__": Exception.__init__, "__module__": kind.__module__})
-    wrapped: Exception = carrier(str(error))
+    said = str(error)
+    # Dynamo appends to the message how its own internals are debugged.
+    own = {"__init__": Exception.__init__, "__str__": lambda self: said, "__module__": kind.__module__}
+    wrapped: Exception = type(kind.__name__, (kind, ShortenTraceback), own)(said)
     wrapped.__dict__.update(error.__dict__)
     wrapped.first_useful_frame = None  # type: ignore[attr-defined]
     return wrapped
@@ -558,9 +583,25 @@ def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> 
 def no_whole_graph(error: Unsupported) -> CaptureError:
     """Return the error for a model that Dynamo cannot capture as one graph."""
     return CaptureError(
-        f"the model does not capture as one graph: {error}\n"
+        f"the model does not capture as one graph: {_without_advice(error)}\n"
         "Remove the graph break, or compile with fxckpt.Backend and read backend.plans: one plan a graph."
     )
+
+
+def _innermost(error: TorchRuntimeError) -> str:
+    """Return what an op of the model raised on fake tensors, and the line that called it: the user's own if there is one."""
+    cause: BaseException = error
+    while (behind := cause.__cause__ or cause.__context__) is not None:
+        cause = behind
+    stack = list(error.real_stack or ())
+    own = [frame for frame in stack if not frame.filename.startswith(str(Path(torch.__file__).parent))]
+    at = (own or stack)[-1:]
+    return f"{type(cause).__name__}: {cause}" + "".join(f"\n  at {frame.filename}:{frame.lineno}: {frame.line}" for frame in at)
+
+
+def _without_advice(error: Exception) -> str:
+    """Return what Dynamo says of an error, without how its own internals are debugged."""
+    return str(error).partition("\nSet TORCHDYNAMO_VERBOSE=1")[0].rstrip()
 
 
 @contextlib.contextmanager
@@ -588,6 +629,21 @@ def leave_capture() -> NoReturn:
     raise _CaptureDone(first_useful_frame=None)
 
 
+@contextlib.contextmanager
+def errors_told_once() -> Iterator[None]:
+    """Keep torch from logging, with its traceback, that an op failed on fake tensors: the error itself is raised, and says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("failed while attempting to run meta")
+
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
+
+
 def trace_joint(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], receive: Callable[..., Any]) -> None:
     """Give the joint graph of ``gm`` on fake inputs to ``receive``, which is called as a partition function; nothing is executed.
 
@@ -600,7 +656,8 @@ def trace_joint(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], receive: Cal
 
     compile_graph = aot_autograd(fw_compiler=boxed, inference_compiler=boxed, partition_fn=partition, keep_inference_input_mutations=True)
     try:
-        compile_graph(gm, list(inputs))
+        with errors_told_once():
+            compile_graph(gm, list(inputs))
     except _CaptureDone:
         return
     except FxckptError:
@@ -655,16 +712,18 @@ def capture_whole(
 
     args, kwargs = pytree.tree_map(fake, (args, kwargs))
     try:
-        with mode, _forgetting_sizes():
+        with mode, _forgetting_sizes(), errors_told_once():
             torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
     except _CaptureDone:
         return
     except Unsupported as error:
         raise no_whole_graph(error) from error
+    except TorchRuntimeError as error:
+        raise CaptureError(f"the model does not run on these inputs: {_innermost(error)}") from error
     except TorchDynamoException as error:
         if isinstance(error, FxckptError):
             raise
-        raise CaptureError(f"Dynamo could not capture the model: {error}") from error
+        raise CaptureError(f"Dynamo could not capture the model: {_without_advice(error)}") from error
     raise CaptureError("nothing to plan: the function was captured without any tensor operation.")
 
 

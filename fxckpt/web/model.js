@@ -114,7 +114,7 @@ fx.Model = class {
     if (this.isBackward(i)) return "made by the backward";
     if (state === fx.OUTPUT) return "a forward output, alive to the end; the backward does not read it";
     if (state === fx.RECOMPUTED) return `made again with ${this.name(this.nodes.inputs[i][0])}`;
-    if (this.kind(i) === fx.VIEW) return "a view: no memory of its own; the backward does not need it";
+    if (this.kind(i) === fx.VIEW) return `a view: no memory of its own; ${this.isReadAgain(i, plan) ? "made again for free where the backward reads it" : "the backward does not need it"}`;
     return "not needed by the backward: freed after its last read in the forward";
   }
 
@@ -130,6 +130,12 @@ fx.Model = class {
     }
     found.sort((a, b) => a - b);
     return { forward: found.filter((u) => !this.isBackward(u)), backward: found.filter((u) => this.isBackward(u)) };
+  }
+
+  // Whether the backward reads a node's value, itself or through what it runs again.
+  isReadAgain(i, plan) {
+    const { forward, backward } = this.readers(i);
+    return backward.length > 0 || forward.some((u) => plan.rows[this.name(u)]?.[0]);
   }
 
   bytesHeld(plan, k) {
