@@ -17,7 +17,7 @@ from torch import fx
 from fxckpt import budget as budgets
 from fxckpt.cost import CostModel
 from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed
-from fxckpt.fused import FusedPlanner
+from fxckpt.fused import FusedPlanner, Halves
 from fxckpt.passes.order import ORDER
 from fxckpt.pipeline import planner_of
 from fxckpt.plan import Plan
@@ -169,11 +169,10 @@ class Backend:
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **given: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        planner = FusedPlanner(self._planner) if self._inner == "inductor" else self._planner
         try:
             if self._planner.budget is not None:
                 guard_sizes(joint)
-            forward, backward, plan = planner.partition(joint, num_fwd_outputs=num_fwd_outputs, **given)
+            forward, backward, plan = self._halves(joint, num_fwd_outputs, given)
         except (FxckptError, Warning):
             raise
         except Exception as error:
@@ -183,6 +182,11 @@ class Backend:
             ) from error
         self._plans.append(plan)
         return forward, backward
+
+    def _halves(self, joint: fx.GraphModule, num_fwd_outputs: int, given: Mapping[str, Any]) -> Halves:
+        if self._inner == "inductor":
+            return FusedPlanner(self._planner).partition(joint, num_fwd_outputs=num_fwd_outputs, **given)
+        return self._planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
 
     def _identity(self) -> str:
         return f"{source_digest()} {self!r}"

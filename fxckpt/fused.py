@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,17 +28,18 @@ from fxckpt.passes.price_search import Candidate, Found
 from fxckpt.passes.schedule import Decisions, Schedule, emit
 from fxckpt.passes.simulate import simulate
 from fxckpt.passes.step import Step, step_of
-from fxckpt.pipeline import Planner, device_of, infeasible
+from fxckpt.pipeline import Planner, device_of, infeasible, warn_of_unbounded_sizes
 from fxckpt.plan import Plan
-from fxckpt.torch_private.inductor import KeepOrder, fuses, lower, stock_saved
+from fxckpt.plan_log import log_plan
+from fxckpt.torch_private.inductor import KeepOrder, LoweredHalf, fuses, lower, stock_saved
 
 log = logging.getLogger("fxckpt")
 Halves = tuple[fx.GraphModule, fx.GraphModule, Plan]
 
 
-def lower_half(half: fx.GraphModule, is_backward: bool) -> Any:
+def lower_half(half: fx.GraphModule, donated: Sequence[int] | None) -> LoweredHalf:
     """Ask Inductor."""
-    return lower(half, is_backward=is_backward, keep_order=KeepOrder(ORDER))
+    return lower(half, donated=donated, keep_order=KeepOrder(ORDER))
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class FusedPlanner:
     lower: Lower = lower_half
     attempts: int = 3
     """How often a plan is made for less than the budget because the compiled peak of the one before is over it."""
+    slack: float = 0.07
+    """Share of the budget that may be left over before a faster plan is looked for,"""
+    worthwhile: float = 0.01
+    """if that may save this share of the step."""
     last_resorts: tuple[float, ...] = (1.0, 1.1, 1.25, 1.5)
     """Multiples of the model's least peak whose plans are tried in the end."""
 
@@ -56,13 +62,18 @@ class FusedPlanner:
         planner = self.planner
         if planner.is_fixed:
             return planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
+        begin = time.perf_counter()
         normalize(joint)
+        if planner.budget is not None:
+            warn_of_unbounded_sizes(joint.graph, planner.budget)
         stored = stock_saved(joint, num_fwd_outputs=num_fwd_outputs, **given)
         kernels = KernelGraph(fuses)(joint.graph, stored)
         facts, cost = planner.read(
             joint, num_fwd_outputs, bind_preferences=planner.budget is None, never_stored=kernels, has_scratch=_is_library_call
         )
-        return _Fit(self, joint, facts, cost, stored, num_fwd_outputs).run()
+        halves = _Fit(self, joint, facts, cost, stored, num_fwd_outputs).run()
+        log_plan(halves[2], time.perf_counter() - begin)
+        return halves
 
 
 def _is_library_call(node: fx.Node) -> bool:
@@ -76,7 +87,12 @@ class _Fit:
         self, options: FusedPlanner, joint: fx.GraphModule, facts: Facts, cost: str, stored: frozenset[str], num_fwd_outputs: int
     ) -> None:
         self.planner, self.lower = options.planner, options.lower
-        self.attempts, self.last_resorts = options.attempts, options.last_resorts
+        self.attempts, self.last_resorts, self.slack, self.worthwhile = (
+            options.attempts,
+            options.last_resorts,
+            options.slack,
+            options.worthwhile,
+        )
         self.wrong_by = 0
         self.joint, self.facts, self.cost, self.num_fwd_outputs = joint, facts, cost, num_fwd_outputs
         self.step = step_of(joint.graph, facts)
@@ -90,23 +106,40 @@ class _Fit:
             return self.emit(self.describe(found, self.stock or found.best or found.baseline, None))
         limit = found.limit
         least: int | None = None
-        for chosen in self.candidates(found, limit):
-            halves = self.emit(self.describe(found, chosen, limit), keep_joint=True)
-            compiled = self.judge(halves).peak_bytes
-            log.debug("planned %d bytes, compiled %d, budget %d", chosen.simulation.peak_bytes, compiled, limit)
+        for chosen, is_last_resort in self.candidates(found, limit):
+            halves, compiled = self.lowered(found, chosen, limit)
             if compiled <= limit:
-                return (*halves[:2], replace(halves[2], compiled_peak_bytes=compiled))
+                return halves if chosen is self.stock else self.with_more(found, chosen, halves, limit)
             self.wrong_by = compiled - limit
-            least = min(least or compiled, compiled)
+            if is_last_resort:
+                least = min(least or compiled, compiled)
         raise infeasible(budget, limit, least or found.floor.simulation.peak_bytes, found.baseline.simulation.peak_bytes)
 
-    def candidates(self, found: Found, limit: int) -> Iterator[Candidate]:
+    def lowered(self, found: Found, chosen: Candidate, limit: int) -> tuple[Halves, int]:
+        """Return the halves of a candidate, with the peak of what the compiler makes of them."""
+        halves = self.emit(self.describe(found, chosen, limit), keep_joint=True)
+        compiled = self.judge(halves).peak_bytes
+        log.debug("planned %d bytes, compiled %d, budget %d", chosen.simulation.peak_bytes, compiled, limit)
+        return (*halves[:2], replace(halves[2], compiled_peak_bytes=compiled)), compiled
+
+    def with_more(self, found: Found, chosen: Candidate, halves: Halves, limit: int) -> Halves:
+        """Return what fits, or what is faster and fits too where the model took the peak for much higher than it is."""
+        compiled, spent = halves[2].compiled_peak_bytes or limit, chosen.simulation.extra_seconds
+        if limit - compiled <= self.slack * limit or spent <= self.worthwhile * self.facts.program.step_seconds:
+            return halves
+        more = self.search(2 * limit - compiled)
+        if more.best is None or more.best.simulation.extra_seconds > spent - self.worthwhile * self.facts.program.step_seconds:
+            return halves
+        faster, compiled = self.lowered(more, more.best, limit)
+        return faster if compiled <= limit else halves
+
+    def candidates(self, found: Found, limit: int) -> Iterator[tuple[Candidate, bool]]:
         """Yield what may fit, the fastest first; after each, :attr:`wrong_by` says by how much it did not.
 
-        The last ones do not depend on the budget, so that the least peak that an error names can be had by asking for it.
+        The last resorts do not depend on the budget, so that the least peak that an error names can be had by asking for it.
         """
         if self.stock is not None and self.stock.simulation.peak_bytes <= limit:
-            yield self.stock
+            yield self.stock, False
         aim = limit
         seen: set[Schedule] = set()
         for _ in range(self.attempts):
@@ -114,15 +147,14 @@ class _Fit:
             if best is None or best.schedule in seen:
                 break
             seen.add(best.schedule)
-            yield best
+            yield best, False
             # As much less as the model was wrong, and a little more.
             aim = min(aim, best.simulation.peak_bytes) - int(1.1 * self.wrong_by)
             found = self.search(aim)
         for factor in self.last_resorts:
             least = found.floor if factor == 1.0 else self.search(int(factor * found.floor.simulation.peak_bytes)).best
-            if least is not None and least.schedule not in seen:
-                seen.add(least.schedule)
-                yield least
+            if least is not None:
+                yield least, True
 
     def search(self, limit: int) -> Found:
         return self.planner.search(self.facts.program, lambda peak: limit)

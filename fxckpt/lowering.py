@@ -8,20 +8,21 @@ up over both halves, with what the forward hands to the backward, that is the pe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import fx
 
-from fxckpt.passes.facts import Facts, storage_bytes
+from fxckpt.passes.facts import Facts, graph_outputs, storage_bytes
 from fxckpt.passes.kinds import tensors
 from fxckpt.passes.program import IntArray
 from fxckpt.passes.rematerialize import RECOMPUTE_OF
-from fxckpt.torch_private.inductor import LoweredHalf
+from fxckpt.torch_private import storage_id
+from fxckpt.torch_private.inductor import LoweredHalf, may_donate
 
-Lower = Callable[[fx.GraphModule, bool], LoweredHalf]
-"""Lowers a half; the flag says whether it is the backward."""
+Lower = Callable[[fx.GraphModule, Sequence[int] | None], LoweredHalf]
+"""Lowers a half: a forward (None), or a backward that may write over some of its inputs (their positions)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +41,10 @@ class CompiledStep:
 def compiled_step(forward: fx.GraphModule, backward: fx.GraphModule, facts: Facts, lower: Lower, *, num_fwd_outputs: int) -> CompiledStep:
     """Lower both halves and return what the step allocates."""
     workspace = {op.name: op.scratch_bytes for op in (*facts.program.ops, *facts.program.backward) if op.scratch_bytes}
-    first = lower(forward, False)
+    first = lower(forward, None)
     sizes = {name: nbytes for name, nbytes, _, _ in first.allocated}
     live = _allocated(first) + _workspace(first, forward, workspace)
-    second = lower(backward, True)
+    second = lower(backward, donated(forward, backward, num_fwd_outputs=num_fwd_outputs))
     (output,) = forward.graph.find_nodes(op="output")
     names = [o.name if isinstance(o, fx.Node) else None for o in output.args[0]]
     buffer_of = dict(zip(names[num_fwd_outputs:], first.outputs[num_fwd_outputs:], strict=True))
@@ -62,6 +63,18 @@ def compiled_step(forward: fx.GraphModule, backward: fx.GraphModule, facts: Fact
     own = _allocated(second) + _workspace(second, backward, workspace)
     own[-1] += accumulated
     return CompiledStep(live, own + held.bytes())
+
+
+def donated(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int) -> list[int]:
+    """Return the inputs of the backward that nobody else holds, by position: it may write over them (AOTAutograd's donated buffers)."""
+    if not may_donate():
+        return []
+    returned = graph_outputs(forward.graph)[:num_fwd_outputs]
+    held = [*forward.graph.find_nodes(op="placeholder"), *returned, *graph_outputs(backward.graph)]
+    others = {storage_id(t) for n in held if isinstance(n, fx.Node) for t in tensors(n.meta.get("val"))}
+    saved = {n.name for n in graph_outputs(forward.graph)[num_fwd_outputs:] if isinstance(n, fx.Node)}
+    inputs = enumerate(backward.graph.find_nodes(op="placeholder"))
+    return [i for i, n in inputs if n.name in saved and not any(storage_id(t) in others for t in tensors(n.meta.get("val")))]
 
 
 def _allocated(half: LoweredHalf) -> IntArray:

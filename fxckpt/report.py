@@ -169,6 +169,7 @@ class Explanation:
         budget = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
         return [
             ("peak", format_bytes(plan.peak_bytes)),
+            *([] if plan.compiled_peak_bytes is None else [("peak as compiled", format_bytes(plan.compiled_peak_bytes))]),
             ("budget", budget),
             ("uncheckpointed peak", format_bytes(plan.baseline_peak_bytes)),
             ("floor (least peak found)", f"{format_bytes(plan.floor_bytes)}; no plan is below {format_bytes(plan.floor_bound_bytes)}"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, CustomSchedul
 from torch._ops import OpOverload
 
 from fxckpt.errors import InnerCompilerMissing, InvalidOption
+from fxckpt.torch_private.scheduled import LoweredHalf, read_schedule
 
 __all__ = ["CustomPartitionerFn", "LoweredHalf", "fuses", "inductor_backend", "lower", "stock_saved"]
 
@@ -59,29 +59,15 @@ def stock_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) ->
     return frozenset(n.name for n in output.args[0][num_fwd_outputs:] if isinstance(n, fx.Node))
 
 
-@dataclass(frozen=True)
-class LoweredHalf:
-    """What Inductor makes of a forward or a backward, kernel by kernel, in the order it runs them.
-
-    A buffer lives from its first kernel to its last, both included; ``len(kernels)`` stands for the end.
-    """
-
-    kernels: tuple[tuple[str, ...], ...]
-    """Per kernel: the graph's nodes it was made from."""
-    allocated: tuple[tuple[str, int, int, int], ...]
-    """Buffers that the half allocates: name, bytes, first and last kernel."""
-    outputs: tuple[str | None, ...]
-    """Per output: the buffer or input that it is or lies in; None for what is no tensor."""
-    last_read: dict[str, int]
-    """Per input of the graph: the last kernel that reads it, -1 if none does."""
-
-
 AS_PLANNED = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False, "coordinate_descent_tuning": False}
 """While a half is only looked at, nothing is timed: which kernel is fastest hardly changes what it allocates."""
 
 
-def lower(half: fx.GraphModule, *, is_backward: bool, keep_order: KeepOrder | None) -> LoweredHalf:
-    """Let Inductor lower and schedule a copy of a half as it would to compile it, and read what it allocates; no code is made."""
+def lower(half: fx.GraphModule, *, donated: Sequence[int] | None, keep_order: KeepOrder | None) -> LoweredHalf:
+    """Let Inductor lower and schedule a copy of a half as it would to compile it, and read what it allocates; no code is made.
+
+    ``donated`` are the inputs of a backward that it may write over, by position; None for a forward.
+    """
     from torch._guards import detect_fake_mode
     from torch._inductor import compile_fx, config
     from torch._inductor.compile_fx import _recursive_post_grad_passes, maybe_disable_comprehensive_padding
@@ -102,13 +88,21 @@ def lower(half: fx.GraphModule, *, is_backward: bool, keep_order: KeepOrder | No
     ):
         _recursive_post_grad_passes(gm, is_inference=False)
         with maybe_disable_comprehensive_padding(inputs):
-            graph = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_backward=is_backward)
+            graph = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_backward=donated is not None)
+            graph.bw_donated_idxs = list(donated or ())
             graph.freeze_runtime_asserts()
             with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
                 graph.run(*inputs)
                 graph.init_wrapper_code()
                 graph._update_scheduler()
-                return _read(graph)
+                return read_schedule(graph)
+
+
+def may_donate() -> bool:
+    """Return whether a compiled backward may write over what the forward saved for it alone."""
+    from torch._functorch import config
+
+    return bool(config.donated_buffer)
 
 
 class KeepOrder(CustomSchedulerPass):
@@ -166,65 +160,6 @@ def _counters_left_alone() -> Iterator[None]:
         metrics.reset()
         counters.clear()
         counters.update(before)
-
-
-def _read(graph: Any) -> LoweredHalf:
-    from torch._inductor import ir
-    from torch._inductor.virtualized import V
-    from torch.utils._ordered_set import OrderedSet
-
-    scheduler, nodes = graph.scheduler, graph.scheduler.nodes
-    renamed = scheduler.mutation_real_name
-
-    def root(name: str) -> str:
-        """Return the buffer in whose memory a buffer lies."""
-        while True:
-            name = renamed.get(name, name)
-            buffer = scheduler.name_to_buf.get(name)
-            below = [] if buffer is None or name in renamed else buffer.node.get_inputs_that_alias_output()
-            if not below:
-                return name
-            name = below[0]
-
-    made_by = {b.get_name(): i for i, n in enumerate(nodes) for b in n.get_outputs()}
-    outputs = tuple(_buffer_name(output, root) for output in graph.graph_outputs)
-    last: dict[str, int] = {}
-    born: dict[str, tuple[int, int]] = {}
-    for i, node in enumerate(nodes):
-        fused = OrderedSet(n.get_name() for n in node.get_nodes())
-        for dep in node.read_writes.reads:
-            if not getattr(dep, "is_fake", False):
-                last[root(dep.name)] = i
-        for buffer in node.get_outputs():
-            name, made = buffer.get_name(), buffer.node
-            if name in renamed or root(name) != name or isinstance(made.layout, (ir.NoneLayout, ir.MultiOutputLayout)):
-                last[root(name)] = max(last.get(root(name), -1), i)
-                continue
-            if name not in outputs and scheduler.can_buffer_be_removed_through_fusion(name, fused):
-                continue
-            first = made_by.get(str(made.inputs[0].get_name()), i) if isinstance(made, ir.MultiOutput) else i  # type: ignore[union-attr]
-            size = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(made), fallback=0)
-            born[name] = (int(size) * made.get_dtype().itemsize, first)
-    end = len(nodes)
-    kept = frozenset(outputs)
-    return LoweredHalf(
-        tuple(_origins(node) for node in nodes),
-        tuple((name, size, first, end if name in kept else max(last.get(name, first), first)) for name, (size, first) in born.items()),
-        outputs,
-        {name: last.get(name, -1) for name in graph.graph_input_names},
-    )
-
-
-def _buffer_name(output: Any, root: Callable[[str], str]) -> str | None:
-    from torch._inductor import ir
-
-    if not isinstance(output, ir.IRNode) or not output.has_tensor_output():
-        return None
-    return root(str(output.get_name()))
-
-
-def _origins(node: Any) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(o.name for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()))
 
 
 def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:

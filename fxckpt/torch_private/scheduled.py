@@ -1,0 +1,258 @@
+"""What a scheduled graph of Inductor's allocates, kernel by kernel, read as its code generation would decide it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+from torch._inductor import config, ir
+from torch._inductor.codegen.wrapper import EfficientPeakEstimate, buffer_reuse_key, can_match_buffer_size
+from torch._inductor.scheduler import SchedulerNode
+from torch._inductor.virtualized import V
+
+
+@dataclass(frozen=True)
+class LoweredHalf:
+    """What Inductor makes of a forward or a backward, kernel by kernel, in the order it runs them.
+
+    A buffer lives from its first kernel to its last, both included; ``len(kernels)`` stands for the end.
+    """
+
+    kernels: tuple[tuple[str, ...], ...]
+    """Per kernel: the graph's nodes it was made from."""
+    allocated: tuple[tuple[str, int, int, int], ...]
+    """Buffers that the half allocates: name, bytes, first and last kernel."""
+    outputs: tuple[str | None, ...]
+    """Per output: the buffer or input that it is or lies in; None for what is no tensor."""
+    last_read: dict[str, int]
+    """Per input of the graph: the last kernel that reads it, -1 if none does."""
+
+
+def read_schedule(graph: Any) -> LoweredHalf:
+    """Read a graph that was lowered and scheduled; expects it to be ``V.graph``."""
+    return _Schedule(graph).read()
+
+
+class _Schedule:
+    """One scheduled graph, followed kernel by kernel."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph, self.scheduler = graph, graph.scheduler
+        self.renamed = graph.scheduler.mutation_real_name
+        self.made_by = {b.get_name(): i for i, n in enumerate(graph.scheduler.nodes) for b in n.get_outputs()}
+        self.in_place: dict[str, str] = {}
+        """Buffers that take over the memory of one that is not read any more."""
+        self.last: dict[str, int] = {}
+        self.born: dict[str, tuple[int, int]] = {}
+        self.ran: set[str] = set()
+        self.outputs = tuple(_name(output) for output in graph.graph_outputs)
+
+    def read(self) -> LoweredHalf:
+        nodes = self.scheduler.nodes
+        returned = frozenset(filter(None, self.outputs))
+        pool = _Pool()
+        for group in _calls(nodes):
+            for i in group:
+                node = nodes[i]
+                inside = frozenset(self._never_allocated(node)) - returned
+                self.in_place.update(self._taken_over(node, inside))
+                for dep in node.read_writes.reads:
+                    if not getattr(dep, "is_fake", False):
+                        self._touch(dep.name, i)
+                for buffer in node.get_outputs():
+                    if buffer.get_name() not in inside:
+                        self._write(i, buffer, pool)
+                self.ran.update(n.get_name() for n in node.get_nodes())
+            # What several loops in one call read and write is there until the call returns.
+            for name in sorted({name for i in group for name in nodes[i].last_usage}):
+                self._touch(name, group[-1])
+                self._free(name, group[-1], returned, pool)
+        outputs = tuple(None if name is None else self._root(name) for name in self.outputs)
+        kept, end = frozenset(outputs), len(nodes)
+        return LoweredHalf(
+            tuple(_origins(node) for node in nodes),
+            tuple((n, size, first, end if n in kept else max(self.last.get(n, first), first)) for n, (size, first) in self.born.items()),
+            outputs,
+            {name: self.last.get(name, -1) for name in self.graph.graph_input_names},
+        )
+
+    def _touch(self, name: str, i: int) -> None:
+        root = self._root(name)
+        self.last[root] = max(self.last.get(root, -1), i)
+
+    def _free(self, name: str, i: int, returned: Collection[str], pool: _Pool) -> None:
+        """Leave a buffer's memory to the next that is as large, as the wrapper's planning does."""
+        buffer = self.scheduler.name_to_buf.get(name)
+        if buffer is None or name in returned or name in self.in_place.values() or name in V.graph.never_reuse_buffers:
+            return
+        is_own = name in self.born or name in self.in_place
+        if is_own and buffer.can_free() and not buffer.node.get_inputs_that_alias_output():
+            pool.give(buffer.node, i)
+
+    def _root(self, name: str) -> str:
+        """Return the buffer in whose memory a buffer lies."""
+        while True:
+            name = self.renamed.get(name, name)
+            buffer = self.scheduler.name_to_buf.get(name)
+            below = [] if buffer is None or name in self.renamed else buffer.node.get_inputs_that_alias_output()
+            if below:
+                name = below[0]
+            elif name in self.in_place:
+                name = self.in_place[name]
+            else:
+                return name
+
+    def _write(self, i: int, buffer: Any, pool: _Pool) -> None:
+        name, made = buffer.get_name(), buffer.node
+        if self._root(name) != name or isinstance(made.layout, (ir.NoneLayout, ir.MultiOutputLayout)):
+            self._touch(name, i)
+            return
+        if made.should_allocate() and (reused := pool.take(made, i)) is not None:
+            self.in_place[name] = reused
+            self._touch(name, i)
+            return
+        first = self.made_by.get(str(made.inputs[0].get_name()), i) if isinstance(made, ir.MultiOutput) else i  # type: ignore[union-attr]
+        size = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(made), fallback=0)
+        self.born[name] = (int(size) * made.get_dtype().itemsize, first)
+
+    def _never_allocated(self, node: Any) -> Iterator[str]:
+        """Yield the buffers that live inside one kernel.
+
+        Loops that share only their outer levels are kernels of their own; between them is a row of a buffer, if it is written and read row by row.
+        """
+        loops = node.get_outer_nodes() if hasattr(node, "get_outer_nodes") else [node]
+        for loop in loops:
+            names = {n.get_name() for n in loop.get_nodes()}
+            for buffer in loop.get_outputs():
+                if self.scheduler.can_buffer_be_removed_through_fusion(buffer.get_name(), names):
+                    yield buffer.get_name()
+        if len(loops) > 1 and all(len(_ranges(loop)) == node.outer_loop_fusion_depth + 1 for loop in loops):
+            users = node.get_nodes()
+            for each in users:
+                if not each.is_reduction() and len(each.get_outputs()) == 1:
+                    (buffer,) = each.get_outputs()
+                    if all(user.node in users for user in buffer.users) and _is_row_by_row(each, buffer):
+                        yield buffer.get_name()
+
+    def _taken_over(self, node: Any, inside: Collection[str]) -> Iterator[tuple[str, str]]:
+        """Yield (written, read) buffers where a kernel writes over what it reads for the last time.
+
+        The rules of ``SchedulerNode.decide_inplace_update``, which asks the same while code is made.
+        """
+        taken: set[str] = set()
+        kernel = {n.get_name() for n in node.get_nodes()}
+        for each in node.get_nodes() if config.inplace_buffers else ():
+            if not isinstance(each, SchedulerNode):
+                continue
+            for buffer in each.get_outputs():
+                made = buffer.node
+                if (
+                    not made.should_allocate()
+                    or made.get_inputs_that_alias_output()
+                    or made.get_mutation_names()
+                    or buffer.get_name() in inside
+                ):
+                    continue
+                found = next((n for n in self._dying(each, buffer, kernel) if n not in taken and n not in inside), None)
+                if found is not None:
+                    taken.add(found)
+                    yield buffer.get_name(), found
+
+    def _dying(self, node: Any, written: Any, kernel: Collection[str]) -> Iterator[str]:
+        """Yield the buffers that ``node`` alone still reads, where it writes ``written``, and that fit it."""
+        for dep in node.read_writes.reads:
+            donated = self.scheduler.name_to_donated_buffer.get(dep.name)
+            read = donated or self.scheduler.name_to_buf.get(dep.name)
+            if read is None or read.node is None or dep.name in self.outputs or dep.name in V.graph.never_reuse_buffers:
+                continue
+            done = node.ancestors | self.ran
+            users = [user for user in read.users or () if user.node.get_name() not in done]
+            layout = read.node.get_output_spec()
+            if (
+                len(users) == 1
+                and users[0].node is node
+                and users[0].can_inplace
+                and not isinstance(layout, (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE))
+                and can_match_buffer_size(read.node, written.node)
+                and self._is_read_alike(read, kernel)
+            ):
+                yield dep.name
+
+    def _is_read_alike(self, buffer: Any, kernel: Collection[str]) -> bool:
+        """Return whether all of a kernel that touches a buffer touches the same place of it at a time."""
+        readers = [u.node for u in buffer.users if u.node.get_name() in kernel]
+        touched = {dep for reader in readers for dep in reader.read_writes.reads_and_writes() if dep.name == buffer.get_name()}
+        return len(touched) <= 1
+
+
+class _Pool:
+    """Buffers nobody reads any more, whose memory is kept for the next of the same size where that cannot raise the peak (``memory_plan_reuse``)."""
+
+    def __init__(self) -> None:
+        self.free: dict[Any, list[SimpleNamespace]] = defaultdict(list)
+        self.estimate = EfficientPeakEstimate() if config.allow_buffer_reuse else None
+
+    def give(self, buffer: Any, i: int) -> None:
+        """Put a buffer in that was last used by kernel ``i``."""
+        self.free[buffer_reuse_key(buffer)].append(SimpleNamespace(node=buffer, scheduler_node_index=i))
+
+    def take(self, buffer: Any, i: int) -> str | None:
+        """Return the buffer whose memory one that kernel ``i`` fills gets; None for new memory."""
+        waiting = self.free.get(buffer_reuse_key(buffer))
+        if self.estimate is None or not waiting:
+            return None
+        old: Any = waiting[-1]
+        new: Any = SimpleNamespace(node=buffer, scheduler_node_index=i)
+        size = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(buffer), fallback=0) * buffer.get_dtype().itemsize
+        is_next = old.scheduler_node_index + 1 == i
+        if not is_next and size + self.estimate.peak_between(old, new) > self.estimate.overall_peak_memory:
+            return None
+        waiting.pop()
+        self.estimate.update_peak_between(old, new)
+        return str(old.node.get_name())
+
+
+def _calls(nodes: Sequence[Any]) -> Iterator[list[int]]:
+    """Yield the kernels that are run by one call: on the CPU, loops in a row are one function."""
+    group: list[int] = []
+    for i, node in enumerate(nodes):
+        device = node.get_device()
+        is_loop = device is not None and device.type == "cpu" and not node.is_extern() and not node.is_template()
+        if group and not is_loop:
+            yield group
+            group = []
+        group.append(i)
+        if not is_loop:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _ranges(loop: Any) -> tuple[Any, ...]:
+    """Return the loop's ranges, the reduced ones last."""
+    _, (group, reduced) = max(loop.get_nodes(), key=lambda n: int(n.is_reduction())).group
+    return (*group, *reduced)
+
+
+def _is_row_by_row(node: Any, buffer: Any) -> bool:
+    """Return whether a buffer is written and read in the order of its memory."""
+    name, expected, stride = buffer.get_name(), sympy.Integer(0), sympy.Integer(1)
+    for variable, size in reversed(node._body.var_ranges.items()):
+        expected, stride = expected + stride * variable, stride * size
+    reads = [u.node._body.get_read_expr(name) for u in buffer.users if isinstance(u.node, SchedulerNode)]
+    return bool(buffer.node.get_layout().is_contiguous()) and all(x == expected for x in (node._body.get_write_expr(name), *reads))
+
+
+def _name(output: Any) -> str | None:
+    """Return the buffer or input that an output is or shows; None for what is no tensor."""
+    is_tensor = isinstance(output, ir.IRNode) and output.has_tensor_output()
+    return str(output.get_name()) if is_tensor else None
+
+
+def _origins(node: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(o.name for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()))

@@ -1,0 +1,245 @@
+"""The compile door with Inductor inside: the peak as compiled, the order, the candidates, and what torch.compile offers beside."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxckpt
+from fxckpt.fused import FusedPlanner, lower_half, stock_candidate
+from fxckpt.lowering import CompiledStep, compiled_step
+from fxckpt.passes.order import ORDER
+from fxckpt.pipeline import Planner
+from fxckpt.plan import Plan
+from fxckpt.torch_private.inductor import lower, stock_saved
+from tests.joints import inductor_joint
+from tests.steps import fresh, outcome
+from tests.zoo import ENTRIES
+
+
+class Block(nn.Module):
+    """What a transformer block does to memory, in a few ops."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    """Blocks and a head that is larger than they are."""
+
+    def __init__(self, blocks: int = 4, width: int = 32, classes: int = 512, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), labels)
+
+
+def step(**options: Any) -> tuple[Model, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return Model(**options), (torch.randn(512, 32), torch.randint(0, 512, (512,)))
+
+
+def planned(budget: Any, **options: Any) -> Plan:
+    """The plan within a budget; nothing is compiled."""
+    model, inputs = step(**options)
+    joint, count = inductor_joint(model, *inputs)
+    return FusedPlanner(Planner(budget=budget)).partition(joint, num_fwd_outputs=count)[2]
+
+
+def test_what_is_measured_is_what_was_lowered() -> None:
+    model, inputs = step()
+    stock_peak = planned(None).peak_bytes
+    for budget in (None, int(0.8 * stock_peak)):
+        torch._dynamo.reset()
+        backend = fxckpt.Backend(budget=budget)
+        compiled = torch.compile(model, backend=backend)
+        compiled(*inputs).backward()
+        model.zero_grad(set_to_none=True)
+        measured = fxckpt.measure_peak(lambda compiled=compiled: compiled(*inputs).backward())
+        model.zero_grad(set_to_none=True)
+        (plan,) = backend.plans
+        predicted = plan.compiled_peak_bytes or plan.peak_bytes
+        assert abs(measured - predicted) <= 0.03 * predicted
+        assert budget is None or (measured <= budget and plan.schedule)
+
+
+def test_without_a_budget_the_choice_is_torch_s_own() -> None:
+    model, inputs = step()
+    joint, count = inductor_joint(model, *inputs)
+    stored = stock_saved(joint, num_fwd_outputs=count)
+    plan = FusedPlanner(Planner()).partition(joint, num_fwd_outputs=count)[2]
+    assert set(plan.saved) <= stored | {op.name for op in plan.step.program.ops if op.pinned}  # type: ignore[union-attr]
+    assert plan.saved
+
+
+def test_torch_s_own_choice_is_taken_wherever_it_fits() -> None:
+    unbounded = planned(None)
+    assert planned(unbounded.peak_bytes).saved == unbounded.saved
+
+
+def test_a_plan_whose_compiled_peak_is_over_the_budget_is_planned_again() -> None:
+    """A lowering that says more than the truth, the first time."""
+    model, inputs = step()
+    joint, count = inductor_joint(model, *inputs)
+    budget = int(0.8 * planned(None).peak_bytes)
+    calls = []
+
+    def doubtful(half: Any, donated: Any) -> Any:
+        found = lower_half(half, donated)
+        calls.append(donated is not None)
+        extra = ("imagined", budget // 10, 0, len(found.kernels))
+        return replace(found, allocated=(*found.allocated, extra)) if len(calls) <= 2 else found
+
+    plan = FusedPlanner(Planner(budget=budget), lower=doubtful).partition(joint, num_fwd_outputs=count)[2]
+    assert calls == [False, True] * 2
+    assert plan.compiled_peak_bytes is not None and plan.compiled_peak_bytes <= budget
+
+
+def test_the_least_peak_that_an_error_names_can_be_had() -> None:
+    with pytest.raises(fxckpt.BudgetInfeasible) as caught:
+        planned(1)
+    peak = planned(caught.value.floor_bytes).compiled_peak_bytes
+    assert peak is not None and peak <= caught.value.floor_bytes
+
+
+def test_what_runs_again_waits_for_its_turn() -> None:
+    """Without the order kept, Inductor fuses the recomputation of layers that read the same inputs, wherever they stand."""
+    model, inputs = step(dropout=0.5, blocks=6)
+    joint, count = inductor_joint(model, *inputs)
+    least = _least(joint, count)
+    kept, loose = (_lowered(joint, count, least, keep) for keep in (True, False))
+    assert kept.peak_bytes <= loose.peak_bytes
+
+
+def _least(joint: Any, count: int) -> int:
+    try:
+        FusedPlanner(Planner(budget=1)).partition(_copy(joint), num_fwd_outputs=count)
+    except fxckpt.BudgetInfeasible as error:
+        return error.floor_bytes
+    raise AssertionError("one byte was enough")
+
+
+def _copy(joint: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(joint)
+
+
+def _lowered(joint: Any, count: int, budget: int, keep_order: bool) -> CompiledStep:
+    from fxckpt.cost import FlopCost, checked
+    from fxckpt.passes.facts import collect
+
+    facts = collect(joint, num_fwd_outputs=count, cost=checked(FlopCost()))
+    forward, backward, _ = FusedPlanner(Planner(budget=budget)).partition(_copy(joint), num_fwd_outputs=count)
+    assert all(ORDER in node.meta for node in backward.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default))
+
+    def lowering(half: Any, donated: Any) -> Any:
+        return lower_half(half, donated) if keep_order else lower(half, donated=donated, keep_order=None)
+
+    return compiled_step(forward, backward, facts, lowering, num_fwd_outputs=count)
+
+
+def test_a_schedule_that_saves_what_it_must_not_is_no_candidate() -> None:
+    plan = planned(None)
+    assert plan.step is not None
+    program = plan.step.program
+    barred = replace(plan.step, program=replace(program, storages=tuple(replace(s, is_savable=False) for s in program.storages)))
+    assert stock_candidate(barred, frozenset(plan.saved)) is None
+
+
+@pytest.mark.parametrize("entry", [pytest.param(e, id=e.name, marks=() if e.name == "gpt2" else pytest.mark.sweep) for e in ENTRIES])
+def test_gradients_are_those_of_stock_compile(entry: Any) -> None:
+    model, inputs = fresh(entry.make)
+    expected = outcome(model, torch.compile(model), inputs)
+    for budget in (None, 0.6):
+        model, inputs = fresh(entry.make)
+        got = outcome(model, torch.compile(model, backend=fxckpt.Backend(budget=budget)), inputs)
+        for key, value in expected.items():
+            torch.testing.assert_close(
+                got[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key, budget=budget: f"{key} at {budget}: {text}"
+            )
+
+
+def test_a_plan_made_for_inductor_is_applied_again() -> None:
+    model, inputs = step()
+    first = fxckpt.Backend(budget=0.8)
+    torch.compile(model, backend=first)(*inputs).backward()
+    torch._dynamo.reset()
+    again = fxckpt.Backend(policy=fxckpt.Plan.from_json(first.plans[0].to_json()))
+    torch.compile(model, backend=again)(*inputs).backward()
+    assert again.plans[0].digest == first.plans[0].digest
+
+
+def test_modes_and_options_of_torch_compile_pass_through() -> None:
+    model, inputs = step(blocks=1)
+    seen: list[bool] = []
+
+    class Peek(torch._inductor.custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph: Any) -> None:
+            seen.append(torch._inductor.config.epilogue_fusion)
+
+        def uuid(self) -> str:
+            return "peek"
+
+    options = {"budget": 0.9, "epilogue_fusion": False, "post_grad_custom_post_pass": Peek()}
+    torch.compile(model, backend="fxckpt", options=options, fullgraph=True)(*inputs).backward()
+    assert seen and not any(seen)
+    torch._dynamo.reset()
+    torch.compile(model, backend="fxckpt", mode="max-autotune-no-cudagraphs")(*inputs).backward()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"mode": "fastest"}, "'max-autotune'"),
+        ({"options": {"epilog_fusion": True}}, "'epilogue_fusion'"),
+        ({"inner": "aot_eager", "mode": "max-autotune"}, "not"),
+    ],
+)
+def test_wrong_modes_and_options_are_refused(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(fxckpt.InvalidOption, match=says):
+        fxckpt.Backend(**arguments)
+
+
+def test_sizes_that_vary_keep_their_budget() -> None:
+    model, _ = step(blocks=2)
+    backend = fxckpt.Backend(budget=0.8)
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for rows in (256, 128, 512):
+        inputs = torch.randn(rows, 32), torch.randint(0, 512, (rows,))
+        compiled(*inputs).backward()
+        model.zero_grad(set_to_none=True)
+        measured = fxckpt.measure_peak(lambda inputs=inputs: compiled(*inputs).backward())
+        model.zero_grad(set_to_none=True)
+        assert measured <= backend.plans[-1].budget_bytes
+
+
+def test_a_report_lists_graph_breaks_and_what_they_hold() -> None:
+    model, inputs = step(blocks=2)
+
+    def broken(x: Tensor, labels: Tensor) -> Tensor:
+        x = model.blocks[0](x)
+        torch._dynamo.graph_break()
+        return F.cross_entropy(model.head(model.blocks[1](x)), labels)
+
+    backend = fxckpt.Backend(inner="aot_eager")
+    torch.compile(broken, backend=backend)(*inputs).backward()
+    (found,) = backend.report().breaks
+    assert found.graph == 1 and found.bytes == 512 * 32 * 4
+    assert "test_inductor.py" in found.source
+    assert "graph break: graph 1 ends" in str(backend.report())
