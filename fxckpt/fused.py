@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch import fx
 
 from fxckpt import budget as budgets
@@ -54,6 +55,12 @@ class FusedPlanner:
     """Share of the budget that may be left over before a faster plan is looked for,"""
     worthwhile: float = 0.01
     """if that may save this share of the step."""
+    near: float = 0.9
+    """A forward is lowered too if the model sees its peak above this share of the budget,"""
+    far: float = 0.75
+    """and a backward up to where the model sees it above this share for the last time,"""
+    margin: float = 0.004
+    """unless what comes out is this near to the budget: then it is lowered to its end."""
     last_resorts: tuple[float, ...] = (1.0, 1.1, 1.25, 1.5)
     """Multiples of the model's least peak whose plans are tried in the end."""
 
@@ -86,13 +93,7 @@ class _Fit:
     def __init__(
         self, options: FusedPlanner, joint: fx.GraphModule, facts: Facts, cost: str, stored: frozenset[str], num_fwd_outputs: int
     ) -> None:
-        self.planner, self.lower = options.planner, options.lower
-        self.attempts, self.last_resorts, self.slack, self.worthwhile = (
-            options.attempts,
-            options.last_resorts,
-            options.slack,
-            options.worthwhile,
-        )
+        self.planner, self.options = options.planner, options
         self.wrong_by = 0
         self.joint, self.facts, self.cost, self.num_fwd_outputs = joint, facts, cost, num_fwd_outputs
         self.step = step_of(joint.graph, facts)
@@ -101,10 +102,17 @@ class _Fit:
 
     def run(self) -> Halves:
         budget, device = self.planner.budget, device_of(self.joint.graph)
-        found = self.planner.search(self.facts.program, lambda peak: budgets.resolve(budget, baseline_peak_bytes=peak, device=device))
-        if found.limit is None:
-            return self.emit(self.describe(found, self.stock or found.best or found.baseline, None))
-        limit = found.limit
+        limit: int | None = None
+
+        def aim(peak: int) -> int | None:
+            nonlocal limit
+            limit = budgets.resolve(budget, baseline_peak_bytes=peak, device=device)
+            return None if limit is None else int((1 - self.options.margin) * limit)
+
+        found = self.planner.search(self.facts.program, aim)
+        if limit is None:
+            chosen = self.stock or found.best or found.baseline
+            return self.lowered(found, chosen, None)[0]
         least: int | None = None
         for chosen, is_last_resort in self.candidates(found, limit):
             halves, compiled = self.lowered(found, chosen, limit)
@@ -115,20 +123,23 @@ class _Fit:
                 least = min(least or compiled, compiled)
         raise infeasible(budget, limit, least or found.floor.simulation.peak_bytes, found.baseline.simulation.peak_bytes)
 
-    def lowered(self, found: Found, chosen: Candidate, limit: int) -> tuple[Halves, int]:
+    def lowered(self, found: Found, chosen: Candidate, limit: int | None) -> tuple[Halves, int]:
         """Return the halves of a candidate, with the peak of what the compiler makes of them."""
         halves = self.emit(self.describe(found, chosen, limit), keep_joint=True)
-        compiled = self.judge(halves).peak_bytes
-        log.debug("planned %d bytes, compiled %d, budget %d", chosen.simulation.peak_bytes, compiled, limit)
+        near = chosen.simulation.peak_bytes if limit is None else limit
+        compiled = self.judge(halves, chosen, near, far=self.options.far).peak_bytes
+        if limit is not None and (1 - self.options.margin) * limit < compiled <= limit:
+            compiled = self.judge(halves, chosen, limit, far=0.0).peak_bytes
+        log.debug("planned %d bytes, compiled %d, budget %s", chosen.simulation.peak_bytes, compiled, limit)
         return (*halves[:2], replace(halves[2], compiled_peak_bytes=compiled)), compiled
 
     def with_more(self, found: Found, chosen: Candidate, halves: Halves, limit: int) -> Halves:
         """Return what fits, or what is faster and fits too where the model took the peak for much higher than it is."""
         compiled, spent = halves[2].compiled_peak_bytes or limit, chosen.simulation.extra_seconds
-        if limit - compiled <= self.slack * limit or spent <= self.worthwhile * self.facts.program.step_seconds:
+        if limit - compiled <= self.options.slack * limit or spent <= self.options.worthwhile * self.facts.program.step_seconds:
             return halves
         more = self.search(2 * limit - compiled)
-        if more.best is None or more.best.simulation.extra_seconds > spent - self.worthwhile * self.facts.program.step_seconds:
+        if more.best is None or more.best.simulation.extra_seconds > spent - self.options.worthwhile * self.facts.program.step_seconds:
             return halves
         faster, compiled = self.lowered(more, more.best, limit)
         return faster if compiled <= limit else halves
@@ -140,9 +151,9 @@ class _Fit:
         """
         if self.stock is not None and self.stock.simulation.peak_bytes <= limit:
             yield self.stock, False
-        aim = limit
+        aim = found.limit or limit
         seen: set[Schedule] = set()
-        for _ in range(self.attempts):
+        for _ in range(self.options.attempts):
             best = found.best
             if best is None or best.schedule in seen:
                 break
@@ -151,7 +162,7 @@ class _Fit:
             # As much less as the model was wrong, and a little more.
             aim = min(aim, best.simulation.peak_bytes) - int(1.1 * self.wrong_by)
             found = self.search(aim)
-        for factor in self.last_resorts:
+        for factor in self.options.last_resorts:
             least = found.floor if factor == 1.0 else self.search(int(factor * found.floor.simulation.peak_bytes)).best
             if least is not None:
                 yield least, True
@@ -174,9 +185,29 @@ class _Fit:
         mark_order(backward, {op.name for op in self.facts.program.backward})
         return forward, backward, plan
 
-    def judge(self, halves: Halves) -> CompiledStep:
+    def judge(self, halves: Halves, chosen: Candidate, limit: int, *, far: float) -> CompiledStep:
+        """Lower the halves, as far as the model sees them anywhere near the limit: the rest is not worth the time."""
         forward, backward, _ = halves
-        return compiled_step(forward, backward, self.facts, self.lower, num_fwd_outputs=self.num_fwd_outputs)
+        simulation, options = chosen.simulation, self.options
+        peak = int(simulation.live[: simulation.forward_ops].max(initial=0))
+        return compiled_step(
+            forward,
+            backward,
+            self.facts,
+            options.lower,
+            num_fwd_outputs=self.num_fwd_outputs,
+            forward_bytes=peak if peak <= options.near * limit else None,
+            own_ops=own_ops_above(chosen, len(self.facts.program.backward), int(far * limit)) if far else None,
+        )
+
+
+def own_ops_above(chosen: Candidate, own_ops: int, nbytes: int) -> int:
+    """Return how many of the backward's own ops have run when the live bytes of a candidate are above ``nbytes`` for the last time."""
+    backward = chosen.simulation.live[chosen.simulation.forward_ops :]
+    above = np.flatnonzero(backward > nbytes)
+    before = np.asarray(chosen.schedule.before, dtype=np.int64)
+    place = np.arange(own_ops) + np.searchsorted(before, np.arange(own_ops), side="right")
+    return int(np.searchsorted(place, above[-1] if len(above) else 0)) + 1
 
 
 def stock_candidate(step: Step, stored: frozenset[str]) -> Candidate | None:

@@ -8,14 +8,16 @@ up over both halves, with what the forward hands to the backward, that is the pe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import fx
 
 from fxckpt.passes.facts import Facts, graph_outputs, storage_bytes
 from fxckpt.passes.kinds import tensors
+from fxckpt.passes.order import beginning
 from fxckpt.passes.program import IntArray
 from fxckpt.passes.rematerialize import RECOMPUTE_OF
 from fxckpt.torch_private import storage_id
@@ -38,31 +40,45 @@ class CompiledStep:
         return int(max(self.forward.max(initial=0), self.backward.max(initial=0)))
 
 
-def compiled_step(forward: fx.GraphModule, backward: fx.GraphModule, facts: Facts, lower: Lower, *, num_fwd_outputs: int) -> CompiledStep:
-    """Lower both halves and return what the step allocates."""
+def compiled_step(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    facts: Facts,
+    lower: Lower,
+    *,
+    num_fwd_outputs: int,
+    forward_bytes: int | None = None,
+    own_ops: int | None = None,
+) -> CompiledStep:
+    """Lower both halves and return what the step allocates.
+
+    A forward whose peak is given in ``forward_bytes`` is not lowered, and of the backward only so much as its first ``own_ops`` own ops need.
+    """
     workspace = {op.name: op.scratch_bytes for op in (*facts.program.ops, *facts.program.backward) if op.scratch_bytes}
-    first = lower(forward, None)
-    sizes = {name: nbytes for name, nbytes, _, _ in first.allocated}
-    live = _allocated(first) + _workspace(first, forward, workspace)
-    second = lower(backward, donated(forward, backward, num_fwd_outputs=num_fwd_outputs))
-    (output,) = forward.graph.find_nodes(op="output")
-    names = [o.name if isinstance(o, fx.Node) else None for o in output.args[0]]
-    buffer_of = dict(zip(names[num_fwd_outputs:], first.outputs[num_fwd_outputs:], strict=True))
+    if forward_bytes is None:
+        first = lower(forward, None)
+        live = _allocated(first) + _workspace(first, forward, workspace)
+    else:
+        live = np.asarray([forward_bytes], dtype=np.int64)
+    looked_at, later = (backward, frozenset[str]()) if own_ops is None else beginning(backward, own_ops)
+    may_write = donated(forward, backward, num_fwd_outputs=num_fwd_outputs)
+    inputs = backward.graph.find_nodes(op="placeholder")
+    second = lower(looked_at, [i for i in may_write if inputs[i].name not in later])
     held = _Held(len(second.kernels))
+    given = {storage_id(t) for n in forward.graph.find_nodes(op="placeholder") for t in tensors(n.meta.get("val"))}
     # The user holds what the forward returns, the autograd engine the incoming gradients.
-    for returned in {b for b in first.outputs[:num_fwd_outputs] if b in sizes}:
-        held.until(returned, sizes[str(returned)], math.inf)
-    for node, name in zip(backward.graph.find_nodes(op="placeholder"), second.last_read, strict=True):
-        last = second.last_read[name]
-        if node.name in buffer_of:
-            buffer = buffer_of[node.name]
-            held.until(buffer, sizes.get(buffer or "", 0), last)
-        elif str(node.target).startswith("tangents"):
-            held.until(node.name, sum(map(storage_bytes, tensors(node.meta.get("val")))), math.inf)
+    for output in graph_outputs(forward.graph)[:num_fwd_outputs]:
+        for tensor in tensors(output.meta.get("val")) if isinstance(output, fx.Node) else ():
+            held.until(tensor, math.inf)
+    for node, name in zip(inputs, second.last_read, strict=True):
+        last = math.inf if node.name in later or str(node.target).startswith("tangents") else second.last_read[name]
+        for tensor in tensors(node.meta.get("val")):
+            if not str(node.target).startswith("primals"):
+                held.until(tensor, last)
     accumulated = facts.program.backward[-1].scratch_bytes if facts.program.backward else 0
-    own = _allocated(second) + _workspace(second, backward, workspace)
-    own[-1] += accumulated
-    return CompiledStep(live, own + held.bytes())
+    own = _allocated(second) + _workspace(second, looked_at, workspace)
+    own[-1] += accumulated if looked_at is backward else 0
+    return CompiledStep(live, own + held.bytes(given))
 
 
 def donated(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int) -> list[int]:
@@ -94,22 +110,24 @@ def _workspace(half: LoweredHalf, graph: fx.GraphModule, workspace: Mapping[str,
 
 
 class _Held:
-    """What is there when the backward begins, by buffer, and until when."""
+    """What is there when the backward begins, by storage, and until when."""
 
     def __init__(self, kernels: int) -> None:
         self.kernels = kernels
-        self.size: dict[str | None, int] = {}
-        self.last: dict[str | None, float] = {}
+        self.size: dict[int, int] = {}
+        self.last: dict[int, float] = {}
 
-    def until(self, buffer: str | None, nbytes: int, kernel: float) -> None:
-        """Take a buffer in; views of one buffer hold it together."""
-        self.size[buffer] = nbytes
-        self.last[buffer] = max(self.last.get(buffer, -1), kernel)
+    def until(self, tensor: torch.Tensor, kernel: float) -> None:
+        """Take a tensor in; views of one storage hold it together."""
+        storage = storage_id(tensor)
+        self.size[storage] = storage_bytes(tensor)
+        self.last[storage] = max(self.last.get(storage, -1), kernel)
 
-    def bytes(self) -> IntArray:
-        """Return the bytes held during each kernel, and at the end."""
+    def bytes(self, free: Collection[int]) -> IntArray:
+        """Return the bytes held during each kernel, and at the end, those in ``free`` aside."""
         change = np.zeros(self.kernels + 2, dtype=np.int64)
-        for buffer, nbytes in self.size.items():
-            change[0] += nbytes
-            change[int(min(self.last[buffer], self.kernels)) + 1] -= nbytes
+        for storage, nbytes in self.size.items():
+            if storage not in free:
+                change[0] += nbytes
+                change[int(min(self.last[storage], self.kernels)) + 1] -= nbytes
         return np.cumsum(change)[:-1]

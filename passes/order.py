@@ -24,3 +24,22 @@ def mark_order(backward: fx.GraphModule, own: Collection[str]) -> None:
         if node.op == "call_function":
             node.meta[ORDER] = (before, RECOMPUTE_OF in node.meta)
             before += node.name in own
+
+
+def beginning(backward: fx.GraphModule, own_ops: int) -> tuple[fx.GraphModule, frozenset[str]]:
+    """Return a marked backward up to the first ``own_ops`` of its own ops, and the names of the inputs that the rest reads.
+
+    It returns what the rest reads. A backward without a rest is returned as it is.
+    """
+    last = backward.graph.output_node()
+    kept = {n for n in backward.graph.nodes if n.op != "output" and (n.op != "call_function" or n.meta[ORDER][0] <= own_ops)}
+    if all(user in kept or user is last for n in kept for user in n.users):
+        return backward, frozenset()
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in backward.graph.nodes:
+        if node in kept:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    outer = [n for n in kept if any(user not in kept for user in n.users)]
+    returned = graph.output(tuple(copies[n] for n in copies if n in outer and n.op == "call_function"))
+    returned.meta = dict(last.meta)
+    return fx.GraphModule(backward, graph), frozenset(n.name for n in outer if n.op == "placeholder")

@@ -103,10 +103,10 @@ def test_a_plan_whose_compiled_peak_is_over_the_budget_is_planned_again() -> Non
         found = lower_half(half, donated)
         calls.append(donated is not None)
         extra = ("imagined", budget // 10, 0, len(found.kernels))
-        return replace(found, allocated=(*found.allocated, extra)) if len(calls) <= 2 else found
+        return replace(found, allocated=(*found.allocated, extra)) if calls.count(True) <= 1 else found
 
     plan = FusedPlanner(Planner(budget=budget), lower=doubtful).partition(joint, num_fwd_outputs=count)[2]
-    assert calls == [False, True] * 2
+    assert calls.count(True) >= 2
     assert plan.compiled_peak_bytes is not None and plan.compiled_peak_bytes <= budget
 
 
