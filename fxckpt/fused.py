@@ -26,6 +26,7 @@ from fxckpt.passes.kernels import KernelGraph, is_reduction
 from fxckpt.passes.normalize import normalize
 from fxckpt.passes.order import ORDER, mark_order
 from fxckpt.passes.price_search import Candidate, Found
+from fxckpt.passes.program import Program
 from fxckpt.passes.schedule import Decisions, Schedule, emit
 from fxckpt.passes.simulate import simulate
 from fxckpt.passes.step import Step, step_of
@@ -67,10 +68,14 @@ class FusedPlanner:
     def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) -> Halves:
         """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is used up; raises :class:`BudgetInfeasible`."""
         planner = self.planner
-        if planner.is_fixed:
-            return planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
         begin = time.perf_counter()
         normalize(joint)
+        lines = fingerprint(joint.graph)
+        if planner.is_fixed or any(plan.graph == lines for plan in planner.known):
+            facts, plan = planner.plan(joint, num_fwd_outputs=num_fwd_outputs)
+            forward, backward = planner.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs)
+            mark_order(backward)
+            return forward, backward, plan
         if planner.budget is not None:
             warn_of_unbounded_sizes(joint.graph, planner.budget)
         stored = stock_saved(joint, num_fwd_outputs=num_fwd_outputs, **given)
@@ -78,7 +83,7 @@ class FusedPlanner:
         facts, cost = planner.read(
             joint, num_fwd_outputs, bind_preferences=planner.budget is None, never_stored=kernels, has_scratch=_is_library_call
         )
-        halves = _Fit(self, joint, facts, cost, stored, num_fwd_outputs).run()
+        halves = _Fit(self, joint, lines, facts, cost, stored, num_fwd_outputs).run()
         log_plan(halves[2], time.perf_counter() - begin)
         return halves
 
@@ -91,14 +96,20 @@ class _Fit:
     """One joint graph on its way to two halves."""
 
     def __init__(
-        self, options: FusedPlanner, joint: fx.GraphModule, facts: Facts, cost: str, stored: frozenset[str], num_fwd_outputs: int
+        self,
+        options: FusedPlanner,
+        joint: fx.GraphModule,
+        lines: tuple[str, ...],
+        facts: Facts,
+        cost: str,
+        stored: frozenset[str],
+        num_fwd_outputs: int,
     ) -> None:
         self.planner, self.options = options.planner, options
         self.wrong_by = 0
-        self.joint, self.facts, self.cost, self.num_fwd_outputs = joint, facts, cost, num_fwd_outputs
+        self.joint, self.lines, self.facts, self.cost, self.num_fwd_outputs = joint, lines, facts, cost, num_fwd_outputs
         self.step = step_of(joint.graph, facts)
         self.stock = stock_candidate(self.step, stored) if options.planner.policy is None else None
-        self.lines = fingerprint(joint.graph)
 
     def run(self) -> Halves:
         budget, device = self.planner.budget, device_of(self.joint.graph)
@@ -182,7 +193,7 @@ class _Fit:
             joint = fx.GraphModule(self.joint, copy.deepcopy(self.joint.graph))
             facts = facts.moved_to(joint.graph)
         forward, backward = self.planner.emit(joint, facts, plan, num_fwd_outputs=self.num_fwd_outputs)
-        mark_order(backward, {op.name for op in self.facts.program.backward})
+        mark_order(backward)
         return forward, backward, plan
 
     def judge(self, halves: Halves, chosen: Candidate, limit: int, *, far: float) -> CompiledStep:
@@ -197,17 +208,16 @@ class _Fit:
             options.lower,
             num_fwd_outputs=self.num_fwd_outputs,
             forward_bytes=peak if peak <= options.near * limit else None,
-            own_ops=own_ops_above(chosen, len(self.facts.program.backward), int(far * limit)) if far else None,
+            until=last_above(self.facts.program, chosen, int(far * limit)) if far else None,
         )
 
 
-def own_ops_above(chosen: Candidate, own_ops: int, nbytes: int) -> int:
-    """Return how many of the backward's own ops have run when the live bytes of a candidate are above ``nbytes`` for the last time."""
+def last_above(program: Program, chosen: Candidate, nbytes: int) -> str:
+    """Return the backward's own op that runs when the live bytes of a candidate are above ``nbytes`` for the last time, or next."""
     backward = chosen.simulation.live[chosen.simulation.forward_ops :]
-    above = np.flatnonzero(backward > nbytes)
-    before = np.asarray(chosen.schedule.before, dtype=np.int64)
-    place = np.arange(own_ops) + np.searchsorted(before, np.arange(own_ops), side="right")
-    return int(np.searchsorted(place, above[-1] if len(above) else 0)) + 1
+    above, own_ops = np.flatnonzero(backward > nbytes), np.arange(len(program.backward))
+    place = own_ops + np.searchsorted(np.asarray(chosen.schedule.before, dtype=np.int64), own_ops, side="right")
+    return program.backward[int(np.searchsorted(place, above[-1] if len(above) else 0))].name
 
 
 def stock_candidate(step: Step, stored: frozenset[str]) -> Candidate | None:

@@ -48,11 +48,11 @@ def compiled_step(
     *,
     num_fwd_outputs: int,
     forward_bytes: int | None = None,
-    own_ops: int | None = None,
+    until: str | None = None,
 ) -> CompiledStep:
     """Lower both halves and return what the step allocates.
 
-    A forward whose peak is given in ``forward_bytes`` is not lowered, and of the backward only so much as its first ``own_ops`` own ops need.
+    A forward whose peak is given in ``forward_bytes`` is not lowered, and of the backward only what comes before the node called ``until``.
     """
     workspace = {op.name: op.scratch_bytes for op in (*facts.program.ops, *facts.program.backward) if op.scratch_bytes}
     if forward_bytes is None:
@@ -60,7 +60,7 @@ def compiled_step(
         live = _allocated(first) + _workspace(first, forward, workspace)
     else:
         live = np.asarray([forward_bytes], dtype=np.int64)
-    looked_at, later = (backward, frozenset[str]()) if own_ops is None else beginning(backward, own_ops)
+    looked_at, later = (backward, frozenset[str]()) if until is None else beginning(backward, until)
     may_write = donated(forward, backward, num_fwd_outputs=num_fwd_outputs)
     inputs = backward.graph.find_nodes(op="placeholder")
     second = lower(looked_at, [i for i in may_write if inputs[i].name not in later])

@@ -61,9 +61,9 @@ class Recorder(Backend):
         self._partition(joint.module, (), num_fwd_outputs=joint.num_fwd_outputs)
 
     def _partition(
-        self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
+        self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **given: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = super()._partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
+        forward, backward = super()._partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **given)
         plan = self._plans[-1]
         # What compiles them changes them.
         halves = [fx.GraphModule(half, copy.deepcopy(half.graph), name) for half, name in ((forward, "Forward"), (backward, "Backward"))]

@@ -28,15 +28,22 @@ from fxckpt.passes.kinds import has_hidden_effect, is_collective, is_known_pure,
 from fxckpt.passes.program import FORWARD_ONLY, IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.plan import Reason
 from fxckpt.registry import registered
-from fxckpt.torch_private import HigherOrderOperator, OpOverload, is_symbolic, partitioner_tag, size_hint, storage_id, written_after
+from fxckpt.torch_private import (
+    HigherOrderOperator,
+    OpOverload,
+    allocated_bytes,
+    is_symbolic,
+    partitioner_tag,
+    size_hint,
+    storage_id,
+    written_after,
+)
 
 RNG_STATE_BYTES = {"cpu": 5056}
 """Bytes of ``torch.get_rng_state()`` (MT19937 and its cache); every other device type stores seed and offset."""
 RNG_STATE_BYTES_OTHER = 16
 PREFERENCE = 1e-3
 """How much dearer a second run is counted, within a budget, of what a policy would rather save (cheaper: rather run again): it settles ties."""
-CUDA_BLOCK_BYTES = 512
-"""The CUDA caching allocator rounds every block up to this."""
 
 Scratch = Callable[[fx.Node], int]
 NodePolicy = Callable[[fx.Node], "CheckpointPolicy | None"]
@@ -91,10 +98,7 @@ def no_scratch(node: fx.Node) -> int:
 
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes the allocator hands out for a tensor's storage."""
-    nbytes = size_hint(tensor.untyped_storage().nbytes())
-    if tensor.device.type == "cuda":
-        return -(-nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
-    return nbytes
+    return allocated_bytes(size_hint(tensor.untyped_storage().nbytes()), tensor.device.type)
 
 
 def _device_type(node: fx.Node) -> str:

@@ -1,38 +1,40 @@
 """Order: mark each node of an emitted backward with its place, so that a scheduler can be held to it.
 
 The plan's peak is that of the order in which the backward was emitted: what runs again runs right in front of what needs it. A compiler that
-schedules anew sees no reason to wait. The mark is a number and a flag: how many of the backward's own ops come before, and whether the node runs
+schedules anew sees no reason to wait. The mark is a number and a flag: how many of the backward's own nodes come before, and whether the node runs
 something again.
 """
 
 from __future__ import annotations
-
-from collections.abc import Collection
 
 from torch import fx
 
 from fxckpt.passes.rematerialize import RECOMPUTE_OF
 
 ORDER = "fxckpt_order"
-"""Metadata of a node of the backward: ``(own ops before it, whether it runs something again)``."""
+"""Metadata of a node of the backward: ``(own nodes before it, whether it runs something again)``."""
 
 
-def mark_order(backward: fx.GraphModule, own: Collection[str]) -> None:
-    """Mark the nodes; ``own`` are the names of the backward's own ops."""
+def mark_order(backward: fx.GraphModule) -> None:
+    """Mark the nodes."""
     before = 0
     for node in backward.graph.nodes:
         if node.op == "call_function":
-            node.meta[ORDER] = (before, RECOMPUTE_OF in node.meta)
-            before += node.name in own
+            again = RECOMPUTE_OF in node.meta
+            node.meta[ORDER] = (before, again)
+            before += not again
 
 
-def beginning(backward: fx.GraphModule, own_ops: int) -> tuple[fx.GraphModule, frozenset[str]]:
-    """Return a marked backward up to the first ``own_ops`` of its own ops, and the names of the inputs that the rest reads.
+def beginning(backward: fx.GraphModule, name: str) -> tuple[fx.GraphModule, frozenset[str]]:
+    """Return a marked backward up to the node called ``name``, and the names of the inputs that the rest reads.
 
     It returns what the rest reads. A backward without a rest is returned as it is.
     """
     last = backward.graph.output_node()
-    kept = {n for n in backward.graph.nodes if n.op != "output" and (n.op != "call_function" or n.meta[ORDER][0] <= own_ops)}
+    end = next((n.meta[ORDER] for n in backward.graph.nodes if n.name == name and ORDER in n.meta), None)
+    if end is None:
+        return backward, frozenset()
+    kept = {n for n in backward.graph.nodes if n.op != "output" and (n.op != "call_function" or n.meta[ORDER][0] <= end[0])}
     if all(user in kept or user is last for n in kept for user in n.users):
         return backward, frozenset()
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()

@@ -125,6 +125,15 @@ MOST = 2**40
 """A greater bound of a size is none."""
 
 
+CUDA_BLOCK_BYTES = 512
+"""The CUDA caching allocator rounds every block up to this."""
+
+
+def allocated_bytes(nbytes: int, device_type: str) -> int:
+    """Return the bytes an allocator takes for so many."""
+    return -(-nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES if device_type == "cuda" else nbytes
+
+
 def upper_bound(value: torch.SymInt) -> int | None:
     """Return the greatest value that a size can take, or None."""
     node = value.node

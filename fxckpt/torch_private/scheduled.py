@@ -14,6 +14,8 @@ from torch._inductor.codegen.wrapper import EfficientPeakEstimate, buffer_reuse_
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.virtualized import V
 
+from fxckpt.torch_private import allocated_bytes
+
 
 @dataclass(frozen=True)
 class LoweredHalf:
@@ -117,7 +119,7 @@ class _Schedule:
             return
         first = self.made_by.get(str(made.inputs[0].get_name()), i) if isinstance(made, ir.MultiOutput) else i  # type: ignore[union-attr]
         size = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(made), fallback=0)
-        self.born[name] = (int(size) * made.get_dtype().itemsize, first)
+        self.born[name] = (allocated_bytes(int(size) * made.get_dtype().itemsize, made.get_device_or_error().type), first)
 
     def _never_allocated(self, node: Any) -> Iterator[str]:
         """Yield the buffers that live inside one kernel.
