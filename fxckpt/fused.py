@@ -66,7 +66,7 @@ class FusedPlanner:
     """Multiples of the model's least peak whose plans are tried in the end."""
 
     def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) -> Halves:
-        """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is used up; raises :class:`BudgetInfeasible`."""
+        """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is normalized; raises :class:`BudgetInfeasible`."""
         planner = self.planner
         begin = time.perf_counter()
         normalize(joint)
@@ -136,7 +136,7 @@ class _Fit:
 
     def lowered(self, found: Found, chosen: Candidate, limit: int | None) -> tuple[Halves, int]:
         """Return the halves of a candidate, with the peak of what the compiler makes of them."""
-        halves = self.emit(self.describe(found, chosen, limit), keep_joint=True)
+        halves = self.emit(self.describe(found, chosen, limit))
         near = chosen.simulation.peak_bytes if limit is None else limit
         compiled = self.judge(halves, chosen, near, far=self.options.far).peak_bytes
         if limit is not None and (1 - self.options.margin) * limit < compiled <= limit:
@@ -186,12 +186,10 @@ class _Fit:
         fused = tuple(n.name for n in self.joint.graph.nodes if n in self.facts.views and n in self.facts.never_stored)
         return replace(plan, graph=self.lines, never_stored=fused)
 
-    def emit(self, plan: Plan, *, keep_joint: bool = False) -> Halves:
-        """Return the halves that follow ``plan``; the joint graph is used up, unless it is to be kept."""
-        joint, facts = self.joint, self.facts
-        if keep_joint:
-            joint = fx.GraphModule(self.joint, copy.deepcopy(self.joint.graph))
-            facts = facts.moved_to(joint.graph)
+    def emit(self, plan: Plan) -> Halves:
+        """Return the halves that follow ``plan``. The joint graph is left alone: the next candidate may need it."""
+        joint = fx.GraphModule(self.joint, copy.deepcopy(self.joint.graph))
+        facts = self.facts.moved_to(joint.graph)
         forward, backward = self.planner.emit(joint, facts, plan, num_fwd_outputs=self.num_fwd_outputs)
         mark_order(backward)
         return forward, backward, plan
