@@ -234,7 +234,7 @@ def tanh_alone(ctx: object, op: object, *args: object, **kwargs: object) -> Chec
         (first_match(tanh_alone, recompute_all), "tanh tanh_1"),
         ([tanh_alone, recompute_all], "tanh tanh_1"),
     ],
-    ids=repr,
+    ids=["or", "or, the other way", "or ops", "and", "first", "a list"],
 )
 def test_torch_s_forms_compose_and_none_leaves_a_value_open(policy: Any, expected: str, joint: Joint) -> None:
     _, plan = planner_of(None, policy, "roofline").plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)
