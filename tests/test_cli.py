@@ -265,6 +265,11 @@ def test_a_terminal_without_the_characters_is_no_error(step: str) -> None:
     assert done.returncode == 0 and b"?" in done.stdout
 
 
+def heed_ctrl_c() -> None:
+    """Undo what a background job of a shell inherits: it ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 SCRIPT = "import sys; from fxckpt.cli import main; sys.exit(main())"
 """What pip writes into the file that it calls ``fxckpt``."""
 
@@ -274,7 +279,9 @@ def test_ctrl_c_during_the_imports_is_quiet(started: list[str], tmp_path: Path, 
     (tmp_path / "fxckpt").write_text(SCRIPT)
     (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with subprocess.Popen([sys.executable, *started], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(
+        [sys.executable, *started], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
+    ) as running:
         assert running.stdout is not None and running.stdout.readline() == "importing\n"
         running.send_signal(signal.SIGINT)
         _, said = running.communicate()
@@ -283,13 +290,15 @@ def test_ctrl_c_during_the_imports_is_quiet(started: list[str], tmp_path: Path, 
 
 def test_importing_the_package_leaves_ctrl_c_alone() -> None:
     code = "import signal, fxckpt; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, preexec_fn=heed_ctrl_c).stdout == "True\n"
+    )
 
 
 def test_ctrl_c_in_the_users_code_is_quiet(step: str) -> None:
     Path(step).write_text("import time\ndef make():\n    print('working', flush=True)\n    time.sleep(60)")
     command = [sys.executable, "-m", "fxckpt", "plan", f"{step}:make"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c) as running:
         assert running.stderr is not None and running.stderr.readline() == "working\n"
         running.send_signal(signal.SIGINT)
         assert running.stderr.read() == "fxckpt: interrupted\n"

@@ -102,7 +102,7 @@ def test_a_plan_whose_compiled_peak_is_over_the_budget_is_planned_again() -> Non
     def doubtful(half: Any, donated: Any) -> Any:
         found = lower_half(half, donated)
         calls.append(donated is not None)
-        extra = ("imagined", budget // 10, 0, len(found.kernels))
+        extra = ("imagined", budget, 0, len(found.kernels))
         return replace(found, allocated=(*found.allocated, extra)) if calls.count(True) <= 1 else found
 
     plan = FusedPlanner(Planner(budget=budget), lower=doubtful).partition(joint, num_fwd_outputs=count)[2]
