@@ -7,6 +7,8 @@ something again.
 
 from __future__ import annotations
 
+import operator
+
 from torch import fx
 
 from fxckpt.passes.rematerialize import RECOMPUTE_OF
@@ -34,7 +36,12 @@ def beginning(backward: fx.GraphModule, name: str) -> tuple[fx.GraphModule, froz
     end = next((n.meta[ORDER] for n in backward.graph.nodes if n.name == name and ORDER in n.meta), None)
     if end is None:
         return backward, frozenset()
-    kept = {n for n in backward.graph.nodes if n.op != "output" and (n.op != "call_function" or n.meta[ORDER][0] <= end[0])}
+    kept: set[fx.Node] = set()
+    for node in backward.graph.nodes:
+        # A tuple leaves a graph as its items.
+        is_item = node.target is operator.getitem and node.args[0] in kept
+        if node.op == "placeholder" or node.op == "get_attr" or (node.op == "call_function" and (is_item or node.meta[ORDER][0] <= end[0])):
+            kept.add(node)
     if all(user in kept or user is last for n in kept for user in n.users):
         return backward, frozenset()
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 from torch import fx
 
@@ -40,3 +42,14 @@ def test_the_beginning_returns_what_the_rest_reads(backward: fx.GraphModule) -> 
 @pytest.mark.parametrize("name", ["last", "output"])
 def test_a_backward_without_a_rest_is_returned_as_it_is(backward: fx.GraphModule, name: str) -> None:
     assert beginning(backward, name) == (backward, frozenset())
+
+
+def test_a_tuple_leaves_the_beginning_as_its_items() -> None:
+    graph = fx.Graph()
+    pair = graph.call_function(divmod, (graph.placeholder("tangents_1"), 2), name="pair")
+    items = [graph.call_function(operator.getitem, (pair, i), name=f"item_{i}") for i in range(2)]
+    graph.output((graph.call_function(max, tuple(items), name="last"),))
+    marked = fx.GraphModule({}, graph)
+    mark_order(marked)
+    first, _ = beginning(marked, "pair")
+    assert [arg.name for arg in first.graph.output_node().args[0]] == ["item_0", "item_1"]
