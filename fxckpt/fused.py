@@ -60,8 +60,10 @@ class FusedPlanner:
     """A forward is lowered too if the model sees its peak above this share of the budget,"""
     far: float = 0.75
     """and a backward up to where the model sees it above this share for the last time,"""
+    sure: float = 0.95
+    """unless what comes out is above this share of it: then it is lowered to its end."""
     margin: float = 0.004
-    """unless what comes out is this near to the budget: then it is lowered to its end."""
+    """Share of the budget that a first plan leaves over."""
     last_resorts: tuple[float, ...] = (1.0, 1.1, 1.25, 1.5)
     """Multiples of the model's least peak whose plans are tried in the end."""
 
@@ -139,7 +141,7 @@ class _Fit:
         halves = self.emit(self.describe(found, chosen, limit))
         near = chosen.simulation.peak_bytes if limit is None else limit
         compiled = self.judge(halves, chosen, near, far=self.options.far).peak_bytes
-        if limit is not None and (1 - self.options.margin) * limit < compiled <= limit:
+        if limit is not None and self.options.sure * limit < compiled <= limit:
             compiled = self.judge(halves, chosen, limit, far=0.0).peak_bytes
         log.debug("planned %d bytes, compiled %d, budget %s", chosen.simulation.peak_bytes, compiled, limit)
         return (*halves[:2], replace(halves[2], compiled_peak_bytes=compiled)), compiled
