@@ -141,8 +141,9 @@ class Backend:
         compiled = self._compile(gm, example_inputs)
         if is_cut_short(gm):
             reason, source = break_after(gm)
-            held = outputs_bytes(self._plans[-1]) if len(self._plans) > planned else 0
-            self._breaks.append(Break(len(self._plans) if held else None, reason, source, held))
+            has_plan = len(self._plans) > planned
+            held = outputs_bytes(self._plans[-1]) if has_plan else 0
+            self._breaks.append(Break(len(self._plans) if has_plan else None, reason, source, held))
         return compiled
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -219,7 +220,7 @@ def source_digest() -> str:
 
     folders = [Path(__file__).parent, Path(str(fxckpt.passes.__file__)).parent]
     digest = hashlib.sha256()
-    for path in sorted(p for folder in folders for p in folder.glob("*.py")):
+    for path in sorted(p for folder in folders for p in folder.rglob("*.py")):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -185,7 +185,7 @@ class _Fit:
 
     def describe(self, found: Found, chosen: Candidate, limit: int | None) -> Plan:
         plan = describe(self.step, found, chosen, budget_bytes=limit, cost=self.cost)
-        fused = tuple(n.name for n in self.joint.graph.nodes if n in self.facts.views and n in self.facts.never_stored)
+        fused = tuple(n.name for n in self.joint.graph.nodes if n in self.facts.never_stored)
         return replace(plan, graph=self.lines, never_stored=fused)
 
     def emit(self, plan: Plan) -> Halves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxckpt
+from fxckpt.cost import FlopCost, checked
 from fxckpt.fused import FusedPlanner, lower_half, stock_candidate
 from fxckpt.lowering import CompiledStep, compiled_step
+from fxckpt.passes.facts import collect
 from fxckpt.passes.order import ORDER
 from fxckpt.pipeline import Planner
 from fxckpt.plan import Plan
@@ -128,24 +131,15 @@ def test_what_runs_again_waits_for_its_turn() -> None:
 
 def _least(joint: Any, count: int) -> int:
     try:
-        FusedPlanner(Planner(budget=1)).partition(_copy(joint), num_fwd_outputs=count)
+        FusedPlanner(Planner(budget=1)).partition(copy.deepcopy(joint), num_fwd_outputs=count)
     except fxckpt.BudgetInfeasible as error:
         return error.floor_bytes
     raise AssertionError("one byte was enough")
 
 
-def _copy(joint: Any) -> Any:
-    import copy
-
-    return copy.deepcopy(joint)
-
-
 def _lowered(joint: Any, count: int, budget: int, keep_order: bool) -> CompiledStep:
-    from fxckpt.cost import FlopCost, checked
-    from fxckpt.passes.facts import collect
-
     facts = collect(joint, num_fwd_outputs=count, cost=checked(FlopCost()))
-    forward, backward, _ = FusedPlanner(Planner(budget=budget)).partition(_copy(joint), num_fwd_outputs=count)
+    forward, backward, _ = FusedPlanner(Planner(budget=budget)).partition(copy.deepcopy(joint), num_fwd_outputs=count)
     assert all(ORDER in node.meta for node in backward.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default))
 
     def lowering(half: Any, donated: Any) -> Any:

@@ -6,18 +6,17 @@ import contextlib
 import copy
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, CustomSchedulerPass
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._ops import OpOverload
 
 from fxckpt.errors import InnerCompilerMissing, InvalidOption
-from fxckpt.torch_private.scheduled import LoweredHalf, read_schedule
-
-__all__ = ["CustomPartitionerFn", "LoweredHalf", "fuses", "inductor_backend", "lower", "stock_saved"]
 
 INDEXING = frozenset(
     (
@@ -59,8 +58,23 @@ def stock_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) ->
     return frozenset(n.name for n in output.args[0][num_fwd_outputs:] if isinstance(n, fx.Node))
 
 
+@dataclass(frozen=True)
+class LoweredHalf:
+    """What Inductor makes of a forward or a backward, kernel by kernel, in the order it runs them.
+
+    A buffer lives from its first kernel to its last, both included; ``len(kernels)`` stands for the end.
+    """
+
+    kernels: tuple[tuple[str, ...], ...]
+    """Per kernel: the graph's nodes it was made from."""
+    allocated: tuple[tuple[str, int, int, int], ...]
+    """Buffers that the half allocates: name, bytes, first and last kernel."""
+    last_read: dict[str, int]
+    """Per input of the graph: the last kernel that reads it, -1 if none does."""
+
+
 AS_PLANNED = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False, "coordinate_descent_tuning": False}
-"""While a half is only looked at, nothing is timed: which kernel is fastest hardly changes what it allocates."""
+"""While a half is only looked at, nothing is timed."""
 
 
 def lower(half: fx.GraphModule, *, donated: Sequence[int] | None, keep_order: KeepOrder | None) -> LoweredHalf:
@@ -74,6 +88,9 @@ def lower(half: fx.GraphModule, *, donated: Sequence[int] | None, keep_order: Ke
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
+
+    # Not at the top: it imports the whole of Inductor, which takes long.
+    from fxckpt.torch_private.scheduled import read_schedule
 
     gm = copy.deepcopy(half)
     inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
@@ -154,10 +171,12 @@ def _counters_left_alone() -> Iterator[None]:
     from torch._inductor import metrics
 
     before = copy.deepcopy(dict(counters))
+    figures = {name: getattr(metrics, name) for name in metrics.get_metric_fields()}
     try:
         yield
     finally:
-        metrics.reset()
+        for name, figure in figures.items():
+            setattr(metrics, name, figure)
         counters.clear()
         counters.update(before)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,23 +14,7 @@ from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.virtualized import V
 
 from fxckpt.torch_private import allocated_bytes
-
-
-@dataclass(frozen=True)
-class LoweredHalf:
-    """What Inductor makes of a forward or a backward, kernel by kernel, in the order it runs them.
-
-    A buffer lives from its first kernel to its last, both included; ``len(kernels)`` stands for the end.
-    """
-
-    kernels: tuple[tuple[str, ...], ...]
-    """Per kernel: the graph's nodes it was made from."""
-    allocated: tuple[tuple[str, int, int, int], ...]
-    """Buffers that the half allocates: name, bytes, first and last kernel."""
-    outputs: tuple[str | None, ...]
-    """Per output: the buffer or input that it is or lies in; None for what is no tensor."""
-    last_read: dict[str, int]
-    """Per input of the graph: the last kernel that reads it, -1 if none does."""
+from fxckpt.torch_private.inductor import LoweredHalf
 
 
 def read_schedule(graph: Any) -> LoweredHalf:
@@ -73,12 +56,10 @@ class _Schedule:
             for name in sorted({name for i in group for name in nodes[i].last_usage}):
                 self._touch(name, group[-1])
                 self._free(name, group[-1], returned, pool)
-        outputs = tuple(None if name is None else self._root(name) for name in self.outputs)
-        kept, end = frozenset(outputs), len(nodes)
+        kept, end = frozenset(map(self._root, returned)), len(nodes)
         return LoweredHalf(
             tuple(_origins(node) for node in nodes),
             tuple((n, size, first, end if n in kept else max(self.last.get(n, first), first)) for n, (size, first) in self.born.items()),
-            outputs,
             {name: self.last.get(name, -1) for name in self.graph.graph_input_names},
         )
 
