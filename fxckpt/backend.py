@@ -17,7 +17,8 @@ from torch import fx
 from fxckpt import budget as budgets
 from fxckpt.cost import CostModel
 from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed
-from fxckpt.fused import FusedPlanner, Halves
+from fxckpt.fused import FusedPlanner
+from fxckpt.lowering import Lower
 from fxckpt.passes.order import ORDER
 from fxckpt.pipeline import planner_of
 from fxckpt.plan import Plan
@@ -35,6 +36,7 @@ from fxckpt.torch_private import (
     through_dynamo,
 )
 from fxckpt.torch_private.inductor import CustomPartitionerFn, KeepOrder, inductor_backend, inductor_options
+from fxckpt.torch_private.lowerings import Lowerings
 
 InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 INNER_NAMES = ("inductor", "aot_eager")
@@ -149,7 +151,10 @@ class Backend:
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             if self._inner == "inductor":
-                return inductor_backend(gm, example_inputs, _InductorPartitioner(self), KeepOrder(ORDER), self._inductor)  # type: ignore[no-any-return]
+                keep_order = KeepOrder(ORDER)
+                lowerings = Lowerings(keep_order)
+                partitioner = _InductorPartitioner(self, lowerings)
+                return inductor_backend(gm, example_inputs, partitioner, keep_order, self._inductor, lowerings.compile)  # type: ignore[no-any-return]
             compiler = make_boxed(self._inner) if callable(self._inner) else boxed
 
             def compile_backward(half: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -168,12 +173,15 @@ class Backend:
             raise through_dynamo(error) from error
 
     def _partition(
-        self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **given: Any
+        self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, lower: Lower | None = None, **given: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         try:
             if self._planner.budget is not None:
                 guard_sizes(joint)
-            forward, backward, plan = self._halves(joint, num_fwd_outputs, given)
+            if lower is None:
+                forward, backward, plan = self._planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
+            else:
+                forward, backward, plan = FusedPlanner(self._planner, lower).partition(joint, num_fwd_outputs=num_fwd_outputs, **given)
         except (FxckptError, Warning):
             raise
         except Exception as error:
@@ -184,11 +192,6 @@ class Backend:
         self._plans.append(plan)
         return forward, backward
 
-    def _halves(self, joint: fx.GraphModule, num_fwd_outputs: int, given: Mapping[str, Any]) -> Halves:
-        if self._inner == "inductor":
-            return FusedPlanner(self._planner).partition(joint, num_fwd_outputs=num_fwd_outputs, **given)
-        return self._planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
-
     def _identity(self) -> str:
         return f"{source_digest()} {self!r}"
 
@@ -196,12 +199,12 @@ class Backend:
 class _InductorPartitioner(CustomPartitionerFn):
     """The planner as Inductor calls it. Two with equal options and equal code have equal uuids."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, lowerings: Lowerings) -> None:
+        self._backend, self._lowerings = backend, lowerings
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         kwargs.pop("compiler")
-        return self._backend._partition(gm, joint_inputs, **kwargs)
+        return self._backend._partition(gm, joint_inputs, lower=self._lowerings.lower, **kwargs)
 
     def uuid(self) -> str:
         return self._backend._identity()

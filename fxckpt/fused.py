@@ -10,15 +10,15 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch import fx
 
 from fxckpt import budget as budgets
-from fxckpt.lowering import CompiledStep, Lower, compiled_step
+from fxckpt.lowering import Lower, compiled_backward, compiled_forward
 from fxckpt.passes.describe import describe
 from fxckpt.passes.facts import Facts
 from fxckpt.passes.fingerprint import fingerprint
@@ -33,15 +33,11 @@ from fxckpt.passes.step import Step, step_of
 from fxckpt.pipeline import Planner, device_of, infeasible, warn_of_unbounded_sizes
 from fxckpt.plan import Plan
 from fxckpt.plan_log import log_plan
-from fxckpt.torch_private.inductor import KeepOrder, LoweredHalf, fuses, lower, stock_saved
+from fxckpt.torch_private.inductor import KeepOrder, fuses, stock_saved
+from fxckpt.torch_private.lowerings import Lowerings
 
 log = logging.getLogger("fxckpt")
 Halves = tuple[fx.GraphModule, fx.GraphModule, Plan]
-
-
-def lower_half(half: fx.GraphModule, donated: Sequence[int] | None) -> LoweredHalf:
-    """Ask Inductor."""
-    return lower(half, donated=donated, keep_order=KeepOrder(ORDER))
 
 
 @dataclass(frozen=True)
@@ -49,19 +45,17 @@ class FusedPlanner:
     """Plans as ``planner`` says, for halves that Inductor compiles."""
 
     planner: Planner
-    lower: Lower = lower_half
+    lower: Lower = field(default_factory=lambda: Lowerings(KeepOrder(ORDER)).lower)
     attempts: int = 3
     """How often a plan is made for less than the budget because the compiled peak of the one before is over it."""
     slack: float = 0.07
     """Share of the budget that may be left over before a faster plan is looked for,"""
     worthwhile: float = 0.01
     """if that may save this share of the step."""
-    near: float = 0.9
-    """A forward is lowered too if the model sees its peak above this share of the budget,"""
     far: float = 0.75
-    """and a backward up to where the model sees it above this share for the last time,"""
-    sure: float = 0.95
-    """unless what comes out is above this share of it: then it is lowered to its end."""
+    """A backward is lowered first up to where the model sees it above this share of the budget for the last time,"""
+    early: float = 0.5
+    """if that is within this share of its ops: where it is over the budget there, the rest need not be lowered."""
     margin: float = 0.004
     """Share of the budget that a first plan leaves over."""
     last_resorts: tuple[float, ...] = (1.0, 1.1, 1.25, 1.5)
@@ -139,10 +133,7 @@ class _Fit:
     def lowered(self, found: Found, chosen: Candidate, limit: int | None) -> tuple[Halves, int]:
         """Return the halves of a candidate, with the peak of what the compiler makes of them."""
         halves = self.emit(self.describe(found, chosen, limit))
-        near = chosen.simulation.peak_bytes if limit is None else limit
-        compiled = self.judge(halves, chosen, near, far=self.options.far).peak_bytes
-        if limit is not None and self.options.sure * limit < compiled <= limit:
-            compiled = self.judge(halves, chosen, limit, far=0.0).peak_bytes
+        compiled = self.judge(halves, chosen, limit)
         log.debug("planned %d bytes, compiled %d, budget %s", chosen.simulation.peak_bytes, compiled, limit)
         return (*halves[:2], replace(halves[2], compiled_peak_bytes=compiled)), compiled
 
@@ -196,28 +187,35 @@ class _Fit:
         mark_order(backward)
         return forward, backward, plan
 
-    def judge(self, halves: Halves, chosen: Candidate, limit: int, *, far: float) -> CompiledStep:
-        """Lower the halves, as far as the model sees them anywhere near the limit: the rest is not worth the time."""
+    def judge(self, halves: Halves, chosen: Candidate, limit: int | None) -> int:
+        """Return the peak of what the compiler makes of the halves, or a part of it that is over the limit.
+
+        What comes to be compiled is not lowered twice, so that only the lowering of what is refused takes time.
+        """
         forward, backward, _ = halves
-        simulation, options = chosen.simulation, self.options
-        peak = int(simulation.live[: simulation.forward_ops].max(initial=0))
-        return compiled_step(
-            forward,
-            backward,
-            self.facts,
-            options.lower,
-            num_fwd_outputs=self.num_fwd_outputs,
-            forward_bytes=peak if peak <= options.near * limit else None,
-            until=last_above(self.facts.program, chosen, int(far * limit)) if far else None,
-        )
+        facts, lower, count = self.facts, self.options.lower, self.num_fwd_outputs
+        if limit is not None and (until := self.early_end(chosen, limit)) is not None:
+            part = int(compiled_backward(forward, backward, facts, lower, num_fwd_outputs=count, until=until).max())
+            if part > limit:
+                return part
+        peak = int(compiled_backward(forward, backward, facts, lower, num_fwd_outputs=count).max())
+        if limit is not None and peak > limit:
+            return peak
+        return max(peak, int(compiled_forward(forward, facts, lower).max()))
+
+    def early_end(self, chosen: Candidate, limit: int) -> str | None:
+        """Return the backward's own op up to which a candidate comes near the limit; None if that is late."""
+        program, options = self.facts.program, self.options
+        own_op = last_above(program, chosen, int(options.far * limit))
+        return program.backward[own_op].name if own_op < options.early * len(program.backward) else None
 
 
-def last_above(program: Program, chosen: Candidate, nbytes: int) -> str:
+def last_above(program: Program, chosen: Candidate, nbytes: int) -> int:
     """Return the backward's own op that runs when the live bytes of a candidate are above ``nbytes`` for the last time, or next."""
     backward = chosen.simulation.live[chosen.simulation.forward_ops :]
     above, own_ops = np.flatnonzero(backward > nbytes), np.arange(len(program.backward))
     place = own_ops + np.searchsorted(np.asarray(chosen.schedule.before, dtype=np.int64), own_ops, side="right")
-    return program.backward[int(np.searchsorted(place, above[-1] if len(above) else 0))].name
+    return int(np.searchsorted(place, above[-1] if len(above) else 0))
 
 
 def stock_candidate(step: Step, stored: frozenset[str]) -> Candidate | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,64 +20,44 @@ from fxckpt.passes.order import beginning
 from fxckpt.passes.program import IntArray
 from fxckpt.passes.rematerialize import RECOMPUTE_OF
 from fxckpt.torch_private import storage_id
-from fxckpt.torch_private.inductor import LoweredHalf, may_donate
+from fxckpt.torch_private.inductor import may_donate
+from fxckpt.torch_private.lowerings import LoweredHalf
 
 Lower = Callable[[fx.GraphModule, Sequence[int] | None], LoweredHalf]
 """Lowers a half: a forward (None), or a backward that may write over some of its inputs (their positions)."""
 
 
-@dataclass(frozen=True, eq=False)
-class CompiledStep:
-    """Live bytes during each kernel of the forward and of the backward, beyond what was allocated when the step began."""
-
-    forward: IntArray
-    backward: IntArray
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes live at once."""
-        return int(max(self.forward.max(initial=0), self.backward.max(initial=0)))
+def compiled_forward(forward: fx.GraphModule, facts: Facts, lower: Lower) -> IntArray:
+    """Lower the forward and return the live bytes during each of its kernels, and at its end, beyond what was allocated when the step began."""
+    lowered = lower(forward, None)
+    return _allocated(lowered) + _workspace(lowered, forward, _workspace_bytes(facts))
 
 
-def compiled_step(
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    facts: Facts,
-    lower: Lower,
-    *,
-    num_fwd_outputs: int,
-    forward_bytes: int | None = None,
-    until: str | None = None,
-) -> CompiledStep:
-    """Lower both halves and return what the step allocates.
+def compiled_backward(
+    forward: fx.GraphModule, backward: fx.GraphModule, facts: Facts, lower: Lower, *, num_fwd_outputs: int, until: str | None = None
+) -> IntArray:
+    """Lower the backward and return the live bytes during each of its kernels, and at its end, with all that the forward left.
 
-    A forward whose peak is given in ``forward_bytes`` is not lowered, and of the backward only what comes before the node called ``until``.
+    ``until`` is the name of a node: only what comes before it is lowered.
     """
-    workspace = {op.name: op.scratch_bytes for op in (*facts.program.ops, *facts.program.backward) if op.scratch_bytes}
-    if forward_bytes is None:
-        first = lower(forward, None)
-        live = _allocated(first) + _workspace(first, forward, workspace)
-    else:
-        live = np.asarray([forward_bytes], dtype=np.int64)
     looked_at, later = (backward, frozenset[str]()) if until is None else beginning(backward, until)
     may_write = donated(forward, backward, num_fwd_outputs=num_fwd_outputs)
     inputs = backward.graph.find_nodes(op="placeholder")
-    second = lower(looked_at, [i for i in may_write if inputs[i].name not in later])
-    held = _Held(len(second.kernels))
+    lowered = lower(looked_at, [i for i in may_write if inputs[i].name not in later])
+    held = _Held(len(lowered.kernels))
     given = {storage_id(t) for n in forward.graph.find_nodes(op="placeholder") for t in tensors(n.meta.get("val"))}
     # The user holds what the forward returns, the autograd engine the incoming gradients.
     for output in graph_outputs(forward.graph)[:num_fwd_outputs]:
         for tensor in tensors(output.meta.get("val")) if isinstance(output, fx.Node) else ():
             held.until(tensor, math.inf)
-    for node, name in zip(inputs, second.last_read, strict=True):
-        last = math.inf if node.name in later or str(node.target).startswith("tangents") else second.last_read[name]
+    for node, name in zip(inputs, lowered.last_read, strict=True):
+        last = math.inf if node.name in later or str(node.target).startswith("tangents") else lowered.last_read[name]
         for tensor in tensors(node.meta.get("val")):
             if not str(node.target).startswith("primals"):
                 held.until(tensor, last)
-    accumulated = facts.program.backward[-1].scratch_bytes if facts.program.backward else 0
-    own = _allocated(second) + _workspace(second, looked_at, workspace)
-    own[-1] += accumulated if looked_at is backward else 0
-    return CompiledStep(live, own + held.bytes(given))
+    own = _allocated(lowered) + _workspace(lowered, looked_at, _workspace_bytes(facts))
+    own[-1] += facts.program.backward[-1].scratch_bytes if looked_at is backward and facts.program.backward else 0
+    return own + held.bytes(given)
 
 
 def donated(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int) -> list[int]:
@@ -100,6 +79,10 @@ def _allocated(half: LoweredHalf) -> IntArray:
         change[first] += nbytes
         change[last + 1] -= nbytes
     return np.cumsum(change)[:-1]
+
+
+def _workspace_bytes(facts: Facts) -> dict[str, int]:
+    return {op.name: op.scratch_bytes for op in (*facts.program.ops, *facts.program.backward) if op.scratch_bytes}
 
 
 def _workspace(half: LoweredHalf, graph: fx.GraphModule, workspace: Mapping[str, int]) -> IntArray:

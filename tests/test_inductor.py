@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.graph import GraphLowering
 from torch.nn import functional as F
 
 import fxckpt
 from fxckpt.cost import FlopCost, checked
-from fxckpt.fused import FusedPlanner, lower_half, stock_candidate
-from fxckpt.lowering import CompiledStep, compiled_step
+from fxckpt.fused import FusedPlanner, stock_candidate
+from fxckpt.lowering import compiled_backward
 from fxckpt.passes.facts import collect
 from fxckpt.passes.order import ORDER
 from fxckpt.pipeline import Planner
 from fxckpt.plan import Plan
-from fxckpt.torch_private.inductor import lower, stock_saved
+from fxckpt.torch_private.inductor import KeepOrder, stock_saved
+from fxckpt.torch_private.lowerings import Lowerings
 from tests.joints import inductor_joint
 from tests.steps import fresh, outcome
 from tests.zoo import ENTRIES
@@ -61,7 +63,7 @@ def planned(budget: Any, **options: Any) -> Plan:
     """The plan within a budget; nothing is compiled."""
     model, inputs = step(**options)
     joint, count = inductor_joint(model, *inputs)
-    return FusedPlanner(Planner(budget=budget)).partition(joint, num_fwd_outputs=count)[2]
+    return FusedPlanner(Planner(budget=budget, cost="flops")).partition(joint, num_fwd_outputs=count)[2]
 
 
 def test_what_is_measured_is_what_was_lowered() -> None:
@@ -69,7 +71,7 @@ def test_what_is_measured_is_what_was_lowered() -> None:
     stock_peak = planned(None).peak_bytes
     for budget in (None, int(0.8 * stock_peak)):
         torch._dynamo.reset()
-        backend = fxckpt.Backend(budget=budget)
+        backend = fxckpt.Backend(budget=budget, cost="flops")
         compiled = torch.compile(model, backend=backend)
         compiled(*inputs).backward()
         model.zero_grad(set_to_none=True)
@@ -103,7 +105,7 @@ def test_a_plan_whose_compiled_peak_is_over_the_budget_is_planned_again() -> Non
     calls = []
 
     def doubtful(half: Any, donated: Any) -> Any:
-        found = lower_half(half, donated)
+        found = Lowerings(KeepOrder(ORDER)).lower(half, donated)
         calls.append(donated is not None)
         extra = ("imagined", budget, 0, len(found.kernels))
         return replace(found, allocated=(*found.allocated, extra)) if calls.count(True) <= 1 else found
@@ -120,32 +122,34 @@ def test_the_least_peak_that_an_error_names_can_be_had() -> None:
     assert peak is not None and peak <= caught.value.floor_bytes
 
 
+class Attention(nn.Module):
+    """Self-attention with dropout: layers of one size, whose recomputations Inductor would fuse."""
+
+    def __init__(self, width: int = 32, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.1)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        weights = self.drop((q @ k.transpose(-1, -2)).softmax(-1))
+        return x + self.drop(self.out((weights @ v).transpose(1, 2).reshape(rows, length, width)))
+
+
 def test_what_runs_again_waits_for_its_turn() -> None:
     """Without the order kept, Inductor fuses the recomputation of layers that read the same inputs, wherever they stand."""
-    model, inputs = step(dropout=0.5, blocks=6)
-    joint, count = inductor_joint(model, *inputs)
-    least = _least(joint, count)
-    kept, loose = (_lowered(joint, count, least, keep) for keep in (True, False))
-    assert kept.peak_bytes <= loose.peak_bytes
-
-
-def _least(joint: Any, count: int) -> int:
-    try:
-        FusedPlanner(Planner(budget=1)).partition(copy.deepcopy(joint), num_fwd_outputs=count)
-    except fxckpt.BudgetInfeasible as error:
-        return error.floor_bytes
-    raise AssertionError("one byte was enough")
-
-
-def _lowered(joint: Any, count: int, budget: int, keep_order: bool) -> CompiledStep:
+    model = nn.Sequential(*(Attention() for _ in range(3)))
+    joint, count = inductor_joint(model, torch.randn(4, 64, 32))
     facts = collect(joint, num_fwd_outputs=count, cost=checked(FlopCost()))
-    forward, backward, _ = FusedPlanner(Planner(budget=budget)).partition(copy.deepcopy(joint), num_fwd_outputs=count)
-    assert all(ORDER in node.meta for node in backward.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default))
-
-    def lowering(half: Any, donated: Any) -> Any:
-        return lower_half(half, donated) if keep_order else lower(half, donated=donated, keep_order=None)
-
-    return compiled_step(forward, backward, facts, lowering, num_fwd_outputs=count)
+    forward, backward, plan = FusedPlanner(Planner(budget=900_000, cost="flops")).partition(joint, num_fwd_outputs=count)
+    kept, loose = (
+        int(compiled_backward(forward, backward, facts, Lowerings(order).lower, num_fwd_outputs=count).max())
+        for order in (KeepOrder(ORDER), None)
+    )
+    assert kept == plan.compiled_peak_bytes
+    assert kept < 0.9 * loose
 
 
 def test_a_schedule_that_saves_what_it_must_not_is_no_candidate() -> None:
@@ -181,20 +185,24 @@ def test_a_plan_made_for_inductor_is_applied_again() -> None:
 
 def test_modes_and_options_of_torch_compile_pass_through() -> None:
     model, inputs = step(blocks=1)
-    seen: list[bool] = []
+    seen: list[tuple[bool, bool]] = []
 
     class Peek(torch._inductor.custom_graph_pass.CustomGraphPass):
         def __call__(self, graph: Any) -> None:
-            seen.append(torch._inductor.config.epilogue_fusion)
+            seen.append((torch._inductor.config.epilogue_fusion, torch._inductor.config.max_autotune))
 
         def uuid(self) -> str:
             return "peek"
 
     options = {"budget": 0.9, "epilogue_fusion": False, "post_grad_custom_post_pass": Peek()}
     torch.compile(model, backend="fxckpt", options=options, fullgraph=True)(*inputs).backward()
-    assert seen and not any(seen)
+    assert set(seen) == {(False, False)}
     torch._dynamo.reset()
-    torch.compile(model, backend="fxckpt", mode="max-autotune-no-cudagraphs")(*inputs).backward()
+    seen.clear()
+    backend = fxckpt.Backend(mode="max-autotune-no-cudagraphs", options={"post_grad_custom_post_pass": Peek()})
+    torch.compile(model, backend=backend)(*inputs).backward()
+    # What is lowered to be looked at is not tuned.
+    assert set(seen) == {(True, False), (True, True)}
 
 
 @pytest.mark.parametrize(
@@ -208,6 +216,29 @@ def test_modes_and_options_of_torch_compile_pass_through() -> None:
 def test_wrong_modes_and_options_are_refused(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(fxckpt.InvalidOption, match=says):
         fxckpt.Backend(**arguments)
+
+
+def _written(monkeypatch: pytest.MonkeyPatch, *, keep: bool) -> tuple[list[str], int]:
+    """The code that Inductor writes, and how often it lowers a graph for it."""
+    torch._dynamo.reset()
+    code: list[str] = []
+    lowered: list[bool] = []
+    with monkeypatch.context() as patch, torch._inductor.config.patch(fx_graph_cache=False):
+        patch.setattr(GraphLowering, "save_output_code", code.append)
+        run = GraphLowering.run
+        patch.setattr(GraphLowering, "run", lambda graph, *args: (lowered.append(True), run(graph, *args))[1])
+        if not keep:
+            patch.setattr(Lowerings, "compile", lambda self, *args, **given: compile_fx_inner(*args, **given))
+        model, inputs = step(blocks=1)
+        torch.compile(model, backend=fxckpt.Backend())(*inputs).backward()
+    return [text[text.index("import") :] for text in code], len(lowered)
+
+
+def test_what_was_lowered_to_be_looked_at_is_compiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, lowered = _written(monkeypatch, keep=True)
+    again, lowered_again = _written(monkeypatch, keep=False)
+    assert (lowered, lowered_again) == (2, 4)
+    assert len(kept) == 2 and kept == again
 
 
 def test_sizes_that_vary_keep_their_budget() -> None:

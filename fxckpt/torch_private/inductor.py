@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -58,63 +56,6 @@ def stock_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) ->
     return frozenset(n.name for n in output.args[0][num_fwd_outputs:] if isinstance(n, fx.Node))
 
 
-@dataclass(frozen=True)
-class LoweredHalf:
-    """What Inductor makes of a forward or a backward, kernel by kernel, in the order it runs them.
-
-    A buffer lives from its first kernel to its last, both included; ``len(kernels)`` stands for the end.
-    """
-
-    kernels: tuple[tuple[str, ...], ...]
-    """Per kernel: the graph's nodes it was made from."""
-    allocated: tuple[tuple[str, int, int, int], ...]
-    """Buffers that the half allocates: name, bytes, first and last kernel."""
-    last_read: dict[str, int]
-    """Per input of the graph: the last kernel that reads it, -1 if none does."""
-
-
-AS_PLANNED = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False, "coordinate_descent_tuning": False}
-"""While a half is only looked at, nothing is timed."""
-
-
-def lower(half: fx.GraphModule, *, donated: Sequence[int] | None, keep_order: KeepOrder | None) -> LoweredHalf:
-    """Let Inductor lower and schedule a copy of a half as it would to compile it, and read what it allocates; no code is made.
-
-    ``donated`` are the inputs of a backward that it may write over, by position; None for a forward.
-    """
-    from torch._guards import detect_fake_mode
-    from torch._inductor import compile_fx, config
-    from torch._inductor.compile_fx import _recursive_post_grad_passes, maybe_disable_comprehensive_padding
-    from torch._inductor.debug import DebugContext
-    from torch._inductor.graph import GraphLowering
-    from torch._inductor.virtualized import V
-
-    # Not at the top: it imports the whole of Inductor, which takes long.
-    from fxckpt.torch_private.scheduled import read_schedule
-
-    gm = copy.deepcopy(half)
-    inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
-    mode = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
-    assert mode is not None, "a captured graph has fake values"
-    compile_fx.view_to_reshape(gm)  # type: ignore[attr-defined]
-    with (
-        V.set_fake_mode(mode),
-        V.set_debug_handler(DebugContext()),
-        _counters_left_alone(),
-        config.patch(AS_PLANNED | {"_pre_fusion_custom_pass": keep_order}),
-    ):
-        _recursive_post_grad_passes(gm, is_inference=False)
-        with maybe_disable_comprehensive_padding(inputs):
-            graph = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_backward=donated is not None)
-            graph.bw_donated_idxs = list(donated or ())
-            graph.freeze_runtime_asserts()
-            with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
-                graph.run(*inputs)
-                graph.init_wrapper_code()
-                graph._update_scheduler()
-                return read_schedule(graph)
-
-
 def may_donate() -> bool:
     """Return whether a compiled backward may write over what the forward saved for it alone."""
     from torch._functorch import config
@@ -164,23 +105,6 @@ def _place(node: Any, mark: str) -> tuple[int, bool] | None:
     return max(marks, key=lambda m: (m[0], not m[1]), default=None)
 
 
-@contextlib.contextmanager
-def _counters_left_alone() -> Iterator[None]:
-    """Put Inductor's metrics and pattern counters back: what is lowered here is not compiled."""
-    from torch._dynamo.utils import counters
-    from torch._inductor import metrics
-
-    before = copy.deepcopy(dict(counters))
-    figures = {name: getattr(metrics, name) for name in metrics.get_metric_fields()}
-    try:
-        yield
-    finally:
-        for name, figure in figures.items():
-            setattr(metrics, name, figure)
-        counters.clear()
-        counters.update(before)
-
-
 def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the configuration of Inductor that ``torch.compile(mode=..., options=...)`` would set. Raises :class:`InvalidOption`."""
     from torch._inductor import config, list_mode_options
@@ -201,9 +125,14 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
 
 
 def inductor_backend(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], partitioner: CustomPartitionerFn, keep_order: KeepOrder, options: Mapping[str, Any]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    partitioner: CustomPartitionerFn,
+    keep_order: KeepOrder,
+    options: Mapping[str, Any],
+    compile_half: Callable[..., Any],
 ) -> Any:
-    """Compile with Inductor, its joint passes and caches in force, the partition made by ``partitioner``.
+    """Compile with Inductor, its joint passes and caches in force, the partition made by ``partitioner``, each half by ``compile_half``.
 
     AOTAutograd's own cache is left out: a hit would skip the partitioner, and with it the plan that the user can read. The code of both halves
     still comes from Inductor's cache. Raises :class:`InnerCompilerMissing` where Inductor finds no compiler.
@@ -215,7 +144,7 @@ def inductor_backend(
     patches = {**options, "custom_partitioner_fn": partitioner, "_pre_fusion_custom_pass": keep_order}
     try:
         with config.patch(enable_autograd_cache=False):
-            return compile_fx(gm, list(example_inputs), config_patches=patches)
+            return compile_fx(gm, list(example_inputs), inner_compile=compile_half, config_patches=patches)
     except (InductorError, TritonMissing) as error:
         found = getattr(error, "inner_exception", error)
         if not isinstance(found, (InvalidCxxCompiler, TritonMissing)):

@@ -14,7 +14,7 @@ from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.virtualized import V
 
 from fxckpt.torch_private import allocated_bytes
-from fxckpt.torch_private.inductor import LoweredHalf
+from fxckpt.torch_private.lowerings import LoweredHalf
 
 
 def read_schedule(graph: Any) -> LoweredHalf:
