@@ -18,10 +18,10 @@ from fxckpt import budget as budgets
 from fxckpt.cost import CostModel
 from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed
 from fxckpt.fused import FusedPlanner
-from fxckpt.lowering import Lower
 from fxckpt.passes.order import ORDER
 from fxckpt.pipeline import planner_of
 from fxckpt.plan import Plan
+from fxckpt.plan_store import PlanStore
 from fxckpt.profiling import record_runs
 from fxckpt.report import Break, Report, outputs_bytes
 from fxckpt.torch_private import (
@@ -173,15 +173,17 @@ class Backend:
             raise through_dynamo(error) from error
 
     def _partition(
-        self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, lower: Lower | None = None, **given: Any
+        self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, lowerings: Lowerings | None = None, **given: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         try:
             if self._planner.budget is not None:
                 guard_sizes(joint)
-            if lower is None:
+            if lowerings is None:
                 forward, backward, plan = self._planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
             else:
-                forward, backward, plan = FusedPlanner(self._planner, lower).partition(joint, num_fwd_outputs=num_fwd_outputs, **given)
+                timed = lowerings.compile_alone if self._planner.cost == "measured" else None
+                fused = FusedPlanner(self._planner, lowerings.lower, PlanStore.beside_inductor(), source_digest(), timed)
+                forward, backward, plan = fused.partition(joint, num_fwd_outputs=num_fwd_outputs, **given)
         except (FxckptError, Warning):
             raise
         except Exception as error:
@@ -204,7 +206,7 @@ class _InductorPartitioner(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         kwargs.pop("compiler")
-        return self._backend._partition(gm, joint_inputs, lower=self._lowerings.lower, **kwargs)
+        return self._backend._partition(gm, joint_inputs, lowerings=self._lowerings, **kwargs)
 
     def uuid(self) -> str:
         return self._backend._identity()

@@ -8,17 +8,20 @@ partitioner is always a candidate, so that without a budget nothing gets worse.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import fx
 
 from fxckpt import budget as budgets
-from fxckpt.lowering import Lower, compiled_backward, compiled_forward
+from fxckpt.contest import CompileHalf, step_seconds
+from fxckpt.lowering import Lower, backward_bytes, forward_bytes
 from fxckpt.passes.describe import describe
 from fxckpt.passes.facts import Facts
 from fxckpt.passes.fingerprint import fingerprint
@@ -33,8 +36,10 @@ from fxckpt.passes.step import Step, step_of
 from fxckpt.pipeline import Planner, device_of, infeasible, warn_of_unbounded_sizes
 from fxckpt.plan import Plan
 from fxckpt.plan_log import log_plan
-from fxckpt.torch_private.inductor import KeepOrder, fuses, stock_saved
+from fxckpt.plan_store import PlanStore, key_of
+from fxckpt.torch_private.inductor import KeepOrder, changes_layout, channels_last, fuses, is_convolution, stock_saved
 from fxckpt.torch_private.lowerings import Lowerings
+from fxckpt.trial import REFUSED
 
 log = logging.getLogger("fxckpt")
 Halves = tuple[fx.GraphModule, fx.GraphModule, Plan]
@@ -46,15 +51,26 @@ class FusedPlanner:
 
     planner: Planner
     lower: Lower = field(default_factory=lambda: Lowerings(KeepOrder(ORDER)).lower)
+    store: PlanStore | None = None
+    """Where plans are kept for the next process,"""
+    code: str = ""
+    """by this version of what plans."""
+    compile_half: CompileHalf | None = None
+    """Compiles a half for it to be timed; without, the model's word is taken for what is fastest."""
+    clock: Callable[[], float] = time.perf_counter
+    tie: float = 0.01
+    """Times that differ by less than this share are equal."""
     attempts: int = 3
     """How often a plan is made for less than the budget because the compiled peak of the one before is over it."""
+    retries: int = 2
+    """How often a faster plan is looked for where more than"""
     slack: float = 0.07
-    """Share of the budget that may be left over before a faster plan is looked for,"""
+    """this share of the budget is left over, and more than"""
     worthwhile: float = 0.01
-    """if that may save this share of the step."""
+    """this share of the step may be saved."""
     far: float = 0.75
     """A backward is lowered first up to where the model sees it above this share of the budget for the last time,"""
-    early: float = 0.5
+    early: float = 0.25
     """if that is within this share of its ops: where it is over the budget there, the rest need not be lowered."""
     margin: float = 0.004
     """Share of the budget that a first plan leaves over."""
@@ -67,8 +83,13 @@ class FusedPlanner:
         begin = time.perf_counter()
         normalize(joint)
         lines = fingerprint(joint.graph)
+        key = None if self.store is None else key_of(joint, planner, self.code, given)
+        kept = self.store.get(key) if self.store is not None and key is not None else None
+        if kept is not None and kept.graph == lines:
+            planner = replace(planner, known=(kept,))
         if planner.is_fixed or any(plan.graph == lines for plan in planner.known):
             facts, plan = planner.plan(joint, num_fwd_outputs=num_fwd_outputs)
+            plan = replace(plan, step=step_of(joint.graph, facts))
             forward, backward = planner.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs)
             mark_order(backward)
             return forward, backward, plan
@@ -77,15 +98,25 @@ class FusedPlanner:
         stored = stock_saved(joint, num_fwd_outputs=num_fwd_outputs, **given)
         kernels = KernelGraph(fuses)(joint.graph, stored)
         facts, cost = planner.read(
-            joint, num_fwd_outputs, bind_preferences=planner.budget is None, never_stored=kernels, has_scratch=_is_library_call
+            joint, num_fwd_outputs, bind_preferences=planner.budget is None, never_stored=kernels, run_as=_library_call(joint)
         )
         halves = _Fit(self, joint, lines, facts, cost, stored, num_fwd_outputs).run()
+        if self.store is not None and key is not None:
+            self.store.keep(key, halves[2])
         log_plan(halves[2], time.perf_counter() - begin)
         return halves
 
 
-def _is_library_call(node: fx.Node) -> bool:
-    return not fuses(node) and not is_reduction(node)
+def _library_call(joint: fx.GraphModule) -> Callable[[fx.Node], fx.Node | None]:
+    """Return a function of an op that gives the library call it becomes: None for what is a loop, a convolution as it is laid out."""
+    is_relaid = changes_layout(joint)
+
+    def call(node: fx.Node) -> fx.Node | None:
+        if fuses(node) or is_reduction(node):
+            return None
+        return channels_last(node) if is_relaid and is_convolution(node) else node
+
+    return call
 
 
 class _Fit:
@@ -108,6 +139,7 @@ class _Fit:
         self.stock = stock_candidate(self.step, stored) if options.planner.policy is None else None
 
     def run(self) -> Halves:
+        """Return the halves of the plan that is expected to be fastest within the budget, or was timed to be."""
         budget, device = self.planner.budget, device_of(self.joint.graph)
         limit: int | None = None
 
@@ -117,18 +149,55 @@ class _Fit:
             return None if limit is None else int((1 - self.options.margin) * limit)
 
         found = self.planner.search(self.facts.program, aim)
+        first = self.first(found, limit)
+        return self.fastest([first, *self.others(found, first, limit)]) if self.options.compile_half is not None else first
+
+    def first(self, found: Found, limit: int | None) -> Halves:
+        """Return the halves of the first candidate that fits. Raises :class:`BudgetInfeasible`."""
         if limit is None:
-            chosen = self.stock or found.best or found.baseline
-            return self.lowered(found, chosen, None)[0]
+            return self.lowered(found, self.stock or found.best or found.baseline, None)[0]
         least: int | None = None
+        refused: tuple[int, int] | None = None
         for chosen, is_last_resort in self.candidates(found, limit):
             halves, compiled = self.lowered(found, chosen, limit)
             if compiled <= limit:
-                return halves if chosen is self.stock else self.with_more(found, chosen, halves, limit)
+                return halves if chosen is self.stock else self.with_more(chosen, halves, limit, refused)
             self.wrong_by = compiled - limit
             if is_last_resort:
                 least = min(least or compiled, compiled)
-        raise infeasible(budget, limit, least or found.floor.simulation.peak_bytes, found.baseline.simulation.peak_bytes)
+            elif chosen is not self.stock:
+                refused = chosen.simulation.peak_bytes, compiled
+        floor, baseline = found.floor.simulation.peak_bytes, found.baseline.simulation.peak_bytes
+        raise infeasible(self.planner.budget, limit, least or floor, baseline)
+
+    def others(self, found: Found, first: Halves, limit: int | None) -> Iterator[Halves]:
+        """Yield other plans that fit: torch's own choice, the model's fastest at as much memory as the first plan takes, and at less."""
+        peak = first[2].compiled_peak_bytes or first[2].peak_bytes
+        at_less = (self.search(int((1 - less) * peak)) for less in (0.0, self.options.slack))
+        seen = {first[2].digest}
+        for search, chosen in itertools.chain([(found, self.stock)], ((search, search.best) for search in at_less)):
+            if chosen is not None and (digest := self.describe(search, chosen, limit).digest) not in seen:
+                seen.add(digest)
+                halves, compiled = self.lowered(search, chosen, limit)
+                if limit is None or compiled <= limit:
+                    yield halves
+
+    def fastest(self, finalists: Sequence[Halves]) -> Halves:
+        """Compile the finalists, run them on made-up values and return the one that takes least time, of equals the one that takes least memory."""
+        compile_half, device = self.options.compile_half, device_of(self.joint.graph)
+        if compile_half is None or len(finalists) == 1:
+            return finalists[0]
+        try:
+            seconds = step_seconds([halves[:2] for halves in finalists], compile_half, device, self.options.clock)
+        except REFUSED as error:
+            log.warning(
+                "plans cannot be timed, as the step does not run on made-up values (%s): the one expected to be fastest is taken.", error
+            )
+            return finalists[0]
+        for halves, took in zip(finalists, seconds, strict=True):
+            log.info("plan %s takes %.2f ms a step, its peak is %s bytes", halves[2].digest, 1e3 * took, halves[2].compiled_peak_bytes)
+        fast = [halves for halves, took in zip(finalists, seconds, strict=True) if took <= (1 + self.options.tie) * min(seconds)]
+        return min(fast, key=lambda halves: halves[2].compiled_peak_bytes or 0)
 
     def lowered(self, found: Found, chosen: Candidate, limit: int | None) -> tuple[Halves, int]:
         """Return the halves of a candidate, with the peak of what the compiler makes of them."""
@@ -137,16 +206,27 @@ class _Fit:
         log.debug("planned %d bytes, compiled %d, budget %s", chosen.simulation.peak_bytes, compiled, limit)
         return (*halves[:2], replace(halves[2], compiled_peak_bytes=compiled)), compiled
 
-    def with_more(self, found: Found, chosen: Candidate, halves: Halves, limit: int) -> Halves:
-        """Return what fits, or what is faster and fits too where the model took the peak for much higher than it is."""
-        compiled, spent = halves[2].compiled_peak_bytes or limit, chosen.simulation.extra_seconds
-        if limit - compiled <= self.options.slack * limit or spent <= self.options.worthwhile * self.facts.program.step_seconds:
-            return halves
-        more = self.search(2 * limit - compiled)
-        if more.best is None or more.best.simulation.extra_seconds > spent - self.options.worthwhile * self.facts.program.step_seconds:
-            return halves
-        faster, compiled = self.lowered(more, more.best, limit)
-        return faster if compiled <= limit else halves
+    def with_more(self, chosen: Candidate, halves: Halves, limit: int, refused: tuple[int, int] | None) -> Halves:
+        """Return what fits, or what is faster and fits too where much of the budget is left over.
+
+        ``refused`` are the bytes planned and compiled of a plan that was over the budget: what lies between is expected in between.
+        """
+        options, gain = self.options, self.options.worthwhile * self.facts.program.step_seconds
+        for _ in range(options.retries):
+            planned, compiled = chosen.simulation.peak_bytes, halves[2].compiled_peak_bytes or limit
+            left, spent = limit - compiled, chosen.simulation.extra_seconds
+            if left <= options.slack * limit or spent <= gain:
+                break
+            rate = 1.0 if refused is None else (refused[0] - planned) / (refused[1] - compiled)
+            more = self.search(planned + int(max(rate, 0.0) * (1 - options.margin) * left))
+            if more.best is None or more.best.simulation.extra_seconds > spent - gain:
+                break
+            faster, compiled = self.lowered(more, more.best, limit)
+            if compiled <= limit:
+                chosen, halves = more.best, faster
+            else:
+                refused = more.best.simulation.peak_bytes, compiled
+        return halves
 
     def candidates(self, found: Found, limit: int) -> Iterator[tuple[Candidate, bool]]:
         """Yield what may fit, the fastest first; after each, :attr:`wrong_by` says by how much it did not.
@@ -193,15 +273,18 @@ class _Fit:
         What comes to be compiled is not lowered twice, so that only the lowering of what is refused takes time.
         """
         forward, backward, _ = halves
-        facts, lower, count = self.facts, self.options.lower, self.num_fwd_outputs
+        facts, lower = self.facts, self.options.lower
+        live = partial(backward_bytes, forward, backward, facts, lower, num_fwd_outputs=self.num_fwd_outputs)
+        # The backward knows what the forward leaves, and is the likelier to be over: it is lowered first wherever that may be known without.
+        lowered = lower(forward, None, {}) if changes_layout(forward) else None
         if limit is not None and (until := self.early_end(chosen, limit)) is not None:
-            part = int(compiled_backward(forward, backward, facts, lower, num_fwd_outputs=count, until=until).max())
+            part = int(live(lowered_forward=lowered, until=until).max())
             if part > limit:
                 return part
-        peak = int(compiled_backward(forward, backward, facts, lower, num_fwd_outputs=count).max())
+        peak = int(live(lowered_forward=lowered).max())
         if limit is not None and peak > limit:
             return peak
-        return max(peak, int(compiled_forward(forward, facts, lower).max()))
+        return max(peak, int(forward_bytes(lowered or lower(forward, None, {}), forward, facts).max()))
 
     def early_end(self, chosen: Candidate, limit: int) -> str | None:
         """Return the backward's own op up to which a candidate comes near the limit; None if that is late."""

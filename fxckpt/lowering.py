@@ -19,45 +19,69 @@ from fxckpt.passes.kinds import tensors
 from fxckpt.passes.order import beginning
 from fxckpt.passes.program import IntArray
 from fxckpt.passes.rematerialize import RECOMPUTE_OF
-from fxckpt.torch_private import storage_id
+from fxckpt.torch_private import size_hint, storage_id
 from fxckpt.torch_private.inductor import may_donate
 from fxckpt.torch_private.lowerings import LoweredHalf
 
-Lower = Callable[[fx.GraphModule, Sequence[int] | None], LoweredHalf]
-"""Lowers a half: a forward (None), or a backward that may write over some of its inputs (their positions)."""
+Lower = Callable[[fx.GraphModule, Sequence[int] | None, Mapping[str, tuple[int, ...]]], LoweredHalf]
+"""Lowers a half: a forward (None), or a backward that may write over some of its inputs (their positions); with strides of inputs that are not those
+they were traced with."""
 
 
-def compiled_forward(forward: fx.GraphModule, facts: Facts, lower: Lower) -> IntArray:
-    """Lower the forward and return the live bytes during each of its kernels, and at its end, beyond what was allocated when the step began."""
-    lowered = lower(forward, None)
+def forward_bytes(lowered: LoweredHalf, forward: fx.GraphModule, facts: Facts) -> IntArray:
+    """Return the live bytes during each kernel of a lowered forward, and at its end, beyond what was allocated when the step began."""
     return _allocated(lowered) + _workspace(lowered, forward, _workspace_bytes(facts))
 
 
-def compiled_backward(
-    forward: fx.GraphModule, backward: fx.GraphModule, facts: Facts, lower: Lower, *, num_fwd_outputs: int, until: str | None = None
+def backward_bytes(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    facts: Facts,
+    lower: Lower,
+    *,
+    num_fwd_outputs: int,
+    lowered_forward: LoweredHalf | None = None,
+    until: str | None = None,
 ) -> IntArray:
     """Lower the backward and return the live bytes during each of its kernels, and at its end, with all that the forward left.
 
-    ``until`` is the name of a node: only what comes before it is lowered.
+    Without a lowered forward, the forward leaves its values in the layouts they were traced in. ``until`` is the name of a node: only what comes
+    before it is lowered.
     """
     looked_at, later = (backward, frozenset[str]()) if until is None else beginning(backward, until)
     may_write = donated(forward, backward, num_fwd_outputs=num_fwd_outputs)
     inputs = backward.graph.find_nodes(op="placeholder")
-    lowered = lower(looked_at, [i for i in may_write if inputs[i].name not in later])
+    left = _left_otherwise(forward, lowered_forward)
+    strides = {name: stride for name, (_, stride) in left.items()}
+    lowered = lower(looked_at, [i for i in may_write if inputs[i].name not in later], strides)
     held = _Held(len(lowered.kernels))
     given = {storage_id(t) for n in forward.graph.find_nodes(op="placeholder") for t in tensors(n.meta.get("val"))}
     # The user holds what the forward returns, the autograd engine the incoming gradients.
     for output in graph_outputs(forward.graph)[:num_fwd_outputs]:
         for tensor in tensors(output.meta.get("val")) if isinstance(output, fx.Node) else ():
-            held.until(tensor, math.inf)
+            held.until(storage_id(tensor), tensor, math.inf)
     for node, name in zip(inputs, lowered.last_read, strict=True):
         last = math.inf if node.name in later or str(node.target).startswith("tangents") else lowered.last_read[name]
         for tensor in tensors(node.meta.get("val")):
-            if not str(node.target).startswith("primals"):
-                held.until(tensor, last)
+            if node.name in left:
+                held.until(left[node.name][0], tensor, last)
+            elif not str(node.target).startswith("primals"):
+                held.until(storage_id(tensor), tensor, last)
     own = _allocated(lowered) + _workspace(lowered, looked_at, _workspace_bytes(facts))
     own[-1] += facts.program.backward[-1].scratch_bytes if looked_at is backward and facts.program.backward else 0
     return own + held.bytes(given)
+
+
+def _left_otherwise(forward: fx.GraphModule, lowered: LoweredHalf | None) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return what a lowered forward leaves in another layout than it was traced in: by name, the buffer it lies in and its strides."""
+    found = {}
+    pairs = zip(graph_outputs(forward.graph), lowered.outputs, strict=True) if lowered is not None else ()
+    for output, lies in pairs:
+        if isinstance(output, fx.Node) and lies is not None:
+            traced = [size_hint(stride) for stride in output.meta["val"].stride()]
+            if traced != list(lies[1]):
+                found[output.name] = lies
+    return found
 
 
 def donated(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int) -> list[int]:
@@ -97,12 +121,11 @@ class _Held:
 
     def __init__(self, kernels: int) -> None:
         self.kernels = kernels
-        self.size: dict[int, int] = {}
-        self.last: dict[int, float] = {}
+        self.size: dict[int | str, int] = {}
+        self.last: dict[int | str, float] = {}
 
-    def until(self, tensor: torch.Tensor, kernel: float) -> None:
+    def until(self, storage: int | str, tensor: torch.Tensor, kernel: float) -> None:
         """Take a tensor in; views of one storage hold it together."""
-        storage = storage_id(tensor)
         self.size[storage] = storage_bytes(tensor)
         self.last[storage] = max(self.last.get(storage, -1), kernel)
 

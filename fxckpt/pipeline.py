@@ -132,9 +132,12 @@ class Planner:
         *,
         bind_preferences: bool,
         never_stored: frozenset[fx.Node] = frozenset(),
-        has_scratch: Callable[[fx.Node], bool] = lambda node: True,
+        run_as: Callable[[fx.Node], fx.Node | None] = lambda node: node,
     ) -> tuple[Facts, str]:
-        """Return the facts of a normalized joint graph, and the name of the cost model they were made with."""
+        """Return the facts of a normalized joint graph, and the name of the cost model they were made with.
+
+        ``run_as`` returns the call that an op becomes when it runs; None for one without a kernel of its own.
+        """
         cost = checked(resolve(self.cost, device_of(joint.graph)))
         measured = MeasuredScratch() if self.measure_scratch else no_scratch
         facts = collect(
@@ -142,7 +145,7 @@ class Planner:
             num_fwd_outputs=num_fwd_outputs,
             cost=cost,
             policy=self._decided(joint, num_fwd_outputs).get,
-            scratch=lambda node: (measured(node) if has_scratch(node) else 0) + inner_bytes(node),
+            scratch=lambda node: (0 if (call := run_as(node)) is None else measured(call)) + inner_bytes(node),
             bind_preferences=bind_preferences,
             never_stored=never_stored,
         )

@@ -49,4 +49,4 @@ def _graph(plan: Plan) -> str:
 def _within(plan: Plan) -> str:
     budget = "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
     runs = len(plan.schedule)
-    return f"peak {format_bytes(plan.peak_bytes)}, {budget}, {runs} recompute{'' if runs == 1 else 's'}"
+    return f"peak {format_bytes(plan.compiled_peak_bytes or plan.peak_bytes)}, {budget}, {runs} recompute{'' if runs == 1 else 's'}"

@@ -44,7 +44,7 @@ class Trial:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if sum(map(_bytes_at_bound, leaves)) > MOST_BYTES:
             return None
-        return cls(node.target, tuple(leaves), spec, " ".join((str(node.target), *map(_signature, leaves), str(spec))))
+        return cls(node.target, tuple(leaves), spec, " ".join((str(node.target), *map(signature, leaves), str(spec))))
 
     @contextmanager
     def call(self) -> Iterator[Callable[[], Any]]:
@@ -54,7 +54,7 @@ class Trial:
         """
         devices = sorted({leaf.device.index or 0 for leaf in self.leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"})
         with outside_trace(), torch.no_grad(), torch.random.fork_rng(devices=devices):
-            args, kwargs = pytree.tree_unflatten([_real(leaf) for leaf in self.leaves], self.spec)
+            args, kwargs = pytree.tree_unflatten([made_up(leaf) for leaf in self.leaves], self.spec)
             yield lambda: self.op(*args, **kwargs)
 
 
@@ -75,7 +75,8 @@ def _bytes_at_bound(leaf: Any) -> int:
     return math.prod(size_hint(n) for n in leaf.shape) * leaf.element_size()
 
 
-def _signature(leaf: Any) -> str:
+def signature(leaf: Any) -> str:
+    """Return what kernels see of an argument: of a tensor all but its numbers."""
     if isinstance(leaf, torch.Tensor):
         sizes = [size_hint(n) for n in (*leaf.shape, *leaf.stride(), leaf.storage_offset())]
         return f"{leaf.device.type} {leaf.dtype} {len(leaf.shape)} {sizes} {leaf.is_conj()}"
@@ -84,7 +85,8 @@ def _signature(leaf: Any) -> str:
     return repr(leaf)
 
 
-def _real(leaf: Any) -> Any:
+def made_up(leaf: Any) -> Any:
+    """Return a real value for a fake or symbolic one: random floats in [0, 1), integers of zero."""
     if isinstance(leaf, torch.Tensor):
         shape, stride = [size_hint(n) for n in leaf.shape], [size_hint(n) for n in leaf.stride()]
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import fxckpt
 from fxckpt.cost import FlopCost, checked
 from fxckpt.fused import FusedPlanner, stock_candidate
-from fxckpt.lowering import compiled_backward
+from fxckpt.lowering import backward_bytes
 from fxckpt.passes.facts import collect
 from fxckpt.passes.order import ORDER
 from fxckpt.pipeline import Planner
@@ -104,8 +104,8 @@ def test_a_plan_whose_compiled_peak_is_over_the_budget_is_planned_again() -> Non
     budget = int(0.8 * planned(None).peak_bytes)
     calls = []
 
-    def doubtful(half: Any, donated: Any) -> Any:
-        found = Lowerings(KeepOrder(ORDER)).lower(half, donated)
+    def doubtful(half: Any, donated: Any, strides: Any) -> Any:
+        found = Lowerings(KeepOrder(ORDER)).lower(half, donated, strides)
         calls.append(donated is not None)
         extra = ("imagined", budget, 0, len(found.kernels))
         return replace(found, allocated=(*found.allocated, extra)) if calls.count(True) <= 1 else found
@@ -145,7 +145,7 @@ def test_what_runs_again_waits_for_its_turn() -> None:
     facts = collect(joint, num_fwd_outputs=count, cost=checked(FlopCost()))
     forward, backward, plan = FusedPlanner(Planner(budget=900_000, cost="flops")).partition(joint, num_fwd_outputs=count)
     kept, loose = (
-        int(compiled_backward(forward, backward, facts, Lowerings(order).lower, num_fwd_outputs=count).max())
+        int(backward_bytes(forward, backward, facts, Lowerings(order).lower, num_fwd_outputs=count).max())
         for order in (KeepOrder(ORDER), None)
     )
     assert kept == plan.compiled_peak_bytes

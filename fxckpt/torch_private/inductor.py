@@ -6,6 +6,7 @@ import copy
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,57 @@ def stock_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) ->
     )
     (output,) = forward.graph.find_nodes(op="output")
     return frozenset(n.name for n in output.args[0][num_fwd_outputs:] if isinstance(n, fx.Node))
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of Inductor's caches; None where that of compiled graphs is off."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) if config.fx_graph_cache and not config.force_disable_caches else None
+
+
+PLUGS = ("custom_partitioner_fn", "_pre_fusion_custom_pass")
+"""Options of Inductor's that hold our own code."""
+
+
+def configuration() -> str:
+    """Return Inductor's and AOTAutograd's options as text, ours aside."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    options = {**functorch.get_config_copy(), **{f"inductor.{name}": value for name, value in inductor.get_config_copy().items()}}
+    return repr(sorted((name, repr(value)) for name, value in options.items() if name.removeprefix("inductor.") not in PLUGS))
+
+
+def changes_layout(half: fx.GraphModule) -> bool:
+    """Return whether Inductor gives values other layouts than they were traced in (channels last around convolutions)."""
+    from torch._inductor.graph import GraphLowering
+
+    return bool(GraphLowering.decide_layout_opt(half, is_inference=False))
+
+
+def is_convolution(node: fx.Node) -> bool:
+    """Return whether an op is a convolution, or its backward, whose operands Inductor may lay out anew."""
+    return node.target in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+
+
+def channels_last(node: fx.Node) -> fx.Node:
+    """Return a call like ``node`` in a graph of its own, its images channels last."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    graph = fx.Graph()
+
+    def given(operand: fx.Node) -> fx.Node:
+        value = operand.meta["val"]
+        placeholder = graph.placeholder(operand.name)
+        relaid = isinstance(value, torch.Tensor) and value.dim() in formats
+        placeholder.meta["val"] = torch.empty_like(value, memory_format=formats[value.dim()]) if relaid else value
+        return placeholder
+
+    call = graph.node_copy(node, given)
+    if isinstance(made := call.meta["val"], torch.Tensor):
+        call.meta["val"] = torch.empty_like(made, memory_format=formats.get(made.dim(), torch.preserve_format))
+    return call
 
 
 def may_donate() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ class LoweredHalf:
     """Buffers that the half allocates: name, bytes, first and last kernel."""
     last_read: dict[str, int]
     """Per input of the graph: the last kernel that reads it, -1 if none does."""
+    outputs: tuple[tuple[str, tuple[int, ...]] | None, ...]
+    """Per output of the graph: the buffer or input it lies in, and its strides; None for what is no tensor."""
 
 
 AS_PLANNED = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False, "coordinate_descent_tuning": False}
@@ -44,10 +46,11 @@ class Lowerings:
         self.keep_order = keep_order
         self._kept: list[tuple[Any, Any]] = []
 
-    def lower(self, half: fx.GraphModule, donated: Sequence[int] | None) -> LoweredHalf:
+    def lower(self, half: fx.GraphModule, donated: Sequence[int] | None, strides: Mapping[str, tuple[int, ...]]) -> LoweredHalf:
         """Let Inductor lower and schedule a copy of a half as it would to compile it, and read what it allocates; no code is made.
 
-        ``donated`` are the inputs of a backward that it may write over, by position; None for a forward.
+        ``donated`` are the inputs of a backward that it may write over, by position; None for a forward. ``strides`` are those of inputs that do
+        not come in the layout they were traced in.
         """
         from torch._guards import detect_fake_mode
         from torch._inductor import compile_fx, config
@@ -59,10 +62,13 @@ class Lowerings:
         # Not at the top: it imports the whole of Inductor, which takes long.
         from fxckpt.torch_private.scheduled import read_schedule
 
-        constants = (getattr(half, n.target) for n in half.graph.find_nodes(op="get_attr") if "." not in n.target)
-        gm = copy.deepcopy(half, {id(c): c for c in constants if isinstance(c, torch.Tensor)})
-        inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+        gm = copy.deepcopy(half, _shared_constants(half))
         mode = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        for node in placeholders:
+            if node.name in strides:
+                node.meta["val"] = node.meta["val"].as_strided(node.meta["val"].shape, strides[node.name])
+        inputs = [node.meta["val"] for node in placeholders]
         assert mode is not None, "a captured graph has fake values"
         is_timed = any(getattr(config, name) != value for name, value in AS_PLANNED.items())
         _mark_visible_outputs(gm, is_backward=donated is not None)
@@ -76,6 +82,8 @@ class Lowerings:
             _named("forward" if donated is None else "backward"),
             torch.no_grad(),
         ):
+            if strides:
+                compile_fx.fake_tensor_prop(gm, inputs)  # type: ignore[attr-defined]
             compile_fx.record_original_output_strides(gm)
             compile_fx._recursive_post_grad_passes(gm, is_inference=False)
             with compile_fx.maybe_disable_comprehensive_padding(inputs):  # type: ignore[attr-defined]
@@ -116,6 +124,17 @@ class Lowerings:
             is_backward = given.get("is_backward", False)
             self._kept = [kept for kept in self._kept if kept[1].is_backward != is_backward]
 
+    def compile_alone(self, half: fx.GraphModule, is_backward: bool) -> Any:
+        """Compile a half, which is left alone, to a function of a list that it empties."""
+        from torch._inductor import config
+        from torch._inductor.utils import BoxedBool
+
+        gm = copy.deepcopy(half, _shared_constants(half))
+        inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+        _mark_visible_outputs(gm, is_backward=is_backward)
+        with config.patch({"_pre_fusion_custom_pass": self.keep_order}):
+            return self.compile(gm, inputs, is_backward=is_backward, cudagraphs=BoxedBool(False))
+
     def _take(self, gm: fx.GraphModule, given: dict[str, Any]) -> Any:
         """Return what was lowered of a graph that Inductor lowers now; None if nothing was."""
         from torch._inductor.utils import get_donated_idxs
@@ -129,6 +148,12 @@ class Lowerings:
                 self._kept.remove(kept)
                 return _handed_over(kept[1], given)
         return None
+
+
+def _shared_constants(half: fx.GraphModule) -> dict[int, Any]:
+    """Return a memo for ``copy.deepcopy`` by which a copy of a half holds the same tensors."""
+    constants = (getattr(half, n.target) for n in half.graph.find_nodes(op="get_attr") if "." not in n.target)
+    return {id(c): c for c in constants if isinstance(c, torch.Tensor)}
 
 
 @contextlib.contextmanager

@@ -61,6 +61,7 @@ class _Schedule:
             tuple(_origins(node) for node in nodes),
             tuple((n, size, first, end if n in kept else max(self.last.get(n, first), first)) for n, (size, first) in self.born.items()),
             {name: self.last.get(name, -1) for name in self.graph.graph_input_names},
+            tuple(None if n is None else (self._root(n), _strides(o)) for n, o in zip(self.outputs, self.graph.graph_outputs, strict=True)),
         )
 
     def _touch(self, name: str, i: int) -> None:
@@ -235,6 +236,10 @@ def _name(output: Any) -> str | None:
     """Return the buffer or input that an output is or shows; None for what is no tensor."""
     is_tensor = isinstance(output, ir.IRNode) and output.has_tensor_output()
     return str(output.get_name()) if is_tensor else None
+
+
+def _strides(output: Any) -> tuple[int, ...]:
+    return tuple(int(V.graph.sizevars.optimization_hint(stride, fallback=0)) for stride in output.get_stride())
 
 
 def _origins(node: Any) -> tuple[str, ...]:
