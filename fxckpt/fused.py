@@ -64,9 +64,9 @@ class FusedPlanner:
     """How often a plan is made for less than the budget because the compiled peak of the one before is over it."""
     retries: int = 2
     """How often a faster plan is looked for where more than"""
-    slack: float = 0.07
+    slack: float = 0.03
     """this share of the budget is left over, and more than"""
-    worthwhile: float = 0.01
+    worthwhile: float = 0.02
     """this share of the step may be saved."""
     far: float = 0.75
     """A backward is lowered first up to where the model sees it above this share of the budget for the last time,"""

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
-from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._ops import OpOverload
 
 from fxckpt.errors import InnerCompilerMissing, InvalidOption
@@ -115,7 +115,11 @@ def may_donate() -> bool:
     return bool(config.donated_buffer)
 
 
-class KeepOrder(CustomSchedulerPass):
+# torch 2.11 has one class for passes of graphs and of schedules.
+_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+
+
+class KeepOrder(_SchedulerPass):  # type: ignore[misc]
     """Keeps what a backward runs again from running before its turn.
 
     Kernels that read the same parameters are fused wherever they stand, which would run the same layer's recomputations of many stages at once, with

@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -87,13 +88,10 @@ class Lowerings:
             compile_fx.record_original_output_strides(gm)
             compile_fx._recursive_post_grad_passes(gm, is_inference=False)
             with compile_fx.maybe_disable_comprehensive_padding(inputs):  # type: ignore[attr-defined]
-                graph = GraphLowering(
-                    gm,
-                    example_inputs=inputs,
-                    shape_env=mode.shape_env,
-                    is_backward=donated is not None,
-                    get_decomp_fn=select_decomp_table,
-                )
+                # torch 2.11 finds the decompositions by itself.
+                takes_them = "get_decomp_fn" in signature(GraphLowering.__init__).parameters
+                more: dict[str, Any] = {"get_decomp_fn": select_decomp_table} if takes_them else {}
+                graph = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_backward=donated is not None, **more)
                 graph.bw_donated_idxs = list(donated or ())
                 graph.freeze_runtime_asserts()
                 with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
@@ -221,7 +219,7 @@ def _is_plain(given: dict[str, Any], graph: Any) -> bool:
         not any(given.get(name) for name in special)
         and given.get("shape_env") is graph._shape_env
         and given.get("is_backward", False) == graph.is_backward
-        and given.get("get_decomp_fn") is select_decomp_table
+        and given.get("get_decomp_fn", select_decomp_table) is select_decomp_table
     )
 
 

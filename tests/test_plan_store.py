@@ -1,0 +1,122 @@
+"""Plans on disk: found again by what they were made for, and by nothing else."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxckpt
+from fxckpt.cost import FlopCost
+from fxckpt.pipeline import Planner
+from fxckpt.plan_store import PlanStore, key_of
+from fxckpt.policies import save_ops
+from fxckpt.torch_private.lowerings import Lowerings
+from tests.joints import inductor_joint
+
+
+class Net(nn.Module):
+    """Three layers."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanStore:
+    """A store of the test's own, which backends use too."""
+    found = PlanStore(tmp_path / "plans")
+    monkeypatch.setattr(PlanStore, "beside_inductor", lambda: found)
+    return found
+
+
+@pytest.fixture
+def lowered(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Grows with each half that is lowered to be looked at."""
+    calls: list[bool] = []
+    lower = Lowerings.lower
+
+    def counted(self: Lowerings, half: Any, donated: Any, strides: Any) -> Any:
+        calls.append(donated is not None)
+        return lower(self, half, donated, strides)
+
+    monkeypatch.setattr(Lowerings, "lower", counted)
+    return calls
+
+
+def step(budget: Any = 0.9, rows: int = 64) -> fxckpt.Plan:
+    torch._dynamo.reset()
+    backend = fxckpt.Backend(budget=budget)
+    torch.compile(Net(), backend=backend)(torch.randn(rows, 32)).backward()
+    (plan,) = backend.plans
+    return plan
+
+
+def test_a_plan_made_before_is_neither_searched_nor_lowered_again(store: PlanStore, lowered: list[bool]) -> None:
+    first = step()
+    assert lowered
+    lowered.clear()
+    again = step()
+    assert not lowered
+    assert again == first
+    assert str(again.explain()) == str(first.explain())
+
+
+@pytest.mark.parametrize("other", [{"budget": 1.0}, {"rows": 48}], ids=str)
+def test_another_budget_or_shape_is_planned_anew(store: PlanStore, lowered: list[bool], other: dict[str, Any]) -> None:
+    step()
+    lowered.clear()
+    step(**other)
+    assert lowered
+    assert len(list(store.folder.iterdir())) == 2
+
+
+def test_a_broken_file_is_planned_over(store: PlanStore, lowered: list[bool], caplog: pytest.LogCaptureFixture) -> None:
+    first = step()
+    (path,) = store.folder.iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    lowered.clear()
+    with caplog.at_level(logging.WARNING, "fxckpt"):
+        again = step()
+    assert "cannot be read" in caplog.text and str(path) in caplog.text
+    assert lowered and again == first
+    assert fxckpt.Plan.from_json(path.read_text()) == first
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(PlanStore, "beside_inductor", lambda: PlanStore(tmp_path / "file" / "plans"))
+    with caplog.at_level(logging.WARNING, "fxckpt"):
+        assert step().saved
+    assert "cannot be written" in caplog.text
+
+
+def test_where_inductor_s_cache_is_off_no_plan_is_kept() -> None:
+    assert PlanStore.beside_inductor() is not None
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        assert PlanStore.beside_inductor() is None
+
+
+def test_keys_tell_what_a_plan_depends_on_apart() -> None:
+    def key(planner: Planner = Planner(budget=0.9), code: str = "1", width: int = 32) -> str | None:  # noqa: B008
+        joint, _ = inductor_joint(Net(width), torch.randn(64, width))
+        return key_of(joint, planner, code, {})
+
+    keys = [key(), key(Planner(budget=0.8)), key(Planner(budget=0.9, cost="flops")), key(code="2"), key(width=16)]
+    assert None not in keys and len(set(keys)) == len(keys)
+    assert key() == keys[0]
+    with torch._inductor.config.patch(allow_buffer_reuse=False):
+        assert key() != keys[0]
+    joint, _ = inductor_joint(Net(), torch.randn(64, 32))
+    for planner in (Planner(policy=save_ops("mm")), Planner(budget="auto"), Planner(cost=FlopCost())):
+        assert key_of(joint, planner, "1", {}) is None
