@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,7 +91,7 @@ class FusedPlanner:
         if planner.is_fixed or any(plan.graph == lines for plan in planner.known):
             facts, plan = planner.plan(joint, num_fwd_outputs=num_fwd_outputs)
             plan = replace(plan, step=step_of(joint.graph, facts))
-            forward, backward = planner.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs)
+            forward, backward = planner.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs, is_library_call=is_library_call)
             mark_order(backward)
             return forward, backward, plan
         if planner.budget is not None:
@@ -107,12 +108,17 @@ class FusedPlanner:
         return halves
 
 
+def is_library_call(node: fx.Node) -> bool:
+    """Return whether Inductor calls a kernel of a library for an op, rather than write a loop."""
+    return node.op == "call_function" and not fuses(node) and not is_reduction(node) and node.target is not operator.getitem
+
+
 def _library_call(joint: fx.GraphModule) -> Callable[[fx.Node], fx.Node | None]:
     """Return a function of an op that gives the library call it becomes: None for what is a loop, a convolution as it is laid out."""
     is_relaid = changes_layout(joint)
 
     def call(node: fx.Node) -> fx.Node | None:
-        if fuses(node) or is_reduction(node):
+        if not is_library_call(node):
             return None
         return channels_last(node) if is_relaid and is_convolution(node) else node
 
@@ -263,7 +269,7 @@ class _Fit:
         """Return the halves that follow ``plan``. The joint graph is left alone: the next candidate may need it."""
         joint = fx.GraphModule(self.joint, copy.deepcopy(self.joint.graph))
         facts = self.facts.moved_to(joint.graph)
-        forward, backward = self.planner.emit(joint, facts, plan, num_fwd_outputs=self.num_fwd_outputs)
+        forward, backward = self.planner.emit(joint, facts, plan, num_fwd_outputs=self.num_fwd_outputs, is_library_call=is_library_call)
         mark_order(backward)
         return forward, backward, plan
 

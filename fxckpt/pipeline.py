@@ -22,6 +22,7 @@ from fxckpt.passes.eager import held_by_nodes
 from fxckpt.passes.exact import insert_checks
 from fxckpt.passes.facts import Facts, collect, no_scratch
 from fxckpt.passes.fingerprint import fingerprint, refuse_another_graph, refuse_unknown_ops
+from fxckpt.passes.hand_over import hand_over
 from fxckpt.passes.kinds import tensors
 from fxckpt.passes.liveness import inner_bytes
 from fxckpt.passes.normalize import normalize
@@ -170,12 +171,25 @@ class Planner:
             facts, plan = self.plan(joint, num_fwd_outputs=num_fwd_outputs)
         return (*self.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs), plan)
 
-    def emit(self, joint: fx.GraphModule, facts: Facts, plan: Plan, *, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the forward and the backward that follow ``plan``. ``joint`` is used up."""
+    def emit(
+        self,
+        joint: fx.GraphModule,
+        facts: Facts,
+        plan: Plan,
+        *,
+        num_fwd_outputs: int,
+        is_library_call: Callable[[fx.Node], bool] | None = None,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the forward and the backward that follow ``plan``. ``joint`` is used up.
+
+        ``is_library_call`` tells of a compiler that lays values out anew which ops it calls as they are.
+        """
         with _timed("rematerialize"):
             result = rematerialize(joint, facts, plan, num_fwd_outputs=num_fwd_outputs)
         if self.exact:
             result = insert_checks(joint, result, num_fwd_outputs=num_fwd_outputs)
+        if is_library_call is not None:
+            result = hand_over(joint, result, is_library_call=is_library_call)
         with _timed("partition"):
             forward, backward = partition(joint, result, num_fwd_outputs=num_fwd_outputs)
         with _timed("verify"):

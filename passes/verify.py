@@ -11,6 +11,7 @@ from collections import Counter
 from torch import fx
 
 from fxckpt.errors import VerifyError
+from fxckpt.passes.hand_over import SHOWS
 from fxckpt.passes.kinds import is_random
 from fxckpt.passes.rematerialize import DIGEST_OF, FIRST_RUN_OF, RECOMPUTE_OF, RUNS_AGAIN
 from fxckpt.plan import Plan
@@ -61,6 +62,6 @@ def _verify_saved(backward: fx.GraphModule, plan: Plan) -> None:
     allowed = set(plan.saved)
     for node in backward.graph.find_nodes(op="placeholder"):
         is_input = str(node.target).startswith(("primals", "tangents", "bwd_", "fwd_"))
-        if is_input or is_symbolic(node) or node.name in allowed or DIGEST_OF in node.meta:
+        if is_input or is_symbolic(node) or node.meta.get(SHOWS, node.name) in allowed or DIGEST_OF in node.meta:
             continue
         raise VerifyError(f"the backward reads {node.name!r}, which the plan does not save")
