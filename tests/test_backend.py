@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxckpt
 from fxckpt.backend import _InductorPartitioner
+from fxckpt.torch_private.lowerings import Lowerings
 
 
 class Net(nn.Module):
@@ -151,7 +152,7 @@ def test_wrong_option_is_named(options: dict[str, Any], says: str) -> None:
 
 def test_uuid_changes_with_options() -> None:
     def uuid(**options: Any) -> str:
-        return _InductorPartitioner(fxckpt.Backend(**options)).uuid()
+        return _InductorPartitioner(fxckpt.Backend(**options), Lowerings(None)).uuid()
 
     assert uuid(budget=0.5) == uuid(budget=0.5)
     assert len({uuid(), uuid(budget=0.5), uuid(budget=0.6), uuid(cost="flops")}) == 4

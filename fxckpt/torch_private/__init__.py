@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import sys
 import threading
@@ -518,10 +517,10 @@ def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
 
     AOTAutograd would partition each region on its own, without a view of the whole. Before torch 2.13 there is nothing to inline them with.
     """
-    if importlib.util.find_spec("torch._higher_order_ops.passes.inline_invoke_subgraph") is None:
+    try:
+        from torch._higher_order_ops.passes.inline_invoke_subgraph import inline_invoke_subgraph
+    except ModuleNotFoundError:
         return gm
-    from torch._higher_order_ops.passes.inline_invoke_subgraph import inline_invoke_subgraph
-
     return inline_invoke_subgraph(gm)
 
 
