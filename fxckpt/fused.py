@@ -99,7 +99,7 @@ class FusedPlanner:
         stored = stock_saved(joint, num_fwd_outputs=num_fwd_outputs, **given)
         kernels = KernelGraph(fuses)(joint.graph, stored)
         facts, cost = planner.read(
-            joint, num_fwd_outputs, bind_preferences=planner.budget is None, never_stored=kernels, run_as=_library_call(joint)
+            joint, num_fwd_outputs, bind_preferences=planner.budget is None, never_stored=kernels, run_as=_as_run(joint)
         )
         halves = _Fit(self, joint, lines, facts, cost, stored, num_fwd_outputs).run()
         if self.store is not None and key is not None:
@@ -113,7 +113,7 @@ def is_library_call(node: fx.Node) -> bool:
     return node.op == "call_function" and not fuses(node) and not is_reduction(node) and node.target is not operator.getitem
 
 
-def _library_call(joint: fx.GraphModule) -> Callable[[fx.Node], fx.Node | None]:
+def _as_run(joint: fx.GraphModule) -> Callable[[fx.Node], fx.Node | None]:
     """Return a function of an op that gives the library call it becomes: None for what is a loop, a convolution as it is laid out."""
     is_relaid = changes_layout(joint)
 

@@ -59,7 +59,7 @@ def backward_bytes(
     # The user holds what the forward returns, the autograd engine the incoming gradients.
     for output in graph_outputs(forward.graph)[:num_fwd_outputs]:
         for tensor in tensors(output.meta.get("val")) if isinstance(output, fx.Node) else ():
-            held.until(storage_id(tensor), tensor, math.inf)
+            held.until(left[output.name][0] if output.name in left else storage_id(tensor), tensor, math.inf)
     for node, name in zip(inputs, lowered.last_read, strict=True):
         last = math.inf if node.name in later or str(node.target).startswith("tangents") else lowered.last_read[name]
         for tensor in tensors(node.meta.get("val")):

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from fxckpt import plan_store
+
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("sweep", deadline=None, max_examples=1000)
 settings.load_profile("default")
@@ -19,6 +21,14 @@ def own_records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FXCKPT_CACHE_DIR", str(tmp_path_factory.mktemp("records")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_plans(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan of another test, or of an earlier run, is found."""
+    folder = tmp_path_factory.mktemp("plans")
+    where = plan_store.cache_folder
+    monkeypatch.setattr(plan_store, "cache_folder", lambda: None if where() is None else folder)
 
 
 @pytest.fixture(autouse=True)

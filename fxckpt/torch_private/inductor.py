@@ -169,6 +169,10 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
     if mode is not None and mode not in modes:
         raise InvalidOption(f"mode={mode!r} is not a mode of torch.compile. Use one of {', '.join(map(repr, modes))}.")
     given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    if taken := [name for name in PLUGS if given.get(name) is not None]:
+        raise InvalidOption(
+            f"option {taken[0]!r} is where fxckpt itself is plugged into Inductor: it cannot be given beside fxckpt. Leave it out."
+        )
     known = config.get_config_copy()
     unknown = [name for name in given if name not in known]
     if unknown:
