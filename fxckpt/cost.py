@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fxckpt.errors import InvalidCost, InvalidOption
-from fxckpt.passes.kinds import tensors
+from fxckpt.passes.kinds import draws, tensors
 from fxckpt.registry import Count, registered
 from fxckpt.timing import MeasuredSeconds, Records, cpu_figures
 from fxckpt.torch_private import size_hint, storage_id
@@ -127,14 +127,20 @@ def node_bytes(node: fx.Node) -> int:
     return sum(storages.values())
 
 
+def node_draws(node: fx.Node) -> int:
+    """Return how many random numbers one run makes: one for each element of what it gives."""
+    return max((math.prod(_shape(tensor)) for tensor in tensors(node.meta.get("val"))), default=0) if draws(node) else 0
+
+
 @dataclass(frozen=True)
 class Roofline:
-    """max(FLOPs / rate, bytes / bandwidth) + launch."""
+    """max(FLOPs / rate, bytes / bandwidth, random numbers / rate) + launch."""
 
     flops_per_second: float
     bytes_per_second: float
     launch_seconds: float
     name: str = "roofline"
+    draws_per_second: float = math.inf
 
     def flops(self, node: fx.Node) -> int:
         """FLOPs of one run."""
@@ -146,7 +152,8 @@ class Roofline:
 
     def seconds_of(self, node: fx.Node, flops: int) -> float:
         """Seconds of one run of so many FLOPs."""
-        return max(flops / self.flops_per_second, node_bytes(node) / self.bytes_per_second) + self.launch_seconds
+        seconds = max(flops / self.flops_per_second, node_bytes(node) / self.bytes_per_second, node_draws(node) / self.draws_per_second)
+        return seconds + self.launch_seconds
 
 
 @dataclass(frozen=True)
@@ -199,7 +206,8 @@ GENERIC_GPU = Roofline(100e12, 1.5e12, LAUNCH_SECONDS)
 def device_roofline(device: torch.device) -> Roofline:
     """Return the roofline of a device: the table's, a generic GPU's for one that is not in it, for a CPU what a second's micro-benchmark found."""
     if device.type == "cpu":
-        return Roofline(*cpu_figures(Records.of_machine()))
+        flops, bandwidth, launch, draws_per_second = cpu_figures(Records.of_machine())
+        return Roofline(flops, bandwidth, launch, draws_per_second=draws_per_second)
     if device.type == "cuda" and torch.cuda.is_available():
         name = torch.cuda.get_device_name(device)
         return next((roofline for key, roofline in DEVICES.items() if key in name), GENERIC_GPU)

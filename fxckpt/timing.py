@@ -5,7 +5,9 @@ A record is found again by machine, torch and call, so that every process of a m
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import os
 import platform
 import sqlite3
@@ -26,7 +28,7 @@ from fxckpt.trial import REFUSED, Trial, devices
 log = logging.getLogger("fxckpt")
 
 CALIBRATION_SECONDS = 0.3
-"""For each of the three figures of a roofline."""
+"""For each of the figures of a roofline."""
 TRIAL_SECONDS = 0.01
 """At least, for each distinct op."""
 
@@ -85,15 +87,18 @@ def machine(device: torch.device) -> str:
     return f"torch {torch.__version__} {where}"
 
 
-def cpu_figures(records: Records) -> tuple[float, float, float]:
-    """Return FLOP/s of an fp32 matrix product, bytes/s of an addition, and seconds of the least op; measured in about a second the first time."""
-    names = ("flops", "bandwidth", "launch")
+def cpu_figures(records: Records) -> tuple[float, float, float, float]:
+    """Return FLOP/s of an fp32 matrix product, bytes/s of an addition, seconds of the least op, and random numbers a second.
+
+    Measured in about a second the first time.
+    """
+    names = ("FLOP/s", "bytes/s", "launch", "draws/s")
     prefix = machine(torch.device("cpu"))
     known = [_known(records, f"{prefix} {name}") for name in names]
     if None in known:
         known = [_kept(records, f"{prefix} {name}", figure) for name, figure in zip(names, _calibrate(), strict=True)]
-    flops, bandwidth, launch = (float(figure or 0.0) for figure in known)
-    return flops, bandwidth, launch
+    flops, bandwidth, launch, draws = (float(figure or 0.0) for figure in known)
+    return flops, bandwidth, launch, draws
 
 
 def _known(records: Records, key: str) -> float | None:
@@ -112,15 +117,40 @@ def _kept(records: Records, key: str, figure: float) -> float:
         return figure
 
 
-def _calibrate() -> tuple[float, float, float]:
+def _calibrate() -> tuple[float, float, float, float]:
+    """Measure in short pieces: where others use the machine too, some of them run undisturbed, and a long one never would."""
     with outside_trace(), torch.no_grad():
-        side, length = 512, 2**24
-        matrix, vector, least = torch.ones(side, side), torch.ones(length), torch.ones(1)
-        product, total = torch.empty_like(matrix), torch.empty_like(vector)
-        flops = 2 * side**3 / _seconds("torch.mm(a, a, out=out)", {"a": matrix, "out": product}, CALIBRATION_SECONDS)
-        bandwidth = 3 * vector.nbytes / _seconds("torch.add(a, a, out=out)", {"a": vector, "out": total}, CALIBRATION_SECONDS)
-        launch = _seconds("torch.add(a, a)", {"a": least}, CALIBRATION_SECONDS)
-    return flops, bandwidth, launch
+        side, length, pieces = 256, 2**21, 8
+        matrix, product = torch.ones(side, side), torch.empty(side, side)
+        # One after the other, so that each has left the caches when its turn comes again.
+        vectors = itertools.cycle([(torch.ones(length), torch.empty(length)) for _ in range(pieces)])
+        drawn = torch.ones(2**16)
+        flops = 2 * side**3 / _fastest(lambda: torch.mm(matrix, matrix, out=product))
+        bandwidth = 12 * length / _fastest(lambda: _add(*next(vectors)))
+        launch = _seconds("torch.add(a, a)", {"a": torch.ones(1)}, CALIBRATION_SECONDS)
+        # As dropout draws.
+        draws = drawn.numel() / _fastest(lambda: drawn.bernoulli_(0.5))
+    return flops, bandwidth, launch, draws
+
+
+def _add(vector: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    return torch.add(vector, vector, out=total)
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    """Return the seconds of the fastest single run: of all threads, or of one, as a busy machine may never run all of them together."""
+    threads, least = torch.get_num_threads(), math.inf
+    try:
+        for count in (threads, 1):
+            torch.set_num_threads(count)
+            call()
+            end = default_timer() + CALIBRATION_SECONDS / 2
+            while (begin := default_timer()) < end:
+                call()
+                least = min(least, default_timer() - begin)
+    finally:
+        torch.set_num_threads(threads)
+    return least
 
 
 def _seconds(statement: str, names: dict[str, object], at_least: float, clock: Callable[[], float] = default_timer) -> float:

@@ -32,6 +32,11 @@ def is_random(node: fx.Node) -> bool:
     return bool(argument(node, "dropout_p") != 0.0)
 
 
+def draws(node: fx.Node) -> bool:
+    """Return whether an op makes random numbers, be it from a seed that it is given."""
+    return is_random(node) or (isinstance(node.target, OpOverload) and node.target._opname in ("inductor_random", "inductor_randint"))
+
+
 def argument(node: fx.Node, name: str) -> Any:
     """Return the argument of an op's schema called ``name``, given or by default; None if it has none of that name."""
     if not isinstance(node.target, OpOverload):

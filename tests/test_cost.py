@@ -40,7 +40,7 @@ def test_a_cpu_is_calibrated_once(records: Records) -> None:
     first = cpu_figures(records)
     assert all(figure > 0 for figure in first)
     assert cpu_figures(Records(records.path)) == first
-    assert count(records) == 3
+    assert count(records) == 4
 
 
 def test_calibration_goes_on_without_a_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -65,6 +65,12 @@ def test_a_figure_that_cannot_be_is_measured_again(records: Records) -> None:
     assert records.get("time") is None
     assert records.keep("time", 2.0) == 2.0
     assert records.keep("time", 3.0) == 2.0
+
+
+def test_a_draw_takes_what_the_generator_takes() -> None:
+    slow = cost.Roofline(1e12, 1e12, 0.0, draws_per_second=1e3)
+    assert slow.seconds(node_of(lambda a: torch.rand_like(a), torch.ones(100))) == 0.1
+    assert slow.seconds(node_of(lambda a: a + a, torch.ones(100))) < 0.1
 
 
 def test_the_gpu_table_is_ordered_as_the_devices_are() -> None:
