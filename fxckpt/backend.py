@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,8 @@ def fxckpt_backend(
     try:
         if unknown:
             raise InvalidOption(f"unknown argument {next(iter(unknown))!r} for backend='fxckpt'. Give options={{...}}, or mode=....")
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidOption(f"options={options!r} is a {type(options).__name__}. Give a dict: options={{'budget': '2GiB'}}.")
         ours = {name: value for name, value in (options or {}).items() if name in OPTIONS}
         inductor = {name: value for name, value in (options or {}).items() if name not in OPTIONS}
         if mode is not None:
@@ -253,10 +256,11 @@ def fxckpt_backend(
 
 def _refuse_misspelt(options: Mapping[str, Any]) -> None:
     """Raise :class:`InvalidOption` for what Inductor does not know either."""
+    near = [match for name in options for match in get_close_matches(str(name).lower(), OPTIONS, 1, cutoff=0.8)]
     try:
         inductor_options(None, options)
     except InvalidOption as error:
         raise InvalidOption(
-            f"{error} Options of backend='fxckpt': {', '.join(OPTIONS)}. "
+            f"{error} {f'Did you mean {near[0]!r}? ' if near else ''}Options of backend='fxckpt': {', '.join(OPTIONS)}. "
             "Example: torch.compile(model, backend='fxckpt', options={'budget': '2GiB'})."
         ) from error

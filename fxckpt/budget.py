@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -28,6 +29,8 @@ def parse(budget: Budget) -> int | float | str | None:
     """Return bytes as int, a fraction as float, ``"auto"`` or None. Raises :class:`InvalidBudget`."""
     if budget is None:
         return None
+    if isinstance(budget, numbers.Integral) and not isinstance(budget, bool):
+        budget = int(budget)  # numpy has its own
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise InvalidBudget(f"budget={budget!r} is a {type(budget).__name__}. {_ALLOWED}")
     if isinstance(budget, str):

@@ -225,7 +225,7 @@ def resolve(cost: str | CostModel, device: torch.device | None) -> CostModel:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise InvalidOption(f"cost='measured' needs the device it plans for, and there is no {device}. Use cost='roofline' here.")
         return MeasuredCost(MeasuredSeconds(Records.of_machine(), device), device_roofline(device))
-    if isinstance(cost, str) or not isinstance(cost, CostModel):
+    if isinstance(cost, (str, type)) or not isinstance(cost, CostModel):
         raise InvalidOption(
             f"cost={cost!r} is not a cost model. Use 'roofline', 'flops', 'measured', or an object with name, seconds(node) and flops(node). "
             "Example: fxckpt.Backend(cost='flops')."

@@ -21,7 +21,7 @@ import numpy as np
 from torch import fx
 
 from fxckpt import budget as budgets
-from fxckpt.contest import CompileHalf, step_seconds
+from fxckpt.contest import CompileHalf, not_to_be_tried, step_seconds
 from fxckpt.lowering import Lower, backward_bytes, forward_bytes
 from fxckpt.passes.describe import describe
 from fxckpt.passes.facts import Facts
@@ -40,7 +40,6 @@ from fxckpt.plan_log import log_plan
 from fxckpt.plan_store import PlanStore, key_of
 from fxckpt.torch_private.inductor import KeepOrder, changes_layout, channels_last, fuses, is_convolution, stock_saved
 from fxckpt.torch_private.lowerings import Lowerings
-from fxckpt.trial import REFUSED
 
 log = logging.getLogger("fxckpt")
 Halves = tuple[fx.GraphModule, fx.GraphModule, Plan]
@@ -83,6 +82,8 @@ class FusedPlanner:
         planner = self.planner
         begin = time.perf_counter()
         normalize(joint)
+        # What the trace unpacked its arguments by is not needed here, and torch warns when it is copied.
+        joint.graph.set_codegen(fx.graph.CodeGen())
         lines = fingerprint(joint.graph)
         key = None if self.store is None else key_of(joint, planner, self.code, given)
         kept = self.store.get(key) if self.store is not None and key is not None else None
@@ -91,9 +92,7 @@ class FusedPlanner:
         if planner.is_fixed or any(plan.graph == lines for plan in planner.known):
             facts, plan = planner.plan(joint, num_fwd_outputs=num_fwd_outputs)
             plan = replace(plan, step=step_of(joint.graph, facts))
-            forward, backward = planner.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs, is_library_call=is_library_call)
-            mark_order(backward)
-            return forward, backward, plan
+            return emitted(planner, joint, facts, plan, num_fwd_outputs)
         if planner.budget is not None:
             warn_of_unbounded_sizes(joint.graph, planner.budget)
         stored = stock_saved(joint, num_fwd_outputs=num_fwd_outputs, **given)
@@ -123,6 +122,14 @@ def _as_run(joint: fx.GraphModule) -> Callable[[fx.Node], fx.Node | None]:
         return channels_last(node) if is_relaid and is_convolution(node) else node
 
     return call
+
+
+def emitted(planner: Planner, joint: fx.GraphModule, facts: Facts, plan: Plan, num_fwd_outputs: int) -> Halves:
+    """Turn a joint graph into the halves that follow a plan."""
+    forward, backward = planner.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs, is_library_call=is_library_call)
+    if plan.keeps_order:
+        mark_order(backward)
+    return forward, backward, plan
 
 
 class _Fit:
@@ -165,7 +172,8 @@ class _Fit:
         least: int | None = None
         refused: tuple[int, int] | None = None
         for chosen, is_last_resort in self.candidates(found, limit):
-            halves, compiled = self.lowered(found, chosen, limit)
+            # Of a last resort the whole is looked at, as its peak may come to be named as the least.
+            halves, compiled = self.lowered(found, chosen, limit, is_whole=is_last_resort)
             if compiled <= limit:
                 return halves if chosen is self.stock else self.with_more(chosen, halves, limit, refused)
             self.wrong_by = compiled - limit
@@ -193,11 +201,16 @@ class _Fit:
         compile_half, device = self.options.compile_half, device_of(self.joint.graph)
         if compile_half is None or len(finalists) == 1:
             return finalists[0]
+        if (op := not_to_be_tried(finalists[0][:2])) is not None:
+            log.warning("plans are not timed, as %s is not torch's own, or talks to others: the one expected to be fastest is taken.", op)
+            return finalists[0]
         try:
             seconds = step_seconds([halves[:2] for halves in finalists], compile_half, device, self.options.clock)
-        except REFUSED as error:
+        except Exception as error:  # what a step raises on values that are not its own may be anything
             log.warning(
-                "plans cannot be timed, as the step does not run on made-up values (%s): the one expected to be fastest is taken.", error
+                "plans cannot be timed, as the step does not run on made-up values (%s: %s): the one expected to be fastest is taken.",
+                type(error).__name__,
+                error,
             )
             return finalists[0]
         for halves, took in zip(finalists, seconds, strict=True):
@@ -205,10 +218,10 @@ class _Fit:
         fast = [halves for halves, took in zip(finalists, seconds, strict=True) if took <= (1 + self.options.tie) * min(seconds)]
         return min(fast, key=lambda halves: halves[2].compiled_peak_bytes or 0)
 
-    def lowered(self, found: Found, chosen: Candidate, limit: int | None) -> tuple[Halves, int]:
-        """Return the halves of a candidate, with the peak of what the compiler makes of them."""
+    def lowered(self, found: Found, chosen: Candidate, limit: int | None, *, is_whole: bool = False) -> tuple[Halves, int]:
+        """Return the halves of a candidate, with the peak of what the compiler makes of them, or unless ``is_whole`` a part of it over the limit."""
         halves = self.emit(self.describe(found, chosen, limit))
-        compiled = self.judge(halves, chosen, limit)
+        compiled = self.judge(halves, chosen, None if is_whole else limit)
         log.debug("planned %d bytes, compiled %d, budget %s", chosen.simulation.peak_bytes, compiled, limit)
         return (*halves[:2], replace(halves[2], compiled_peak_bytes=compiled)), compiled
 
@@ -263,15 +276,13 @@ class _Fit:
     def describe(self, found: Found, chosen: Candidate, limit: int | None) -> Plan:
         plan = describe(self.step, found, chosen, budget_bytes=limit, cost=self.cost)
         fused = tuple(n.name for n in self.joint.graph.nodes if n in self.facts.never_stored)
-        return replace(plan, graph=self.lines, never_stored=fused)
+        # Held to our order, torch's own choice might take more than torch makes of it.
+        return replace(plan, graph=self.lines, never_stored=fused, keeps_order=chosen is not self.stock)
 
     def emit(self, plan: Plan) -> Halves:
         """Return the halves that follow ``plan``. The joint graph is left alone: the next candidate may need it."""
         joint = fx.GraphModule(self.joint, copy.deepcopy(self.joint.graph))
-        facts = self.facts.moved_to(joint.graph)
-        forward, backward = self.planner.emit(joint, facts, plan, num_fwd_outputs=self.num_fwd_outputs, is_library_call=is_library_call)
-        mark_order(backward)
-        return forward, backward, plan
+        return emitted(self.planner, joint, self.facts.moved_to(joint.graph), plan, self.num_fwd_outputs)
 
     def judge(self, halves: Halves, chosen: Candidate, limit: int | None) -> int:
         """Return the peak of what the compiler makes of the halves, or a part of it that is over the limit.

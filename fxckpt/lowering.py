@@ -21,7 +21,7 @@ from fxckpt.passes.program import IntArray
 from fxckpt.passes.rematerialize import RECOMPUTE_OF
 from fxckpt.torch_private import size_hint, storage_id
 from fxckpt.torch_private.inductor import may_donate
-from fxckpt.torch_private.lowerings import LoweredHalf
+from fxckpt.torch_private.lowerings import LoweredHalf, live_bytes
 
 Lower = Callable[[fx.GraphModule, Sequence[int] | None, Mapping[str, tuple[int, ...]]], LoweredHalf]
 """Lowers a half: a forward (None), or a backward that may write over some of its inputs (their positions); with strides of inputs that are not those
@@ -30,7 +30,7 @@ they were traced with."""
 
 def forward_bytes(lowered: LoweredHalf, forward: fx.GraphModule, facts: Facts) -> IntArray:
     """Return the live bytes during each kernel of a lowered forward, and at its end, beyond what was allocated when the step began."""
-    return _allocated(lowered) + _workspace(lowered, forward, _workspace_bytes(facts))
+    return live_bytes(lowered) + _workspace(lowered, forward, _workspace_bytes(facts))
 
 
 def backward_bytes(
@@ -67,7 +67,7 @@ def backward_bytes(
                 held.until(left[node.name][0], tensor, last)
             elif not str(node.target).startswith("primals"):
                 held.until(storage_id(tensor), tensor, last)
-    own = _allocated(lowered) + _workspace(lowered, looked_at, _workspace_bytes(facts))
+    own = live_bytes(lowered) + _workspace(lowered, looked_at, _workspace_bytes(facts))
     own[-1] += facts.program.backward[-1].scratch_bytes if looked_at is backward and facts.program.backward else 0
     return own + held.bytes(given)
 
@@ -96,23 +96,14 @@ def donated(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_output
     return [i for i, n in inputs if n.name in saved and not any(storage_id(t) in others for t in tensors(n.meta.get("val")))]
 
 
-def _allocated(half: LoweredHalf) -> IntArray:
-    """Return the bytes of a half's own buffers during each kernel, and at its end."""
-    change = np.zeros(len(half.kernels) + 2, dtype=np.int64)
-    for _, nbytes, first, last in half.allocated:
-        change[first] += nbytes
-        change[last + 1] -= nbytes
-    return np.cumsum(change)[:-1]
-
-
 def _workspace_bytes(facts: Facts) -> dict[str, int]:
     return {op.name: op.scratch_bytes for op in (*facts.program.ops, *facts.program.backward) if op.scratch_bytes}
 
 
 def _workspace(half: LoweredHalf, graph: fx.GraphModule, workspace: Mapping[str, int]) -> IntArray:
-    """Return what the kernels of library calls allocate and free before they return."""
+    """Return what the kernels of library calls, and the graphs inside ops, allocate and free before they return."""
     of = {n.name: workspace.get(str(n.meta.get(RECOMPUTE_OF, n.name)), 0) for n in graph.graph.nodes}
-    during = [max((of.get(name, 0) for name in kernel), default=0) for kernel in half.kernels]
+    during = [half.inside.get(i, max((of.get(name, 0) for name in kernel), default=0)) for i, kernel in enumerate(half.kernels)]
     return np.asarray([*during, 0], dtype=np.int64)
 
 

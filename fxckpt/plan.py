@@ -121,6 +121,8 @@ class Plan:
     """Peak by the inner compiler's own schedule of the emitted halves, where one was asked; ``peak_bytes`` is the planner's model."""
     never_stored: tuple[str, ...] = ()
     """Values planned as taken into the loops of those who read them (:mod:`fxckpt.passes.kernels`)."""
+    keeps_order: bool = True
+    """Whether a compiler that schedules anew is held to the order of the backward; not where the plan is torch's own choice."""
     graph: tuple[str, ...] = field(default=(), repr=False)
     """The joint graph the plan was made for, a line a node."""
     step: Step | None = field(default=None, compare=False, repr=False)

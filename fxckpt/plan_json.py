@@ -24,7 +24,7 @@ def load(text: str) -> Plan:
     """Return the plan of a JSON text. Raises :class:`InvalidPlan` for a text of another form, or one that was changed."""
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise InvalidPlan(f"the text is not JSON: {error}. Give what plan.to_json() returned.") from error
     found = data.get("form") if isinstance(data, dict) else None
     if found != FORM:
@@ -34,7 +34,7 @@ def load(text: str) -> Plan:
     try:
         written, figures = data["checksum"], {key: value for key, value in data.items() if key not in ("form", "checksum")}
         plan = _plan(figures)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InvalidPlan(f"the text has the form {FORM!r}, but not its fields: {type(error).__name__}: {error}.") from error
     if written != (found := _checksum(figures)):
         raise InvalidPlan(

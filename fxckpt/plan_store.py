@@ -21,7 +21,9 @@ from fxckpt.errors import InvalidPlan
 from fxckpt.passes.normalize import NAME
 from fxckpt.pipeline import Planner, device_of
 from fxckpt.plan import Plan
+from fxckpt.registry import registered
 from fxckpt.timing import machine
+from fxckpt.torch_private import OpOverload, kernel_switches
 from fxckpt.torch_private.inductor import cache_folder, configuration
 from fxckpt.trial import signature
 
@@ -67,16 +69,22 @@ class PlanStore:
 def key_of(joint: fx.GraphModule, planner: Planner, code: str, given: dict[str, Any]) -> str | None:
     """Return the key of a plan to be made: a hash of the graph, what was asked, the machine, and ``code``, the version of what plans.
 
-    None where that is not all that decides: a policy or cost model may be any code, ``"auto"`` asks what memory is free, and sizes that vary
-    have ranges.
+    None where that is not all that decides: a policy, a cost model or a formula given to ``register_op`` may be any code, ``"auto"`` asks what
+    memory is free, and sizes that vary have ranges.
     """
-    if any(isinstance(node.meta.get("val"), torch.SymInt) for node in joint.graph.nodes):
-        return None
     if planner.policy is not None or not isinstance(planner.cost, str) or planner.budget == "auto" or planner.exact or planner.known:
         return None
+    nodes = [node for gm in joint.modules() if isinstance(gm, fx.GraphModule) for node in gm.graph.nodes]
+    if any(isinstance(node.meta.get("val"), torch.SymInt) or _has_formula(node) for node in nodes):
+        return None
     asked = (planner.budget, planner.cost, planner.measure_scratch, sorted(given.items()))
-    parts = [code, machine(device_of(joint.graph)), torch.__version__, configuration(), repr(asked), *map(_line, joint.graph.nodes)]
+    parts = [code, machine(device_of(joint.graph)), torch.__version__, configuration(), kernel_switches(), repr(asked), *map(_line, nodes)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _has_formula(node: fx.Node) -> bool:
+    said = registered(node.target)
+    return callable(said.flops) or callable(said.bytes)
 
 
 TOLD_OF = ("recompute", "ac_graph_id", NAME, "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag")
@@ -89,4 +97,6 @@ def _line(node: fx.Node) -> str:
     told = (node.meta.get(name) for name in TOLD_OF)
     # A stack's modules are named by their addresses.
     lasting = [str(list(each.values()) if isinstance(each, dict) else each) for each in told]
-    return repr((node.name, node.op, str(node.target), str(arguments), made, lasting))
+    op = node.target
+    declared = (str(op._schema), sorted(map(str, op.tags)), registered(op)) if isinstance(op, OpOverload) else ()
+    return repr((node.name, node.op, str(op), declared, str(arguments), made, lasting))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -50,11 +51,25 @@ def _is_last_write(node: fx.Node, called: Mapping[fx.Node, str]) -> bool:
 
 
 def _call(node: fx.Node, called: Mapping[fx.Node, str]) -> str:
+    if node.op == "get_attr" and (body := _body(node)):
+        return f"body {body}"
     if node.op != "call_function":
         return _made(node)
     named = [f"{key}={_argument(value, called)}" for key, value in node.kwargs.items()]
     target = getattr(node.target, "__name__", "") if not hasattr(node.target, "_schema") else str(node.target)
     return f"{target}({', '.join([*(_argument(arg, called) for arg in node.args), *named])}) -> {_made(node)}"
+
+
+def _body(node: fx.Node) -> str:
+    """Return a hash of the subgraph that a higher-order op is given; "" for a tensor."""
+    held = node.graph.owning_module and getattr(node.graph.owning_module, str(node.target), None)
+    if not isinstance(held, fx.GraphModule):
+        return ""
+    return hashlib.sha256("\n".join(_line(each) for each in held.graph.nodes).encode()).hexdigest()[:16]
+
+
+def _line(node: fx.Node) -> str:
+    return f"{node.name} = {_call(node, {})} {node.args if node.op == 'output' else ''}"
 
 
 def _output(node: fx.Node, called: Mapping[fx.Node, str]) -> str:

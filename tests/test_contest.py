@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -37,7 +37,9 @@ class Compiler:
         self.clock, self.each = clock, each
         self.runs = 0
 
-    def __call__(self, half: fx.GraphModule, is_backward: bool) -> Callable[[list[Any]], Sequence[Any]]:
+    def __call__(
+        self, half: fx.GraphModule, is_backward: bool, strides: Mapping[str, tuple[int, ...]]
+    ) -> Callable[[list[Any]], Sequence[Any]]:
         again = sum(RUNS_AGAIN in node.meta for node in half.graph.nodes)
 
         def run(inputs: list[Any]) -> Sequence[Any]:
@@ -76,7 +78,7 @@ def test_each_is_run_in_turn_and_once_untimed() -> None:
 
 
 def test_a_step_that_made_up_values_do_not_suit_is_not_timed(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(half: fx.GraphModule, is_backward: bool) -> Callable[[list[Any]], Sequence[Any]]:
+    def refuse(half: fx.GraphModule, is_backward: bool, strides: Mapping[str, tuple[int, ...]]) -> Callable[[list[Any]], Sequence[Any]]:
         def run(given: list[Any]) -> Sequence[Any]:
             raise IndexError("index 0 is out of bounds")
 

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 from torch import fx
@@ -50,11 +50,15 @@ def stock_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) ->
     """Return the names of what torch's own partitioner saves of a joint graph, which is left alone."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    forward, _ = min_cut_rematerialization_partition(
-        copy.deepcopy(joint), None, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **given
-    )
+    forward, _ = min_cut_rematerialization_partition(copied(joint), None, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **given)
     (output,) = forward.graph.find_nodes(op="output")
     return frozenset(n.name for n in output.args[0][num_fwd_outputs:] if isinstance(n, fx.Node))
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph module that holds the same constants: real tensors, which cannot be copied among fake ones."""
+    constants = (getattr(gm, n.target) for n in gm.graph.find_nodes(op="get_attr") if "." not in n.target)
+    return copy.deepcopy(gm, {id(c): c for c in constants if isinstance(c, torch.Tensor)})
 
 
 def cache_folder() -> Path | None:
@@ -166,8 +170,12 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
     from torch._inductor import config, list_mode_options
 
     modes = list_mode_options()
-    if mode is not None and mode not in modes:
+    if mode is not None and (not isinstance(mode, str) or mode not in modes):
         raise InvalidOption(f"mode={mode!r} is not a mode of torch.compile. Use one of {', '.join(map(repr, modes))}.")
+    if options is not None and not (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
+        raise InvalidOption(
+            f"options={options!r} are not Inductor's options by their names. Give a dict. Example: options={{'epilogue_fusion': True}}."
+        )
     given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     if taken := [name for name in PLUGS if given.get(name) is not None]:
         raise InvalidOption(
@@ -181,6 +189,11 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
             f"unknown option {unknown[0]!r}: neither fxckpt nor Inductor has it."
             + (f" Did you mean {' or '.join(map(repr, near))}?" if near else " torch._inductor.config lists Inductor's.")
         )
+    for name, value in given.items():
+        kind = config.get_type(name)  # type: ignore[attr-defined]
+        # As torch.compile does: what is in a list or a dict is not looked at.
+        if get_origin(kind) is None and not isinstance(value, kind):
+            raise InvalidOption(f"option {name!r} is {value!r}, a {type(value).__name__}: Inductor takes {kind.__name__}.")
     return {**(modes[mode] if mode is not None else {}), **given}
 
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxckpt.torch_private.inductor import KeepOrder
+from fxckpt.torch_private.inductor import KeepOrder, copied
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,23 @@ class LoweredHalf:
 
     kernels: tuple[tuple[str, ...], ...]
     """Per kernel: the graph's nodes it was made from."""
+    inside: dict[int, int]
+    """Kernels that run graphs of their own (branches, loops): the bytes that these allocate beyond what they return."""
     allocated: tuple[tuple[str, int, int, int], ...]
     """Buffers that the half allocates: name, bytes, first and last kernel."""
     last_read: dict[str, int]
     """Per input of the graph: the last kernel that reads it, -1 if none does."""
     outputs: tuple[tuple[str, tuple[int, ...]] | None, ...]
     """Per output of the graph: the buffer or input it lies in, and its strides; None for what is no tensor."""
+
+
+def live_bytes(half: LoweredHalf) -> npt.NDArray[np.int64]:
+    """Return the bytes of a half's own buffers during each kernel, and at its end."""
+    change = np.zeros(len(half.kernels) + 2, dtype=np.int64)
+    for _, nbytes, first, last in half.allocated:
+        change[first] += nbytes
+        change[last + 1] -= nbytes
+    return np.cumsum(change)[:-1]
 
 
 AS_PLANNED = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False, "coordinate_descent_tuning": False}
@@ -63,13 +76,9 @@ class Lowerings:
         # Not at the top: it imports the whole of Inductor, which takes long.
         from fxckpt.torch_private.scheduled import read_schedule
 
-        gm = copy.deepcopy(half, _shared_constants(half))
+        gm = copied(half)
         mode = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        for node in placeholders:
-            if node.name in strides:
-                node.meta["val"] = node.meta["val"].as_strided(node.meta["val"].shape, strides[node.name])
-        inputs = [node.meta["val"] for node in placeholders]
+        inputs = _laid_out(gm, strides)
         assert mode is not None, "a captured graph has fake values"
         is_timed = any(getattr(config, name) != value for name, value in AS_PLANNED.items())
         _mark_visible_outputs(gm, is_backward=donated is not None)
@@ -99,7 +108,8 @@ class Lowerings:
                     graph.init_wrapper_code()
                     graph._update_scheduler()
                     found = read_schedule(graph)
-        if not is_timed:
+        # Of a graph with graphs inside, those were scheduled, and cannot be scheduled again.
+        if not is_timed and not found.inside:
             self._kept.append((_identity(gm, inputs, list(donated or ())), graph))
         return found
 
@@ -122,13 +132,13 @@ class Lowerings:
             is_backward = given.get("is_backward", False)
             self._kept = [kept for kept in self._kept if kept[1].is_backward != is_backward]
 
-    def compile_alone(self, half: fx.GraphModule, is_backward: bool) -> Any:
-        """Compile a half, which is left alone, to a function of a list that it empties."""
+    def compile_alone(self, half: fx.GraphModule, is_backward: bool, strides: Mapping[str, tuple[int, ...]]) -> Any:
+        """Compile a half, which is left alone, to a function of a list that it empties; ``strides`` as for :meth:`lower`."""
         from torch._inductor import config
         from torch._inductor.utils import BoxedBool
 
-        gm = copy.deepcopy(half, _shared_constants(half))
-        inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+        gm = copied(half)
+        inputs = _laid_out(gm, strides)
         _mark_visible_outputs(gm, is_backward=is_backward)
         with config.patch({"_pre_fusion_custom_pass": self.keep_order}):
             return self.compile(gm, inputs, is_backward=is_backward, cudagraphs=BoxedBool(False))
@@ -148,10 +158,14 @@ class Lowerings:
         return None
 
 
-def _shared_constants(half: fx.GraphModule) -> dict[int, Any]:
-    """Return a memo for ``copy.deepcopy`` by which a copy of a half holds the same tensors."""
-    constants = (getattr(half, n.target) for n in half.graph.find_nodes(op="get_attr") if "." not in n.target)
-    return {id(c): c for c in constants if isinstance(c, torch.Tensor)}
+def _laid_out(gm: fx.GraphModule, strides: Mapping[str, tuple[int, ...]]) -> list[Any]:
+    """Return the values of a graph's inputs, those in ``strides`` laid out like that."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for node in placeholders:
+        value = node.meta["val"]
+        if node.name in strides and tuple(value.stride()) != strides[node.name]:
+            node.meta["val"] = value.as_strided(value.shape, strides[node.name])
+    return [node.meta["val"] for node in placeholders]
 
 
 @contextlib.contextmanager

@@ -14,11 +14,11 @@ from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.virtualized import V
 
 from fxckpt.torch_private import allocated_bytes
-from fxckpt.torch_private.lowerings import LoweredHalf
+from fxckpt.torch_private.lowerings import LoweredHalf, live_bytes
 
 
 def read_schedule(graph: Any) -> LoweredHalf:
-    """Read a graph that was lowered and scheduled; expects it to be ``V.graph``."""
+    """Read a graph that was lowered and scheduled; expects it to be ``V.graph``. The graphs inside its ops are scheduled."""
     return _Schedule(graph).read()
 
 
@@ -43,8 +43,9 @@ class _Schedule:
         for group in _calls(nodes):
             for i in group:
                 node = nodes[i]
-                inside = frozenset(self._never_allocated(node)) - returned
-                self.in_place.update(self._taken_over(node, inside))
+                rows = frozenset(self._rows(node)) - returned
+                inside = rows | (frozenset(self._removed(node)) - returned)
+                self.in_place.update(self._taken_over(node, inside, rows))
                 for dep in node.read_writes.reads:
                     if not getattr(dep, "is_fake", False):
                         self._touch(dep.name, i)
@@ -59,6 +60,7 @@ class _Schedule:
         kept, end = frozenset(map(self._root, returned)), len(nodes)
         return LoweredHalf(
             tuple(_origins(node) for node in nodes),
+            {i: max(map(_body_bytes, bodies)) for i, node in enumerate(nodes) if (bodies := _bodies(node))},
             tuple((n, size, first, end if n in kept else max(self.last.get(n, first), first)) for n, (size, first) in self.born.items()),
             {name: self.last.get(name, -1) for name in self.graph.graph_input_names},
             tuple(None if n is None else (self._root(n), _strides(o)) for n, o in zip(self.outputs, self.graph.graph_outputs, strict=True)),
@@ -103,17 +105,20 @@ class _Schedule:
         size = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(made), fallback=0)
         self.born[name] = (allocated_bytes(int(size) * made.get_dtype().itemsize, made.get_device_or_error().type), first)
 
-    def _never_allocated(self, node: Any) -> Iterator[str]:
-        """Yield the buffers that live inside one kernel.
-
-        Loops that share only their outer levels are kernels of their own; between them is a row of a buffer, if it is written and read row by row.
-        """
-        loops = node.get_outer_nodes() if hasattr(node, "get_outer_nodes") else [node]
-        for loop in loops:
+    def _removed(self, node: Any) -> Iterator[str]:
+        """Yield the buffers that live inside one loop."""
+        for loop in _loops(node):
             names = {n.get_name() for n in loop.get_nodes()}
             for buffer in loop.get_outputs():
                 if self.scheduler.can_buffer_be_removed_through_fusion(buffer.get_name(), names):
                     yield buffer.get_name()
+
+    def _rows(self, node: Any) -> Iterator[str]:
+        """Yield the buffers of which a kernel keeps no more than a row.
+
+        Loops that share only their outer levels are kernels of their own; between them is a row of a buffer, if it is written and read row by row.
+        """
+        loops = _loops(node)
         if len(loops) > 1 and all(len(_ranges(loop)) == node.outer_loop_fusion_depth + 1 for loop in loops):
             users = node.get_nodes()
             for each in users:
@@ -122,12 +127,13 @@ class _Schedule:
                     if all(user.node in users for user in buffer.users) and _is_row_by_row(each, buffer):
                         yield buffer.get_name()
 
-    def _taken_over(self, node: Any, inside: Collection[str]) -> Iterator[tuple[str, str]]:
+    def _taken_over(self, node: Any, inside: Collection[str], rows: Collection[str]) -> Iterator[tuple[str, str]]:
         """Yield (written, read) buffers where a kernel writes over what it reads for the last time.
 
-        The rules of ``SchedulerNode.decide_inplace_update``, which asks the same while code is made.
+        The rules of ``SchedulerNode.decide_inplace_update``, which asks the same while code is made. That a value inside the kernel will need no
+        memory is not known yet then: a buffer may be written over one, which is thus allocated after all, in place of the buffer.
         """
-        taken: set[str] = set()
+        taken: dict[str, str] = {}
         kernel = {n.get_name() for n in node.get_nodes()}
         for each in node.get_nodes() if config.inplace_buffers else ():
             if not isinstance(each, SchedulerNode):
@@ -138,13 +144,18 @@ class _Schedule:
                     not made.should_allocate()
                     or made.get_inputs_that_alias_output()
                     or made.get_mutation_names()
-                    or buffer.get_name() in inside
+                    or buffer.get_name() in rows
                 ):
                     continue
-                found = next((n for n in self._dying(each, buffer, kernel) if n not in taken and n not in inside), None)
+                found = next((n for n in self._dying(each, buffer, kernel) if n not in taken.values() and n not in rows), None)
                 if found is not None:
-                    taken.add(found)
-                    yield buffer.get_name(), found
+                    taken[buffer.get_name()] = found
+        for name in taken.keys() - inside:
+            below = name
+            while below in taken and (below == name or below in inside):
+                below = taken[below]
+            if below not in inside:
+                yield name, below
 
     def _dying(self, node: Any, written: Any, kernel: Collection[str]) -> Iterator[str]:
         """Yield the buffers that ``node`` alone still reads, where it writes ``written``, and that fit it."""
@@ -200,6 +211,22 @@ class _Pool:
         return str(old.node.get_name())
 
 
+def _bodies(node: Any) -> list[Any]:
+    """Return the lowered graphs that a kernel runs: branches, bodies of loops."""
+    subgraphs = node.node.get_subgraphs() if node.is_extern() and hasattr(node.node, "get_subgraphs") else []
+    return [subgraph.graph for subgraph in subgraphs if subgraph.graph is not None]
+
+
+def _body_bytes(body: Any) -> int:
+    """Return what a body allocates at most beyond what it returns."""
+    with V.set_graph_handler(body), config.patch(graph_partition=False):
+        body.init_wrapper_code()
+        body._update_scheduler()
+        found = read_schedule(body)
+    during = live_bytes(found)
+    return int((during + [found.inside.get(i, 0) for i in range(len(during))]).max() - during[-1])
+
+
 def _calls(nodes: Sequence[Any]) -> Iterator[list[int]]:
     """Yield the kernels that are run by one call: on the CPU, loops in a row are one function."""
     group: list[int] = []
@@ -215,6 +242,10 @@ def _calls(nodes: Sequence[Any]) -> Iterator[list[int]]:
             group = []
     if group:
         yield group
+
+
+def _loops(node: Any) -> list[Any]:
+    return list(node.get_outer_nodes()) if hasattr(node, "get_outer_nodes") else [node]
 
 
 def _ranges(loop: Any) -> tuple[Any, ...]:
