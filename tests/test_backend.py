@@ -138,7 +138,8 @@ def test_infeasible_pickles() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"bugdet": 1}, "unknown option 'bugdet'"),
+        ({"bugdet": 1}, "Did you mean 'budget'"),
+        ({"options": "x"}, "Give a dict"),
         ({"inner": "inductr"}, "'inductor', 'aot_eager'"),
         ({"budget": "lots"}, "does not parse"),
         ({"cost": "time"}, "'roofline', 'flops', 'measured'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ CPU = torch.device("cpu")
     [
         (None, None),
         (1, 1),
+        (np.int64(7), 7),
         (1.0, 1000),
         (0.5, 500),
         ("1500MB", 1_500_000_000),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxckpt
-from fxckpt.contest import ROUNDS, step_seconds
+from fxckpt.contest import ROUNDS, not_to_be_tried, step_seconds
 from fxckpt.fused import FusedPlanner
 from fxckpt.passes.rematerialize import RUNS_AGAIN
 from fxckpt.pipeline import Planner
 from fxckpt.plan import Plan
-from tests.joints import inductor_joint
+from tests.joints import inductor_joint, plain_joint
 from tests.test_inductor import Model
 
 
@@ -104,3 +105,47 @@ def test_a_measured_cost_times_what_inductor_makes_once(caplog: pytest.LogCaptur
         assert len(timed) >= 2 if is_first else not timed
         found.append(backend.plans[0])
     assert found[0] == found[1]
+
+
+class Normalized(nn.Module):
+    """Convolutions, which Inductor lays out anew, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(m for _ in range(2) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_timing_leaves_running_statistics_alone(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(8, 8, 16, 16), Normalized()
+    other = copy.deepcopy(model)
+    with caplog.at_level(logging.INFO, "fxckpt"):
+        torch.compile(model, backend=fxckpt.Backend(cost="measured"))(x).backward()
+    assert "ms a step" in caplog.text
+    other(x).backward()
+    for name, found in model.named_buffers():
+        torch.testing.assert_close(found, dict(other.named_buffers())[name])
+
+
+@torch.library.custom_op("fxckpt_tests::logged", mutates_args=())
+def logged(x: Tensor) -> Tensor:
+    raise AssertionError("it must not be run for its time")
+
+
+@logged.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_what_a_step_does_beside_computing_is_not_done_to_be_timed() -> None:
+    def barred(function: Callable[[Tensor], Tensor]) -> str | None:
+        joint, _ = plain_joint(function, torch.ones(8, 8, requires_grad=True))
+        return not_to_be_tried([joint])
+
+    assert barred(lambda x: (x * logged(x.detach())).sum()) == "fxckpt_tests.logged.default"
+    assert barred(lambda x: torch.cond(x.sum() > 0, lambda t: t * logged(t.detach()), torch.sin, (x,)).sum()) is not None
+    assert barred(lambda x: torch.cond(x.sum() > 0, torch.cos, torch.sin, (x,)).sum()) is None
+    assert barred(lambda x: x.detach().add_(1).mul(x).sum()) is None

@@ -210,6 +210,10 @@ def test_modes_and_options_of_torch_compile_pass_through() -> None:
     [
         ({"mode": "fastest"}, "'max-autotune'"),
         ({"options": {"epilog_fusion": True}}, "'epilogue_fusion'"),
+        ({"options": {"epilogue_fusion": "yes"}}, "takes bool"),
+        ({"options": 5}, "Give a dict"),
+        ({"mode": []}, "'max-autotune'"),
+        ({"cost": FlopCost}, "'roofline', 'flops', 'measured'"),
         ({"options": {"_pre_fusion_custom_pass": lambda nodes: nodes}}, "beside fxckpt"),
         ({"inner": "aot_eager", "mode": "max-autotune"}, "not"),
     ],

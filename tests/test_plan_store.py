@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 
 import fxckpt
 from fxckpt.cost import FlopCost
+from fxckpt.passes.fingerprint import fingerprint
 from fxckpt.pipeline import Planner
 from fxckpt.plan_store import PlanStore, key_of
 from fxckpt.policies import save_ops
 from fxckpt.torch_private.lowerings import Lowerings
-from tests.joints import inductor_joint
+from tests.joints import inductor_joint, plain_joint
 
 
 class Net(nn.Module):
@@ -81,10 +83,15 @@ def test_another_budget_or_shape_is_planned_anew(store: PlanStore, lowered: list
     assert len(list(store.folder.iterdir())) == 2
 
 
-def test_a_broken_file_is_planned_over(store: PlanStore, lowered: list[bool], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "broken", [lambda text: text[:100], lambda text: "[" * 100_000, lambda text: "9" * 5_000], ids=["cut", "deep", "long"]
+)
+def test_a_broken_file_is_planned_over(
+    store: PlanStore, lowered: list[bool], caplog: pytest.LogCaptureFixture, broken: Callable[[str], str]
+) -> None:
     first = step()
     (path,) = store.folder.iterdir()
-    path.write_bytes(path.read_bytes()[:100])
+    path.write_text(broken(path.read_text()))
     lowered.clear()
     with caplog.at_level(logging.WARNING, "fxckpt"):
         again = step()
@@ -120,3 +127,49 @@ def test_keys_tell_what_a_plan_depends_on_apart() -> None:
     joint, _ = inductor_joint(Net(), torch.randn(64, 32))
     for planner in (Planner(policy=save_ops(torch.ops.aten.mm)), Planner(budget="auto"), Planner(cost=FlopCost())):
         assert key_of(joint, planner, "1", {}) is None
+
+
+@torch.library.custom_op("fxckpt_tests::stored", mutates_args=())
+def stored(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@stored.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def key_with(function: Callable[[Tensor], Tensor]) -> str | None:
+    joint, _ = plain_joint(function, torch.ones(8, 8, requires_grad=True))
+    return key_of(joint, Planner(), "1", {})
+
+
+def test_keys_tell_apart_what_was_said_about_an_op() -> None:
+    def function(x: Tensor) -> Tensor:
+        return (x * stored(x.detach())).sum()
+
+    keys = [key_with(function)]
+    for said in ({"recompute": True}, {"recompute": True, "flops": 8}, {"flops": lambda x: x.numel()}):
+        fxckpt.register_op(stored, **said)  # type: ignore[arg-type]
+        keys.append(key_with(function))
+    fxckpt.register_op(stored)
+    assert keys.pop() is None, "a formula may be any code"
+    assert len(set(keys)) == 3
+    assert key_with(function) == keys[0]
+
+
+def test_keys_tell_branches_apart() -> None:
+    def branching(inner: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: torch.cond(x.sum() > 0, inner, lambda t: t.cos(), (x,)).sum()
+
+    assert key_with(branching(torch.sin)) != key_with(branching(torch.tanh))
+    joints = [plain_joint(branching(f), torch.ones(8, 8, requires_grad=True))[0] for f in (torch.sin, torch.tanh)]
+    assert fingerprint(joints[0].graph) != fingerprint(joints[1].graph)
+
+
+def test_keys_tell_apart_which_kernels_run() -> None:
+    keys = []
+    for is_on in (True, False, True):
+        torch._C._set_mkldnn_enabled(is_on)
+        keys.append(key_with(lambda x: x.tanh().sum()))
+    assert keys[0] == keys[2] != keys[1]
