@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.errors import CaptureError
 from fxckpt.passes.decisions import decisions
-from fxckpt.passes.kinds import draws, has_hidden_effect, is_collective, is_known_pure, is_mutating, is_random, only_computes, tensors
+from fxckpt.passes.kinds import has_hidden_effect, is_collective, is_known_pure, is_mutating, is_random, only_computes, tensors
 from fxckpt.passes.program import FORWARD_ONLY, IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.plan import Reason
 from fxckpt.registry import registered
@@ -253,8 +253,6 @@ class _Reader:
         self.index: dict[int, int] = {}
         self.stands_for: dict[int, tuple[int, ...]] = {}
         """By storage that is never stored: what it is made from."""
-        self.drawing: dict[fx.Node, float] = {}
-        """By node that is never stored: the seconds of drawing it, which whoever takes it in takes longer."""
         self.free: set[int] = set()
         self.views: set[fx.Node] = set()
         self.owner: dict[str, fx.Node] = {}
@@ -327,13 +325,8 @@ class _Reader:
             self.views.add(node)
             self.holds[node] = self._reads(node)
             self.stands_for.update((i, self.holds[node]) for i in ids)
-            self.drawing[node] = self._drawing(node) + (self.cost.seconds(node) if draws(node) else 0.0)
             return
         self._add_op(node, value, self._reads(node))
-
-    def _drawing(self, node: fx.Node) -> float:
-        """Return the seconds that the draws which an op takes in take."""
-        return sum(self.drawing.get(arg, 0.0) for arg in node.all_input_nodes)
 
     def _held(self, value: Any) -> tuple[int, ...]:
         found: dict[int, None] = {}
@@ -379,7 +372,7 @@ class _Reader:
             else:
                 state = len(self.storages)
                 self.storages.append(Storage(f"{node.name}.rng_state", nbytes, FORWARD_ONLY))
-        seconds = (self.cost.seconds(node) + self._drawing(node)) * (1.0 if in_backward else self._tilt(node))
+        seconds = self.cost.seconds(node) * (1.0 if in_backward else self._tilt(node))
         op = Op(node.name, side, seconds, self.cost.flops(node), reads, tuple(writes), pinned, state, self.scratch(node))
         self.op_node[node.name] = node
         (self.backward if in_backward else self.ops).append(op)
