@@ -256,11 +256,12 @@ def fxckpt_backend(
 
 def _refuse_misspelt(options: Mapping[str, Any]) -> None:
     """Raise :class:`InvalidOption` for what Inductor does not know either."""
-    near = [match for name in options for match in get_close_matches(str(name).lower(), OPTIONS, 1, cutoff=0.8)]
     try:
         inductor_options(None, options)
     except InvalidOption as error:
+        near = [match for name in options for match in get_close_matches(str(name).lower(), OPTIONS, 1, cutoff=0.8)]
+        hint = f"Did you mean {near[0]!r}? " if near else ""
         raise InvalidOption(
-            f"{error} {f'Did you mean {near[0]!r}? ' if near else ''}Options of backend='fxckpt': {', '.join(OPTIONS)}. "
+            f"{error} {hint}Options of backend='fxckpt': {', '.join(OPTIONS)}. "
             "Example: torch.compile(model, backend='fxckpt', options={'budget': '2GiB'})."
         ) from error
