@@ -168,10 +168,13 @@ def test_keys_tell_branches_apart() -> None:
 
 
 def test_keys_tell_apart_which_kernels_run() -> None:
-    before = key_with(lambda x: x.tanh().sum())
+    def function(x: Tensor) -> Tensor:
+        return x.tanh().sum()
+
+    before = key_with(function)
     torch._C._set_mkldnn_enabled(False)
     try:
-        assert key_with(lambda x: x.tanh().sum()) != before
+        assert key_with(function) != before
     finally:
         torch._C._set_mkldnn_enabled(True)
-    assert key_with(lambda x: x.tanh().sum()) == before
+    assert key_with(function) == before
