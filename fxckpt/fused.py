@@ -14,10 +14,8 @@ import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 from torch import fx
 
 from fxckpt import budget as budgets
@@ -30,7 +28,6 @@ from fxckpt.passes.kernels import KernelGraph, is_reduction
 from fxckpt.passes.normalize import normalize
 from fxckpt.passes.order import ORDER, mark_order
 from fxckpt.passes.price_search import Candidate, Found
-from fxckpt.passes.program import Program
 from fxckpt.passes.schedule import Decisions, Schedule, emit
 from fxckpt.passes.simulate import simulate
 from fxckpt.passes.step import Step, step_of
@@ -68,10 +65,6 @@ class FusedPlanner:
     """this share of the budget is left over, and more than"""
     worthwhile: float = 0.02
     """this share of the step may be saved."""
-    far: float = 0.75
-    """A backward is lowered first up to where the model sees it above this share of the budget for the last time,"""
-    early: float = 0.25
-    """if that is within this share of its ops: where it is over the budget there, the rest need not be lowered."""
     margin: float = 0.004
     """Share of the budget that a first plan leaves over."""
     last_resorts: tuple[float, ...] = (1.0, 1.1, 1.25, 1.5)
@@ -147,6 +140,7 @@ class _Fit:
     ) -> None:
         self.planner, self.options = options.planner, options
         self.wrong_by = 0
+        self.least: int | None = None
         self.joint, self.lines, self.facts, self.cost, self.num_fwd_outputs = joint, lines, facts, cost, num_fwd_outputs
         self.step = step_of(joint.graph, facts)
         self.stock = stock_candidate(self.step, stored) if options.planner.policy is None else None
@@ -169,7 +163,6 @@ class _Fit:
         """Return the halves of the first candidate that fits. Raises :class:`BudgetInfeasible`."""
         if limit is None:
             return self.lowered(found, self.stock or found.best or found.baseline, None)[0]
-        least: int | None = None
         refused: tuple[int, int] | None = None
         for chosen, is_last_resort in self.candidates(found, limit):
             # Of a last resort the whole is looked at, as its peak may come to be named as the least.
@@ -178,11 +171,11 @@ class _Fit:
                 return halves if chosen is self.stock else self.with_more(chosen, halves, limit, refused)
             self.wrong_by = compiled - limit
             if is_last_resort:
-                least = min(least or compiled, compiled)
+                self.least = min(self.least or compiled, compiled)
             elif chosen is not self.stock:
                 refused = chosen.simulation.peak_bytes, compiled
         floor, baseline = found.floor.simulation.peak_bytes, found.baseline.simulation.peak_bytes
-        raise infeasible(self.planner.budget, limit, least or floor, baseline)
+        raise infeasible(self.planner.budget, limit, self.least or floor, baseline)
 
     def others(self, found: Found, first: Halves, limit: int | None) -> Iterator[Halves]:
         """Yield other plans that fit: torch's own choice, the model's fastest at as much memory as the first plan takes, and at less."""
@@ -221,7 +214,7 @@ class _Fit:
     def lowered(self, found: Found, chosen: Candidate, limit: int | None, *, is_whole: bool = False) -> tuple[Halves, int]:
         """Return the halves of a candidate, with the peak of what the compiler makes of them, or unless ``is_whole`` a part of it over the limit."""
         halves = self.emit(self.describe(found, chosen, limit))
-        compiled = self.judge(halves, chosen, None if is_whole else limit)
+        compiled = self.judge(halves, None if is_whole else limit)
         log.debug("planned %d bytes, compiled %d, budget %s", chosen.simulation.peak_bytes, compiled, limit)
         return (*halves[:2], replace(halves[2], compiled_peak_bytes=compiled)), compiled
 
@@ -248,7 +241,7 @@ class _Fit:
         return halves
 
     def candidates(self, found: Found, limit: int) -> Iterator[tuple[Candidate, bool]]:
-        """Yield what may fit, the fastest first; after each, :attr:`wrong_by` says by how much it did not.
+        """Yield what may fit, the fastest first; after each, :attr:`wrong_by` says by how much it did not, :attr:`least` what last resorts took.
 
         The last resorts do not depend on the budget, so that the least peak that an error names can be had by asking for it.
         """
@@ -266,6 +259,8 @@ class _Fit:
             aim = min(aim, best.simulation.peak_bytes) - int(1.1 * self.wrong_by)
             found = self.search(aim)
         for factor in self.options.last_resorts:
+            if self.least is not None and factor * found.floor.simulation.peak_bytes > self.least:
+                return  # What is planned to take more than that is not expected to be compiled to less.
             least = found.floor if factor == 1.0 else self.search(int(factor * found.floor.simulation.peak_bytes)).best
             if least is not None:
                 yield least, True
@@ -284,38 +279,19 @@ class _Fit:
         joint = fx.GraphModule(self.joint, copy.deepcopy(self.joint.graph))
         return emitted(self.planner, joint, self.facts.moved_to(joint.graph), plan, self.num_fwd_outputs)
 
-    def judge(self, halves: Halves, chosen: Candidate, limit: int | None) -> int:
+    def judge(self, halves: Halves, limit: int | None) -> int:
         """Return the peak of what the compiler makes of the halves, or a part of it that is over the limit.
 
         What comes to be compiled is not lowered twice, so that only the lowering of what is refused takes time.
         """
         forward, backward, _ = halves
         facts, lower = self.facts, self.options.lower
-        live = partial(backward_bytes, forward, backward, facts, lower, num_fwd_outputs=self.num_fwd_outputs)
         # The backward knows what the forward leaves, and is the likelier to be over: it is lowered first wherever that may be known without.
         lowered = lower(forward, None, {}) if changes_layout(forward) else None
-        if limit is not None and (until := self.early_end(chosen, limit)) is not None:
-            part = int(live(lowered_forward=lowered, until=until).max())
-            if part > limit:
-                return part
-        peak = int(live(lowered_forward=lowered).max())
+        peak = int(backward_bytes(forward, backward, facts, lower, num_fwd_outputs=self.num_fwd_outputs, lowered_forward=lowered).max())
         if limit is not None and peak > limit:
             return peak
         return max(peak, int(forward_bytes(lowered or lower(forward, None, {}), forward, facts).max()))
-
-    def early_end(self, chosen: Candidate, limit: int) -> str | None:
-        """Return the backward's own op up to which a candidate comes near the limit; None if that is late."""
-        program, options = self.facts.program, self.options
-        own_op = last_above(program, chosen, int(options.far * limit))
-        return program.backward[own_op].name if own_op < options.early * len(program.backward) else None
-
-
-def last_above(program: Program, chosen: Candidate, nbytes: int) -> int:
-    """Return the backward's own op that runs when the live bytes of a candidate are above ``nbytes`` for the last time, or next."""
-    backward = chosen.simulation.live[chosen.simulation.forward_ops :]
-    above, own_ops = np.flatnonzero(backward > nbytes), np.arange(len(program.backward))
-    place = own_ops + np.searchsorted(np.asarray(chosen.schedule.before, dtype=np.int64), own_ops, side="right")
-    return int(np.searchsorted(place, above[-1] if len(above) else 0))
 
 
 def stock_candidate(step: Step, stored: frozenset[str]) -> Candidate | None:

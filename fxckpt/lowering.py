@@ -16,7 +16,6 @@ from torch import fx
 
 from fxckpt.passes.facts import Facts, graph_outputs, storage_bytes
 from fxckpt.passes.kinds import tensors
-from fxckpt.passes.order import beginning
 from fxckpt.passes.program import IntArray
 from fxckpt.passes.rematerialize import RECOMPUTE_OF
 from fxckpt.torch_private import size_hint, storage_id
@@ -41,19 +40,15 @@ def backward_bytes(
     *,
     num_fwd_outputs: int,
     lowered_forward: LoweredHalf | None = None,
-    until: str | None = None,
 ) -> IntArray:
     """Lower the backward and return the live bytes during each of its kernels, and at its end, with all that the forward left.
 
-    Without a lowered forward, the forward leaves its values in the layouts they were traced in. ``until`` is the name of a node: only what comes
-    before it is lowered.
+    Without a lowered forward, the forward leaves its values in the layouts they were traced in.
     """
-    looked_at, later = (backward, frozenset[str]()) if until is None else beginning(backward, until)
-    may_write = donated(forward, backward, num_fwd_outputs=num_fwd_outputs)
     inputs = backward.graph.find_nodes(op="placeholder")
     left = _left_otherwise(forward, lowered_forward)
     strides = {name: stride for name, (_, stride) in left.items()}
-    lowered = lower(looked_at, [i for i in may_write if inputs[i].name not in later], strides)
+    lowered = lower(backward, donated(forward, backward, num_fwd_outputs=num_fwd_outputs), strides)
     held = _Held(len(lowered.kernels))
     given = {storage_id(t) for n in forward.graph.find_nodes(op="placeholder") for t in tensors(n.meta.get("val"))}
     # The user holds what the forward returns, the autograd engine the incoming gradients.
@@ -61,14 +56,14 @@ def backward_bytes(
         for tensor in tensors(output.meta.get("val")) if isinstance(output, fx.Node) else ():
             held.until(left[output.name][0] if output.name in left else storage_id(tensor), tensor, math.inf)
     for node, name in zip(inputs, lowered.last_read, strict=True):
-        last = math.inf if node.name in later or str(node.target).startswith("tangents") else lowered.last_read[name]
+        last = math.inf if str(node.target).startswith("tangents") else lowered.last_read[name]
         for tensor in tensors(node.meta.get("val")):
             if node.name in left:
                 held.until(left[node.name][0], tensor, last)
             elif not str(node.target).startswith("primals"):
                 held.until(storage_id(tensor), tensor, last)
-    own = live_bytes(lowered) + _workspace(lowered, looked_at, _workspace_bytes(facts))
-    own[-1] += facts.program.backward[-1].scratch_bytes if looked_at is backward and facts.program.backward else 0
+    own = live_bytes(lowered) + _workspace(lowered, backward, _workspace_bytes(facts))
+    own[-1] += facts.program.backward[-1].scratch_bytes if facts.program.backward else 0
     return own + held.bytes(given)
 
 

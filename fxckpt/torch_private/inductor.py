@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import copy
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -197,6 +200,23 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
     return {**(modes[mode] if mode is not None else {}), **given}
 
 
+def _begin_to_look_for_instructions(options: Mapping[str, Any]) -> None:
+    """Let Inductor find out, while the graph is traced and planned, which vector instructions it can compile for, and keep what it finds.
+
+    It runs a compiler for that, some ten seconds with an empty cache, and waits for it only when it writes the first kernel.
+    """
+    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def look() -> None:
+        with contextlib.suppress(InvalidCxxCompiler):  # The compile meets it again, and says so.
+            cpu_vec_isa.valid_vec_isa_list()
+
+    with config.patch(dict(options)):
+        here = contextvars.copy_context()
+    threading.Thread(target=here.run, args=(look,), daemon=True).start()
+
+
 def inductor_backend(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -215,6 +235,8 @@ def inductor_backend(
     from torch._inductor.exc import InductorError, InvalidCxxCompiler, TritonMissing
 
     patches = {**options, "custom_partitioner_fn": partitioner, "_pre_fusion_custom_pass": keep_order}
+    if any(isinstance(given, torch.Tensor) and given.device.type == "cpu" for given in example_inputs):
+        _begin_to_look_for_instructions(options)
     try:
         with config.patch(enable_autograd_cache=False):
             return compile_fx(gm, list(example_inputs), inner_compile=compile_half, config_patches=patches)

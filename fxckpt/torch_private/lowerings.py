@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
@@ -50,15 +51,28 @@ AS_PLANNED = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_p
 """While a half is only looked at, nothing is timed."""
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A half that was lowered to be looked at."""
+
+    identity: Any
+    """Of the graph as it came, before Inductor's own passes."""
+    given: Any
+    """What identifies its inputs."""
+    graph: Any
+    """What Inductor lowered and scheduled, its ``module`` after the passes."""
+    counted: _Counted
+
+
 class Lowerings:
-    """Lowers halves to be looked at; what Inductor compiles thereafter is not lowered twice.
+    """Lowers halves to be looked at; what Inductor compiles thereafter goes neither through its passes nor through lowering twice.
 
     A lowered graph is handed out once, for a graph of the same nodes, in the same layouts, with the same inputs and configuration.
     """
 
     def __init__(self, keep_order: KeepOrder | None) -> None:
         self.keep_order = keep_order
-        self._kept: list[tuple[Any, Any]] = []
+        self._kept: list[_Kept] = []
 
     def lower(self, half: fx.GraphModule, donated: Sequence[int] | None, strides: Mapping[str, tuple[int, ...]]) -> LoweredHalf:
         """Let Inductor lower and schedule a copy of a half as it would to compile it, and read what it allocates; no code is made.
@@ -86,7 +100,7 @@ class Lowerings:
         with (
             V.set_fake_mode(mode),
             V.set_debug_handler(DebugContext()),
-            _counters_left_alone(),
+            _counted_apart() as counted,
             config.patch(AS_PLANNED | {"_pre_fusion_custom_pass": self.keep_order}),
             compile_fx.get_cuda_device_context(gm),
             _named("forward" if donated is None else "backward"),
@@ -95,6 +109,7 @@ class Lowerings:
             if strides:
                 compile_fx.fake_tensor_prop(gm, inputs)  # type: ignore[attr-defined]
             compile_fx.record_original_output_strides(gm)
+            identity = _identity(gm)
             compile_fx._recursive_post_grad_passes(gm, is_inference=False)
             with compile_fx.maybe_disable_comprehensive_padding(inputs):  # type: ignore[attr-defined]
                 # torch 2.11 finds the decompositions by itself.
@@ -110,27 +125,42 @@ class Lowerings:
                     found = read_schedule(graph)
         # Of a graph with graphs inside, those were scheduled, and cannot be scheduled again.
         if not is_timed and not found.inside:
-            self._kept.append((_identity(gm, inputs, list(donated or ())), graph))
+            self._kept.append(_Kept(identity, _given(inputs, list(donated or ())), graph, counted))
         return found
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
         """Compile one half as ``compile_fx_inner`` does, which goes on with what was lowered where it would lower just that."""
         from torch._inductor import compile_fx
 
-        stock: Any = vars(compile_fx)["GraphLowering"]
+        names = ("_recursive_post_grad_passes", "GraphLowering")
+        stock: list[Any] = [vars(compile_fx)[name] for name in names]
+        passes: Any = stock[0]
+        lowering: Any = stock[1]
+        passed: dict[fx.GraphModule, _Kept] = {}
 
-        class Offered(stock):
+        def offered_passes(gm: fx.GraphModule, is_inference: bool = False) -> None:
+            kept = self._same(gm) if not is_inference else None
+            if kept is None:
+                passes(gm, is_inference)
+            else:
+                _take_over(gm, kept.graph.module)
+                kept.counted.add()
+                passed[gm] = kept
+
+        class Offered(lowering):
             def __new__(cls, gm: fx.GraphModule, **given: Any) -> Any:
                 # No instance of this class, so that it is not initialized again.
-                return self._take(gm, given) or stock(gm, **given)
+                kept = passed.get(gm)
+                return _handed_over(kept.graph, given) if kept is not None and _is_as_lowered(kept, given) else lowering(gm, **given)
 
-        vars(compile_fx)["GraphLowering"] = Offered
+        offered: list[Any] = [offered_passes, Offered]
+        vars(compile_fx).update(zip(names, offered, strict=True))
         try:
             return compile_fx.compile_fx_inner(gm, example_inputs, **given)
         finally:
-            vars(compile_fx)["GraphLowering"] = stock
+            vars(compile_fx).update(zip(names, stock, strict=True))
             is_backward = given.get("is_backward", False)
-            self._kept = [kept for kept in self._kept if kept[1].is_backward != is_backward]
+            self._kept = [kept for kept in self._kept if kept.graph.is_backward != is_backward]
 
     def compile_alone(self, half: fx.GraphModule, is_backward: bool, strides: Mapping[str, tuple[int, ...]]) -> Any:
         """Compile a half, which is left alone, to a function of a list that it empties; ``strides`` as for :meth:`lower`."""
@@ -143,19 +173,21 @@ class Lowerings:
         with config.patch({"_pre_fusion_custom_pass": self.keep_order}):
             return self.compile(gm, inputs, is_backward=is_backward, cudagraphs=BoxedBool(False))
 
-    def _take(self, gm: fx.GraphModule, given: dict[str, Any]) -> Any:
-        """Return what was lowered of a graph that Inductor lowers now; None if nothing was."""
-        from torch._inductor.utils import get_donated_idxs
-
-        if not self._kept:
-            return None
-        donated = list(get_donated_idxs() or ()) if given.get("is_backward") else []
-        identity = _identity(gm, given["example_inputs"], donated)
+    def _same(self, gm: fx.GraphModule) -> _Kept | None:
+        """Return what was lowered of a graph that Inductor is about to lower; None if nothing was. It is not returned again."""
+        identity = _identity(gm) if self._kept else None
         for kept in self._kept:
-            if kept[0] == identity and _is_plain(given, kept[1]):
+            if kept.identity == identity:
                 self._kept.remove(kept)
-                return _handed_over(kept[1], given)
+                return kept
         return None
+
+
+def _take_over(gm: fx.GraphModule, passed: fx.GraphModule) -> None:
+    """Make ``gm`` what it would be after Inductor's passes: they made ``passed`` of an equal graph."""
+    for node in passed.graph.find_nodes(op="get_attr"):
+        setattr(gm, node.target, getattr(passed, node.target))
+    gm.graph = passed.graph
 
 
 def _laid_out(gm: fx.GraphModule, strides: Mapping[str, tuple[int, ...]]) -> list[Any]:
@@ -199,41 +231,46 @@ def _mark_visible_outputs(gm: fx.GraphModule, *, is_backward: bool) -> None:
     output.meta["user_visible_output_idxs"] = [i for i in visible if isinstance(values[i], fx.Node)]
 
 
-def _identity(gm: fx.GraphModule, inputs: Sequence[Any], donated: list[int]) -> Any:
-    """Return what decides how Inductor lowers a graph; two that are equal are lowered alike."""
-    from torch._inductor.utils import should_assume_input_aligned
-
-    def value(given: Any) -> Any:
-        if not isinstance(given, torch.Tensor):
-            return str(given)
-        strided = (given.stride(), given.storage_offset()) if given.layout == torch.strided else ()
-        return str((given.shape, strided, given.dtype, given.device))
-
-    def argument(given: Any) -> Any:
-        return given.name if isinstance(given, fx.Node) else str(given)
-
+def _identity(gm: fx.GraphModule) -> Any:
+    """Return what decides how Inductor lowers a graph, its inputs aside; two that are equal are lowered alike."""
     nodes = []
     for node in gm.graph.nodes:
         target = id(getattr(gm, node.target)) if node.op == "get_attr" and "." not in node.target else node.target
-        arguments = pytree.tree_map_only((fx.Node, torch.SymInt), argument, (node.args, dict(node.kwargs)))
-        made = pytree.tree_map(value, node.meta.get("val")) if node.op in ("placeholder", "call_function") else None
-        nodes.append((node.op, node.name, target, str(arguments), made))
+        made = pytree.tree_map(_layout, node.meta.get("val")) if node.op in ("placeholder", "call_function") else None
+        # As text, nodes are their names and sizes what they stand for: two sizes cannot be compared without a guard.
+        nodes.append((node.op, node.name, target, str((node.args, node.kwargs)), made))
     output = gm.graph.output_node().meta
-    visible = (output.get("user_visible_output_idxs"), str(output.get("original_output_strides")))
+    return nodes, output.get("user_visible_output_idxs"), str(output.get("original_output_strides"))
+
+
+def _given(inputs: Sequence[Any], donated: list[int]) -> Any:
+    """Return what decides how Inductor lowers a graph beside the graph: its inputs, those that it may write over."""
+    from torch._inductor.utils import should_assume_input_aligned
+
     aligned = [isinstance(t, torch.Tensor) and should_assume_input_aligned(t) for t in inputs]
-    return nodes, [value(t) for t in inputs], visible, donated, aligned
+    return [_layout(t) for t in inputs], donated, aligned
 
 
-def _is_plain(given: dict[str, Any], graph: Any) -> bool:
+def _layout(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    strided = (value.stride(), value.storage_offset()) if value.layout == torch.strided else ()
+    return str((value.shape, strided, value.dtype, value.device))
+
+
+def _is_as_lowered(kept: _Kept, given: dict[str, Any]) -> bool:
     """Return whether Inductor lowers with what :class:`Lowerings` lowered with, beside the graph."""
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.utils import get_donated_idxs
 
     special = ("cpp_wrapper", "fx_wrapper", "aot_mode", "is_inference", "const_module", "const_output_index")
+    donated = list(get_donated_idxs() or ()) if given.get("is_backward") else []
     return (
         not any(given.get(name) for name in special)
-        and given.get("shape_env") is graph._shape_env
-        and given.get("is_backward", False) == graph.is_backward
+        and given.get("shape_env") is kept.graph._shape_env
+        and given.get("is_backward", False) == kept.graph.is_backward
         and given.get("get_decomp_fn", select_decomp_table) is select_decomp_table
+        and _given(given["example_inputs"], donated) == kept.given
     )
 
 
@@ -253,18 +290,40 @@ def _once(graph: Any, name: str) -> Any:
     return nothing
 
 
+@dataclass(frozen=True)
+class _Counted:
+    """What Inductor counted while it lowered what is not compiled yet."""
+
+    counters: dict[str, Counter[str]] = field(default_factory=dict)
+    metrics: dict[str, int] = field(default_factory=dict)
+
+    def add(self) -> None:
+        """Count it, as it is compiled now."""
+        from torch._dynamo.utils import counters
+        from torch._inductor import metrics
+
+        for name, more in self.counters.items():
+            counters[name].update(more)
+        for name, figure in self.metrics.items():
+            setattr(metrics, name, getattr(metrics, name) + figure)
+
+
 @contextlib.contextmanager
-def _counters_left_alone() -> Iterator[None]:
-    """Put Inductor's metrics and pattern counters back: what is lowered here is not compiled."""
+def _counted_apart() -> Iterator[_Counted]:
+    """Put Inductor's metrics and pattern counters back at the end, and hold by how much they changed."""
     from torch._dynamo.utils import counters
     from torch._inductor import metrics
 
     before = copy.deepcopy(dict(counters))
     figures = {name: getattr(metrics, name) for name in metrics.get_metric_fields()}
+    counted = _Counted()
     try:
-        yield
+        yield counted
     finally:
         for name, figure in figures.items():
+            counted.metrics[name] = getattr(metrics, name) - figure
             setattr(metrics, name, figure)
+        for name, now in counters.items():
+            counted.counters[name] = now - before.get(name, Counter())
         counters.clear()
         counters.update(before)
