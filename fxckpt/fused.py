@@ -141,6 +141,7 @@ class _Fit:
         self.planner, self.options = options.planner, options
         self.wrong_by = 0
         self.least: int | None = None
+        self.doubt = 0.0
         self.joint, self.lines, self.facts, self.cost, self.num_fwd_outputs = joint, lines, facts, cost, num_fwd_outputs
         self.step = step_of(joint.graph, facts)
         self.stock = stock_candidate(self.step, stored) if options.planner.policy is None else None
@@ -170,6 +171,7 @@ class _Fit:
             if compiled <= limit:
                 return halves if chosen is self.stock else self.with_more(chosen, halves, limit, refused)
             self.wrong_by = compiled - limit
+            self.doubt = max(self.doubt, abs(compiled / max(1, chosen.simulation.peak_bytes) - 1))
             if is_last_resort:
                 self.least = min(self.least or compiled, compiled)
             elif chosen is not self.stock:
@@ -241,7 +243,8 @@ class _Fit:
         return halves
 
     def candidates(self, found: Found, limit: int) -> Iterator[tuple[Candidate, bool]]:
-        """Yield what may fit, the fastest first; after each, :attr:`wrong_by` says by how much it did not, :attr:`least` what last resorts took.
+        """Yield what may fit, the fastest first; after each, :attr:`wrong_by` says by how much it did not, :attr:`least` what last resorts took,
+        :attr:`doubt` by what share the model was wrong at most.
 
         The last resorts do not depend on the budget, so that the least peak that an error names can be had by asking for it.
         """
@@ -259,10 +262,9 @@ class _Fit:
             aim = min(aim, best.simulation.peak_bytes) - int(1.1 * self.wrong_by)
             found = self.search(aim)
         for factor in self.options.last_resorts:
-            if self.least is not None and factor * found.floor.simulation.peak_bytes > self.least:
-                return  # What is planned to take more than that is not expected to be compiled to less.
             least = found.floor if factor == 1.0 else self.search(int(factor * found.floor.simulation.peak_bytes)).best
-            if least is not None:
+            # What is planned to take more than another was compiled to takes less only where the model is as wrong as that.
+            if least is not None and (self.least is None or least.simulation.peak_bytes <= (1 + self.doubt) * self.least):
                 yield least, True
 
     def search(self, limit: int) -> Found:
