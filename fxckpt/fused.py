@@ -65,7 +65,7 @@ class FusedPlanner:
     """this share of the budget is left over, and more than"""
     worthwhile: float = 0.02
     """this share of the step may be saved."""
-    margin: float = 0.004
+    margin: float = 0.001
     """Share of the budget that a first plan leaves over."""
     last_resorts: tuple[float, ...] = (1.0, 1.1, 1.25, 1.5)
     """Multiples of the model's least peak whose plans are tried in the end."""
