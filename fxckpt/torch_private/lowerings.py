@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from fxckpt.torch_private import outside_trace
 from fxckpt.torch_private.inductor import KeepOrder, copied
 
 
@@ -98,6 +99,8 @@ class Lowerings:
         _mark_visible_outputs(gm, is_backward=donated is not None)
         compile_fx.view_to_reshape(gm)  # type: ignore[attr-defined]
         with (
+            # As in a compile: what Inductor makes up on the way would otherwise be fake, which takes longer.
+            outside_trace(),
             V.set_fake_mode(mode),
             V.set_debug_handler(DebugContext()),
             _counted_apart() as counted,
