@@ -248,7 +248,8 @@ class _Fit:
 
         The last resorts do not depend on the budget, so that the least peak that an error names can be had by asking for it.
         """
-        if self.stock is not None and self.stock.simulation.peak_bytes <= limit:
+        is_tried = self.stock is not None and self.stock.simulation.peak_bytes <= limit
+        if self.stock is not None and is_tried:
             yield self.stock, False
         aim = found.limit or limit
         seen: set[Schedule] = set()
@@ -266,6 +267,8 @@ class _Fit:
             # What is planned to take more than another was compiled to takes less only where the model is as wrong as that.
             if least is not None and (self.least is None or least.simulation.peak_bytes <= (1 + self.doubt) * self.least):
                 yield least, True
+        if self.stock is not None and not is_tried:
+            yield self.stock, True
 
     def search(self, limit: int) -> Found:
         return self.planner.search(self.facts.program, lambda peak: limit)

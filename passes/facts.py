@@ -182,7 +182,8 @@ def accumulation_bytes(inputs: Sequence[fx.Node], gradients: Sequence[Any]) -> i
             continue
         left[gradient] -= 1
         value, parameter = gradient.meta.get("val"), given.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.Tensor):
+        # A sparse gradient is taken by its parts.
+        if not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.Tensor) or value.layout is not torch.strided:
             continue
         if left[gradient] > 0 or not has_layout_of(value, parameter):
             extra += size_hint(value.numel()) * value.element_size()

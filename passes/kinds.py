@@ -11,18 +11,18 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxckpt.registry import registered
-from fxckpt.torch_private import OpOverload, has_effect
+from fxckpt.torch_private import OpOverload, has_effect, parts_of
 
 UNINITIALIZED = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a node's ``meta["val"]``."""
+    """Yield the tensors in a node's ``meta["val"]``; of a sparse one those that hold it, as it has no storage of its own."""
     if isinstance(value, torch.Tensor):
-        return iter((value,))
+        return iter((value,)) if value.layout is torch.strided else parts_of(value)
     if value is None or isinstance(value, (int, float, torch.SymInt)):
         return iter(())
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return (tensor for leaf in pytree.tree_leaves(value) for tensor in (tensors(leaf) if isinstance(leaf, torch.Tensor) else ()))
 
 
 def is_random(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, strided
 from torch.utils import _pytree as pytree
 
 from fxckpt.passes.facts import graph_outputs
@@ -49,10 +49,12 @@ def eliminate_dead_code(graph: fx.Graph) -> None:
 def merge_common_subexpressions(graph: fx.Graph) -> None:
     """Merge equal calls of pure ops.
 
-    What a user gets stays its own tensor: one in-place op on a merged output would change the other, or what the backward saved.
+    What a user gets stays its own tensor: one in-place op on a merged output would change the other, or what the backward saved. So does what
+    holds a sparse tensor, which cannot be laid over another storage.
     """
     written = [a for n in graph.nodes if n.op == "call_function" and is_mutating(n) for a in n.all_input_nodes[:1]]
-    apart = {storage_id(t) for n in (*written, *graph_outputs(graph)) if isinstance(n, fx.Node) for t in tensors(n.meta.get("val"))}
+    kept = (*written, *filter(_is_sparse, graph.nodes), *graph_outputs(graph))
+    apart = {storage_id(t) for n in kept if isinstance(n, fx.Node) for t in tensors(n.meta.get("val"))}
     apart -= {storage_id(t) for n in graph.find_nodes(op="placeholder") if n not in written for t in tensors(n.meta.get("val"))}
     seen: dict[Any, fx.Node] = {}
     moved: dict[int, Tensor] = {}
@@ -78,6 +80,11 @@ def _retie(node: fx.Node, moved: dict[int, Tensor]) -> None:
         node.meta["val"] = pytree.tree_map_only(
             Tensor, lambda t: laid_over(moved[storage_id(t)], t) if storage_id(t) in moved else t, value
         )
+
+
+def _is_sparse(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.layout is not strided
 
 
 def _can_merge(node: fx.Node, apart: set[int]) -> bool:

@@ -159,7 +159,7 @@ def step_of(graph: fx.Graph, facts: Facts) -> Step:
         elif node.target is operator.getitem and node.name in index:
             kind, held = Kind.PART, (index[node.name],)
         else:
-            kind, held = (Kind.SIZE if first is None else Kind.VIEW), _shown(node, first, [labels[i] for i in inputs])
+            kind, held = (Kind.SIZE if first is None else Kind.VIEW), _shown(node, [labels[i] for i in inputs])
         if node.target not in op_of or node.target is operator.getitem:
             op_of[node.target] = "" if kind is Kind.INPUT else op_name(node)
         position[node] = len(labels)
@@ -181,14 +181,15 @@ def step_of(graph: fx.Graph, facts: Facts) -> Step:
     return Step(facts.program, tuple(labels))
 
 
-def _shown(node: fx.Node, tensor: Any, inputs: list[Label]) -> tuple[int, ...]:
+def _shown(node: fx.Node, inputs: list[Label]) -> tuple[int, ...]:
     """Return the storages that a view shows: its inputs', where there is a doubt by what torch says."""
     if len(inputs) == 1:
         return inputs[0].storages
     found = tuple(dict.fromkeys(s for label in inputs for s in label.storages))
-    if len(found) < 2 or tensor is None:
+    shown = {storage_id(t) for t in tensors(node.meta.get("val"))}
+    if len(found) < 2 or not shown:
         return found
-    same = [arg for arg in node.all_input_nodes if any(storage_id(t) == storage_id(tensor) for t in tensors(arg.meta.get("val")))]
+    same = [arg for arg in node.all_input_nodes if any(storage_id(t) in shown for t in tensors(arg.meta.get("val")))]
     chosen = {arg.name for arg in same}
     return tuple(dict.fromkeys(s for label in inputs if label.name in chosen for s in label.storages))
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from torch._inductor import compile_fx, config
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -72,6 +74,26 @@ def test_the_least_peak_of_convolutions_can_be_had() -> None:
     assert plan.compiled_peak_bytes is not None and plan.compiled_peak_bytes <= floor
 
 
+class Alignment(nn.Module):
+    """A loss of sequences, on which the model of what Inductor stores is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths, targets = torch.full((4,), 30), torch.ones(4, 5, dtype=torch.long)
+        return F.ctc_loss(self.layers(x).log_softmax(-1), targets, lengths, torch.full((4,), 5))
+
+
+def test_the_least_peak_is_no_more_than_what_stock_saves_takes() -> None:
+    joint, count = inductor_joint(Alignment(), torch.randn(30, 4, 32))
+    stock = FusedPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)[2]
+    with pytest.raises(fxckpt.BudgetInfeasible) as caught:
+        FusedPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
+    assert stock.compiled_peak_bytes is not None and caught.value.floor_bytes <= stock.compiled_peak_bytes
+
+
 class Regions(nn.Module):
     """Dropout in checkpoint regions, every other one selective: draws that loops write over."""
 
@@ -115,8 +137,40 @@ class Constants(nn.Module):
         return self.layer(h)[:, torch.tensor([1, 2, 5])].square().mean()
 
 
+class Volumes(nn.Module):
+    """Convolutions of signals and volumes, which Inductor does not lay out anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signal, self.longer = nn.Conv1d(8, 16, 3, padding=1), nn.ConvTranspose1d(16, 8, 4, 2, 1)
+        self.volume = nn.Conv3d(1, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.longer(F.silu(self.signal(x.view(8, 8, -1)))))
+        return self.volume(h[:, None, :, :, None]).square().mean()
+
+
+class Lookup(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(99, 32, sparse=True), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.layer(F.gelu(self.layer(self.table((99 * x[:32]).long()))))).square().mean()
+
+
 @pytest.mark.parametrize(
-    ("model", "budget", "least_share"), [(Regions, None, 0.97), (Regions, 0.85, 0.97), (Branches, 0.85, 0.7), (Constants, None, 0.97)]
+    ("model", "budget", "least_share"),
+    [
+        (Regions, None, 0.97),
+        (Regions, 0.85, 0.97),
+        (Branches, 0.85, 0.7),
+        (Constants, None, 0.97),
+        (Volumes, None, 0.97),
+        (Lookup, 0.8, 0.97),
+    ],
 )
 def test_what_is_measured_is_what_was_predicted(model: type[nn.Module], budget: float | None, least_share: float) -> None:
     """Of branches the larger is predicted, whichever is taken, beside all that they read."""
@@ -125,3 +179,24 @@ def test_what_is_measured_is_what_was_predicted(model: type[nn.Module], budget: 
     (plan,) = backend.plans
     assert plan.compiled_peak_bytes is not None
     assert least_share * plan.compiled_peak_bytes <= measured <= plan.compiled_peak_bytes
+
+
+def test_a_judged_half_goes_through_inductors_passes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they count is counted once too."""
+    passes, passed = compile_fx.post_grad_passes, list[int]()
+
+    def counting(gm: fx.GraphModule, is_inference: bool) -> None:
+        passed.append(len(gm.graph.nodes))
+        passes(gm, is_inference)
+
+    monkeypatch.setattr(compile_fx, "post_grad_passes", counting)
+    counted = []
+    for backend in ("inductor", fxckpt.Backend(cost="flops")):
+        torch._dynamo.reset()
+        counters.clear()
+        with config.patch(force_disable_caches=True):
+            torch.compile(Constants(), backend=backend)(torch.rand(512, 48)).backward()
+        counted.append((len(passed), dict(counters["inductor"])))
+        passed.clear()
+    assert counted[0][0] == counted[1][0] == 2
+    assert counted[0][1]["pattern_matcher_count"] == counted[1][1]["pattern_matcher_count"] > 0

@@ -98,8 +98,8 @@ def is_convolution(node: fx.Node) -> bool:
 
 
 def channels_last(node: fx.Node) -> fx.Node:
-    """Return a call like ``node`` in a graph of its own, its images channels last."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    """Return a call like ``node`` in a graph of its own, its images channels last; Inductor leaves signals and volumes as they are."""
+    formats = {4: torch.channels_last}
     graph = fx.Graph()
 
     def given(operand: fx.Node) -> fx.Node:

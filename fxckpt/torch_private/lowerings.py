@@ -238,7 +238,7 @@ def _identity(gm: fx.GraphModule) -> Any:
     """Return what decides how Inductor lowers a graph, its inputs aside; two that are equal are lowered alike."""
     nodes = []
     for node in gm.graph.nodes:
-        target = id(getattr(gm, node.target)) if node.op == "get_attr" and "." not in node.target else node.target
+        target = _constant(getattr(gm, node.target)) if node.op == "get_attr" and "." not in node.target else node.target
         made = pytree.tree_map(_layout, node.meta.get("val")) if node.op in ("placeholder", "call_function") else None
         # As text, nodes are their names and sizes what they stand for: two sizes cannot be compared without a guard.
         nodes.append((node.op, node.name, target, str((node.args, node.kwargs)), made))
@@ -252,6 +252,13 @@ def _given(inputs: Sequence[Any], donated: list[int]) -> Any:
 
     aligned = [isinstance(t, torch.Tensor) and should_assume_input_aligned(t) for t in inputs]
     return [_layout(t) for t in inputs], donated, aligned
+
+
+def _constant(value: Any) -> Any:
+    """Return what tells a constant of a graph from others: a small one, which may be copied between two looks, by what it holds."""
+    if type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() <= 1000:
+        return _layout(value), str(value.tolist())
+    return id(value)
 
 
 def _layout(value: Any) -> str:
