@@ -166,7 +166,7 @@ class _Fit:
             return self.lowered(found, self.stock or found.best or found.baseline, None)[0]
         refused: tuple[int, int] | None = None
         for chosen, is_last_resort in self.candidates(found, limit):
-            # Of a last resort the whole is looked at, as its peak may come to be named as the least.
+            # Of a last resort, and of torch's own choice, the whole is looked at, as its peak may come to be named as the least.
             halves, compiled = self.lowered(found, chosen, limit, is_whole=is_last_resort)
             if compiled <= limit:
                 return halves if chosen is self.stock else self.with_more(chosen, halves, limit, refused)
@@ -174,7 +174,7 @@ class _Fit:
             self.doubt = max(self.doubt, abs(compiled / max(1, chosen.simulation.peak_bytes) - 1))
             if is_last_resort:
                 self.least = min(self.least or compiled, compiled)
-            elif chosen is not self.stock:
+            else:
                 refused = chosen.simulation.peak_bytes, compiled
         floor, baseline = found.floor.simulation.peak_bytes, found.baseline.simulation.peak_bytes
         raise infeasible(self.planner.budget, limit, self.least or floor, baseline)
@@ -248,9 +248,9 @@ class _Fit:
 
         The last resorts do not depend on the budget, so that the least peak that an error names can be had by asking for it.
         """
-        is_tried = self.stock is not None and self.stock.simulation.peak_bytes <= limit
-        if self.stock is not None and is_tried:
-            yield self.stock, False
+        is_early = self.stock is not None and self.stock.simulation.peak_bytes <= limit
+        if self.stock is not None and is_early:
+            yield self.stock, True
         aim = found.limit or limit
         seen: set[Schedule] = set()
         for _ in range(self.options.attempts):
@@ -267,7 +267,7 @@ class _Fit:
             # What is planned to take more than another was compiled to takes less only where the model is as wrong as that.
             if least is not None and (self.least is None or least.simulation.peak_bytes <= (1 + self.doubt) * self.least):
                 yield least, True
-        if self.stock is not None and not is_tried:
+        if self.stock is not None and not is_early:
             yield self.stock, True
 
     def search(self, limit: int) -> Found:

@@ -194,7 +194,7 @@ def test_a_judged_half_goes_through_inductors_passes_once(monkeypatch: pytest.Mo
     for backend in ("inductor", fxckpt.Backend(cost="flops")):
         torch._dynamo.reset()
         counters.clear()
-        with config.patch(force_disable_caches=True):
+        with config.patch(fx_graph_cache=False):
             torch.compile(Constants(), backend=backend)(torch.rand(512, 48)).backward()
         counted.append((len(passed), dict(counters["inductor"])))
         passed.clear()

@@ -256,7 +256,7 @@ def _given(inputs: Sequence[Any], donated: list[int]) -> Any:
 
 def _constant(value: Any) -> Any:
     """Return what tells a constant of a graph from others: a small one, which may be copied between two looks, by what it holds."""
-    if type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() <= 1000:
+    if type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu" and value.numel() <= 1000:
         return _layout(value), str(value.tolist())
     return id(value)
 
