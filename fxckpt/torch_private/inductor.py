@@ -203,7 +203,7 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
 def _begin_to_look_for_instructions(options: Mapping[str, Any]) -> None:
     """Let Inductor find out, while the graph is traced and planned, which vector instructions it can compile for, and keep what it finds.
 
-    It runs a compiler for that, some ten seconds with an empty cache, and waits for it only when it writes the first kernel.
+    It runs a compiler for that, which takes long with an empty cache, and waits for it only when it writes the first kernel.
     """
     from torch._inductor import config, cpu_vec_isa
     from torch._inductor.exc import InvalidCxxCompiler

@@ -134,15 +134,17 @@ class Lowerings:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
         """Compile one half as ``compile_fx_inner`` does, which goes on with what was lowered where it would lower just that."""
         from torch._inductor import compile_fx
+        from torch._inductor.utils import get_donated_idxs
 
         names = ("_recursive_post_grad_passes", "GraphLowering")
         stock: list[Any] = [vars(compile_fx)[name] for name in names]
         passes: Any = stock[0]
         lowering: Any = stock[1]
         passed: dict[fx.GraphModule, _Kept] = {}
+        given_to_gm = _given(example_inputs, list(get_donated_idxs() or ()) if given.get("is_backward") else [])
 
         def offered_passes(gm: fx.GraphModule, is_inference: bool = False) -> None:
-            kept = self._same(gm) if not is_inference else None
+            kept = self._same(gm, given_to_gm) if not is_inference else None
             if kept is None:
                 passes(gm, is_inference)
             else:
@@ -176,11 +178,11 @@ class Lowerings:
         with config.patch({"_pre_fusion_custom_pass": self.keep_order}):
             return self.compile(gm, inputs, is_backward=is_backward, cudagraphs=BoxedBool(False))
 
-    def _same(self, gm: fx.GraphModule) -> _Kept | None:
+    def _same(self, gm: fx.GraphModule, given: Any) -> _Kept | None:
         """Return what was lowered of a graph that Inductor is about to lower; None if nothing was. It is not returned again."""
         identity = _identity(gm) if self._kept else None
         for kept in self._kept:
-            if kept.identity == identity:
+            if kept.identity == identity and kept.given == given:
                 self._kept.remove(kept)
                 return kept
         return None
@@ -269,18 +271,15 @@ def _layout(value: Any) -> str:
 
 
 def _is_as_lowered(kept: _Kept, given: dict[str, Any]) -> bool:
-    """Return whether Inductor lowers with what :class:`Lowerings` lowered with, beside the graph."""
+    """Return whether Inductor lowers with what :class:`Lowerings` lowered with, beside the graph and its inputs."""
     from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.utils import get_donated_idxs
 
     special = ("cpp_wrapper", "fx_wrapper", "aot_mode", "is_inference", "const_module", "const_output_index")
-    donated = list(get_donated_idxs() or ()) if given.get("is_backward") else []
     return (
         not any(given.get(name) for name in special)
         and given.get("shape_env") is kept.graph._shape_env
         and given.get("is_backward", False) == kept.graph.is_backward
         and given.get("get_decomp_fn", select_decomp_table) is select_decomp_table
-        and _given(given["example_inputs"], donated) == kept.given
     )
 
 
