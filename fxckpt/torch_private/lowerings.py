@@ -304,7 +304,8 @@ class _Counted:
     """What Inductor counted while it lowered what is not compiled yet."""
 
     counters: dict[str, Counter[str]] = field(default_factory=dict)
-    metrics: dict[str, int] = field(default_factory=dict)
+    deltas: list[Any] = field(default_factory=list)
+    """Of Inductor's metrics."""
 
     def add(self) -> None:
         """Count it, as it is compiled now."""
@@ -313,8 +314,8 @@ class _Counted:
 
         for name, more in self.counters.items():
             counters[name].update(more)
-        for name, figure in self.metrics.items():
-            setattr(metrics, name, getattr(metrics, name) + figure)
+        for delta in self.deltas:
+            metrics.CachedMetricsHelper.apply_deltas(delta)
 
 
 @contextlib.contextmanager
@@ -324,13 +325,12 @@ def _counted_apart() -> Iterator[_Counted]:
     from torch._inductor import metrics
 
     before = copy.deepcopy(dict(counters))
-    figures = {name: getattr(metrics, name) for name in metrics.get_metric_fields()}
-    counted = _Counted()
+    helper, counted = metrics.CachedMetricsHelper(), _Counted()
     try:
         yield counted
     finally:
-        for name, figure in figures.items():
-            counted.metrics[name] = getattr(metrics, name) - figure
+        counted.deltas.append(helper.get_deltas())
+        for name, figure in helper.cached_metrics.items():
             setattr(metrics, name, figure)
         for name, now in counters.items():
             counted.counters[name] = now - before.get(name, Counter())
