@@ -48,7 +48,7 @@ class CaptureError(FxckptError):
 
 
 class PlanningFailed(FxckptError):
-    """Planning raised what it should not: a defect of fxckpt."""
+    """Planning raised what it should not: a defect of fxckpt, or of Inductor, which it asks what becomes of a plan."""
 
 
 class VerifyError(FxckptError):

@@ -20,7 +20,7 @@ from torch import fx
 
 from fxckpt import budget as budgets
 from fxckpt.contest import CompileHalf, not_to_be_tried, step_seconds
-from fxckpt.lowering import Lower, backward_bytes, forward_bytes
+from fxckpt.lowering import Lower, backward_bytes, forward_bytes, lower_backward, written_over
 from fxckpt.passes.describe import describe
 from fxckpt.passes.facts import Facts
 from fxckpt.passes.fingerprint import fingerprint
@@ -31,6 +31,8 @@ from fxckpt.passes.price_search import Candidate, Found
 from fxckpt.passes.schedule import Decisions, Schedule, emit
 from fxckpt.passes.simulate import simulate
 from fxckpt.passes.step import Step, step_of
+from fxckpt.passes.unflatten import unflatten
+from fxckpt.passes.unfold import unfold
 from fxckpt.pipeline import Planner, device_of, infeasible, warn_of_unbounded_sizes
 from fxckpt.plan import Plan
 from fxckpt.plan_log import log_plan
@@ -67,14 +69,15 @@ class FusedPlanner:
     """this share of the step may be saved."""
     margin: float = 0.001
     """Share of the budget that a first plan leaves over."""
-    last_resorts: tuple[float, ...] = (1.0, 1.1, 1.25, 1.5)
-    """Multiples of the model's least peak whose plans are tried in the end."""
+    last_resorts: tuple[float, ...] = (1.1, 1.25, 1.5)
+    """Multiples of the model's least peak whose plans are tried in the end, after that of the least peak."""
 
     def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) -> Halves:
         """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is normalized; raises :class:`BudgetInfeasible`."""
         planner = self.planner
         begin = time.perf_counter()
         normalize(joint)
+        unflatten(joint.graph)
         # What the trace unpacked its arguments by is not needed here, and torch warns when it is copied.
         joint.graph.set_codegen(fx.graph.CodeGen())
         lines = fingerprint(joint.graph)
@@ -121,6 +124,7 @@ def emitted(planner: Planner, joint: fx.GraphModule, facts: Facts, plan: Plan, n
     """Turn a joint graph into the halves that follow a plan."""
     forward, backward = planner.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs, is_library_call=is_library_call)
     if plan.keeps_order:
+        unfold(backward, is_library_call=is_library_call)
         mark_order(backward)
     return forward, backward, plan
 
@@ -142,6 +146,8 @@ class _Fit:
         self.wrong_by = 0
         self.least: int | None = None
         self.doubt = 0.0
+        self.program = facts.program
+        """What plans are searched on: with what the last plan that was judged turned out to write over."""
         self.joint, self.lines, self.facts, self.cost, self.num_fwd_outputs = joint, lines, facts, cost, num_fwd_outputs
         self.step = step_of(joint.graph, facts)
         self.stock = stock_candidate(self.step, stored) if options.planner.policy is None else None
@@ -164,20 +170,21 @@ class _Fit:
         """Return the halves of the first candidate that fits. Raises :class:`BudgetInfeasible`."""
         if limit is None:
             return self.lowered(found, self.stock or found.best or found.baseline, None)[0]
-        refused: tuple[int, int] | None = None
+        refused: tuple[Schedule, int] | None = None
         for chosen, is_last_resort in self.candidates(found, limit):
             # Of a last resort, and of torch's own choice, the whole is looked at, as its peak may come to be named as the least.
             halves, compiled = self.lowered(found, chosen, limit, is_whole=is_last_resort)
             if compiled <= limit:
                 return halves if chosen is self.stock else self.with_more(chosen, halves, limit, refused)
             self.wrong_by = compiled - limit
-            self.doubt = max(self.doubt, abs(compiled / max(1, chosen.simulation.peak_bytes) - 1))
+            self.doubt = max(self.doubt, abs(compiled / max(1, self.planned(chosen.schedule)) - 1))
             if is_last_resort:
                 self.least = min(self.least or compiled, compiled)
             else:
-                refused = chosen.simulation.peak_bytes, compiled
+                refused = chosen.schedule, compiled
         floor, baseline = found.floor.simulation.peak_bytes, found.baseline.simulation.peak_bytes
-        raise infeasible(self.planner.budget, limit, self.least or floor, baseline)
+        least = self.least or floor
+        raise infeasible(self.planner.budget, limit, least, max(least, baseline))
 
     def others(self, found: Found, first: Halves, limit: int | None) -> Iterator[Halves]:
         """Yield other plans that fit: torch's own choice, the model's fastest at as much memory as the first plan takes, and at less."""
@@ -220,26 +227,28 @@ class _Fit:
         log.debug("planned %d bytes, compiled %d, budget %s", chosen.simulation.peak_bytes, compiled, limit)
         return (*halves[:2], replace(halves[2], compiled_peak_bytes=compiled)), compiled
 
-    def with_more(self, chosen: Candidate, halves: Halves, limit: int, refused: tuple[int, int] | None) -> Halves:
+    def with_more(self, chosen: Candidate, halves: Halves, limit: int, refused: tuple[Schedule, int] | None) -> Halves:
         """Return what fits, or what is faster and fits too where much of the budget is left over.
 
-        ``refused`` are the bytes planned and compiled of a plan that was over the budget: what lies between is expected in between.
+        ``refused`` is a plan that was over the budget, and its compiled bytes: what lies between is expected in between.
         """
         options, gain = self.options, self.options.worthwhile * self.facts.program.step_seconds
         for _ in range(options.retries):
-            planned, compiled = chosen.simulation.peak_bytes, halves[2].compiled_peak_bytes or limit
+            planned, compiled = self.planned(chosen.schedule), halves[2].compiled_peak_bytes or limit
             left, spent = limit - compiled, chosen.simulation.extra_seconds
             if left <= options.slack * limit or spent <= gain:
                 break
-            rate = 1.0 if refused is None else (refused[0] - planned) / (refused[1] - compiled)
+            rate = 1.0 if refused is None else (self.planned(refused[0]) - planned) / (refused[1] - compiled)
             more = self.search(planned + int(max(rate, 0.0) * (1 - options.margin) * left))
-            if more.best is None or more.best.simulation.extra_seconds > spent - gain:
+            found = [c for c in (self.stock, more.best) if c is not None and self.planned(c.schedule) <= (more.limit or limit)]
+            better = min(found, key=lambda c: c.simulation.extra_seconds, default=None)
+            if better is None or better.simulation.extra_seconds > spent - gain:
                 break
-            faster, compiled = self.lowered(more, more.best, limit)
+            faster, compiled = self.lowered(more, better, limit)
             if compiled <= limit:
-                chosen, halves = more.best, faster
+                chosen, halves = better, faster
             else:
-                refused = more.best.simulation.peak_bytes, compiled
+                refused = better.schedule, compiled
         return halves
 
     def candidates(self, found: Found, limit: int) -> Iterator[tuple[Candidate, bool]]:
@@ -251,7 +260,7 @@ class _Fit:
         is_early = self.stock is not None and self.stock.simulation.peak_bytes <= limit
         if self.stock is not None and is_early:
             yield self.stock, True
-        aim = found.limit or limit
+        aim, floor = found.limit or limit, found.floor
         seen: set[Schedule] = set()
         for _ in range(self.options.attempts):
             best = found.best
@@ -260,18 +269,34 @@ class _Fit:
             seen.add(best.schedule)
             yield best, False
             # As much less as the model was wrong, and a little more.
-            aim = min(aim, best.simulation.peak_bytes) - int(1.1 * self.wrong_by)
+            aim = min(aim, self.planned(best.schedule)) - int(1.1 * self.wrong_by)
             found = self.search(aim)
-        for factor in self.options.last_resorts:
-            least = found.floor if factor == 1.0 else self.search(int(factor * found.floor.simulation.peak_bytes)).best
+        for least in self.last_resorts(floor):
             # What is planned to take more than another was compiled to takes less only where the model is as wrong as that.
-            if least is not None and (self.least is None or least.simulation.peak_bytes <= (1 + self.doubt) * self.least):
+            if self.least is None or self.planned(least.schedule) <= (1 + self.doubt) * self.least:
                 yield least, True
         if self.stock is not None and not is_early:
             yield self.stock, True
 
+    def last_resorts(self, floor: Candidate) -> Iterator[Candidate]:
+        """Yield plans of the least peak, by the model as it is, by what it learns from that, and of a little more."""
+        self.program = self.facts.program
+        yield floor
+        learned = self.program
+        if learned is not self.facts.program and (better := self.search(self.planned(floor.schedule)).floor).schedule != floor.schedule:
+            floor = better
+            yield floor
+        for factor in self.options.last_resorts:
+            self.program = learned
+            if (least := self.search(int(factor * self.planned(floor.schedule))).best) is not None:
+                yield least
+
     def search(self, limit: int) -> Found:
-        return self.planner.search(self.facts.program, lambda peak: limit)
+        return self.planner.search(self.program, lambda peak: limit)
+
+    def planned(self, schedule: Schedule) -> int:
+        """Return the peak of a schedule by what is known by now."""
+        return simulate(self.program, schedule).peak_bytes
 
     def describe(self, found: Found, chosen: Candidate, limit: int | None) -> Plan:
         plan = describe(self.step, found, chosen, budget_bytes=limit, cost=self.cost)
@@ -293,10 +318,17 @@ class _Fit:
         facts, lower = self.facts, self.options.lower
         # The backward knows what the forward leaves, and is the likelier to be over: it is lowered first wherever that may be known without.
         lowered = lower(forward, None, {}) if changes_layout(forward) else None
-        peak = int(backward_bytes(forward, backward, facts, lower, num_fwd_outputs=self.num_fwd_outputs, lowered_forward=lowered).max())
+        num, of = self.num_fwd_outputs, (forward, backward, facts)
+        lowered_backward = lower_backward(forward, backward, lower, num_fwd_outputs=num, lowered_forward=lowered)
+        self.program = written_over(facts, lowered_backward)
+        peak = int(backward_bytes(lowered_backward, *of, num_fwd_outputs=num, lowered_forward=lowered).max())
         if limit is not None and peak > limit:
             return peak
-        return max(peak, int(forward_bytes(lowered or lower(forward, None, {}), forward, facts).max()))
+        if lowered is None:
+            # Only now is it known which of what is saved lies in one buffer.
+            lowered = lower(forward, None, {})
+            peak = int(backward_bytes(lowered_backward, *of, num_fwd_outputs=num, lowered_forward=lowered).max())
+        return max(peak, int(forward_bytes(lowered, forward, facts).max()))
 
 
 def stock_candidate(step: Step, stored: frozenset[str]) -> Candidate | None:

@@ -8,15 +8,17 @@ up over both halves, with what the forward hands to the backward, that is the pe
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import fx
 
-from fxckpt.passes.facts import Facts, graph_outputs, storage_bytes
+from fxckpt.passes.facts import Facts, graph_outputs, replay_bytes, storage_bytes
 from fxckpt.passes.kinds import tensors
-from fxckpt.passes.program import IntArray
+from fxckpt.passes.program import IntArray, Program
 from fxckpt.passes.rematerialize import RECOMPUTE_OF
 from fxckpt.torch_private import size_hint, storage_id
 from fxckpt.torch_private.inductor import may_donate
@@ -32,34 +34,38 @@ def forward_bytes(lowered: LoweredHalf, forward: fx.GraphModule, facts: Facts) -
     return live_bytes(lowered) + _workspace(lowered, forward, _workspace_bytes(facts))
 
 
+def lower_backward(
+    forward: fx.GraphModule, backward: fx.GraphModule, lower: Lower, *, num_fwd_outputs: int, lowered_forward: LoweredHalf | None = None
+) -> LoweredHalf:
+    """Lower the backward of a forward, which without one that is lowered leaves its values in the layouts they were traced in."""
+    return lower(backward, donated(forward, backward, num_fwd_outputs=num_fwd_outputs), _relaid(forward, lowered_forward))
+
+
 def backward_bytes(
+    lowered: LoweredHalf,
     forward: fx.GraphModule,
     backward: fx.GraphModule,
     facts: Facts,
-    lower: Lower,
     *,
     num_fwd_outputs: int,
     lowered_forward: LoweredHalf | None = None,
 ) -> IntArray:
-    """Lower the backward and return the live bytes during each of its kernels, and at its end, with all that the forward left.
-
-    Without a lowered forward, the forward leaves its values in the layouts they were traced in.
-    """
+    """Return the live bytes during each kernel of a lowered backward, and at its end, with all that the forward left."""
     inputs = backward.graph.find_nodes(op="placeholder")
-    left = _left_otherwise(forward, lowered_forward)
-    strides = {name: stride for name, (_, stride) in left.items()}
-    lowered = lower(backward, donated(forward, backward, num_fwd_outputs=num_fwd_outputs), strides)
+    left = _lies_in(forward, lowered_forward)
     held = _Held(len(lowered.kernels))
-    given = {storage_id(t) for n in forward.graph.find_nodes(op="placeholder") for t in tensors(n.meta.get("val"))}
+    given: set[int | str] = set()
+    for node in forward.graph.find_nodes(op="placeholder"):
+        given |= {node.name, *(storage_id(t) for t in tensors(node.meta.get("val")))}
     # The user holds what the forward returns, the autograd engine the incoming gradients.
     for output in graph_outputs(forward.graph)[:num_fwd_outputs]:
         for tensor in tensors(output.meta.get("val")) if isinstance(output, fx.Node) else ():
-            held.until(left[output.name][0] if output.name in left else storage_id(tensor), tensor, math.inf)
+            held.until(left.get(output.name, storage_id(tensor)), tensor, math.inf)
     for node, name in zip(inputs, lowered.last_read, strict=True):
         last = math.inf if str(node.target).startswith("tangents") else lowered.last_read[name]
         for tensor in tensors(node.meta.get("val")):
             if node.name in left:
-                held.until(left[node.name][0], tensor, last)
+                held.until(left[node.name], tensor, last)
             elif not str(node.target).startswith("primals"):
                 held.until(storage_id(tensor), tensor, last)
     own = live_bytes(lowered) + _workspace(lowered, backward, _workspace_bytes(facts))
@@ -67,15 +73,60 @@ def backward_bytes(
     return own + held.bytes(given)
 
 
-def _left_otherwise(forward: fx.GraphModule, lowered: LoweredHalf | None) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return what a lowered forward leaves in another layout than it was traced in: by name, the buffer it lies in and its strides."""
+def written_over(facts: Facts, lowered: LoweredHalf) -> Program:
+    """Return the program, its backward ops writing over what they are the last to read where kernels of a lowered backward were seen to.
+
+    Which kernel a value's last reader becomes part of hardly depends on the plan, so that what was seen of one holds for others.
+    """
+    program = facts.program
+    last = {s: k for k, op in enumerate(program.backward) for s in op.reads}
+    by_node: dict[str, list[int]] = {}
+    for k, op in enumerate(program.backward):
+        for name in _loop(facts, op.name):
+            by_node.setdefault(name, []).append(k)
+    spared: dict[int, int] = {}
+    gone: set[int] = set()
+    for kernel, nbytes in lowered.written_over:
+        # Inductor's own passes rename nodes: the op is the one of which most is found in the kernel.
+        likely = Counter(k for name in lowered.kernels[kernel] for k in by_node.get(name, ()))
+        for k, _ in likely.most_common():
+            op = program.backward[k]
+            alike = {s for s in (*op.reads, *op.writes) if program.storages[s].bytes == nbytes}
+            dying = [s for s in op.reads if s in alike and last[s] == k and s not in gone and not program.storages[s].is_output]
+            if dying and alike.intersection(op.writes):
+                gone.add(dying[0])
+                spared[k] = spared.get(k, 0) + nbytes
+                break
+    backward = tuple(replace(op, scratch_bytes=op.scratch_bytes - spared.get(k, 0)) for k, op in enumerate(program.backward))
+    return replace(program, backward=backward) if spared else program
+
+
+def _loop(facts: Facts, name: str) -> dict[str, None]:
+    """Return an op, by name, and what it reads that is never stored."""
+    nodes = dict.fromkeys(node for node in (facts.op_node.get(name),) if node is not None)
+    todo = list(nodes)
+    for node in todo:
+        new = [arg for arg in node.all_input_nodes if arg in facts.views and arg not in nodes]
+        nodes.update(dict.fromkeys(new))
+        todo.extend(new)
+    return dict.fromkeys(node.name for node in nodes)
+
+
+def _lies_in(forward: fx.GraphModule, lowered: LoweredHalf | None) -> dict[str, str]:
+    """Return, for what a lowered forward returns, the buffer or input that it lies in: copies in the graph may be none to the compiler."""
+    pairs = zip(graph_outputs(forward.graph), lowered.outputs, strict=True) if lowered is not None else ()
+    return {output.name: lies[0] for output, lies in pairs if isinstance(output, fx.Node) and lies is not None}
+
+
+def _relaid(forward: fx.GraphModule, lowered: LoweredHalf | None) -> dict[str, tuple[int, ...]]:
+    """Return the strides of what a lowered forward leaves in another layout than it was traced in, by name."""
     found = {}
     pairs = zip(graph_outputs(forward.graph), lowered.outputs, strict=True) if lowered is not None else ()
     for output, lies in pairs:
         if isinstance(output, fx.Node) and lies is not None:
             traced = [size_hint(stride) for stride in output.meta["val"].stride()]
             if traced != list(lies[1]):
-                found[output.name] = lies
+                found[output.name] = lies[1]
     return found
 
 
@@ -97,7 +148,7 @@ def _workspace_bytes(facts: Facts) -> dict[str, int]:
 
 def _workspace(half: LoweredHalf, graph: fx.GraphModule, workspace: Mapping[str, int]) -> IntArray:
     """Return what the kernels of library calls, and the graphs inside ops, allocate and free before they return."""
-    of = {n.name: workspace.get(str(n.meta.get(RECOMPUTE_OF, n.name)), 0) for n in graph.graph.nodes}
+    of = {n.name: workspace.get(str(n.meta.get(RECOMPUTE_OF, n.name)), 0) + replay_bytes(n) for n in graph.graph.nodes}
     during = [half.inside.get(i, max((of.get(name, 0) for name in kernel), default=0)) for i, kernel in enumerate(half.kernels)]
     return np.asarray([*during, 0], dtype=np.int64)
 
@@ -112,10 +163,10 @@ class _Held:
 
     def until(self, storage: int | str, tensor: torch.Tensor, kernel: float) -> None:
         """Take a tensor in; views of one storage hold it together."""
-        self.size[storage] = storage_bytes(tensor)
+        self.size[storage] = max(self.size.get(storage, 0), storage_bytes(tensor))
         self.last[storage] = max(self.last.get(storage, -1), kernel)
 
-    def bytes(self, free: Collection[int]) -> IntArray:
+    def bytes(self, free: Collection[int | str]) -> IntArray:
         """Return the bytes held during each kernel, and at the end, those in ``free`` aside."""
         change = np.zeros(self.kernels + 2, dtype=np.int64)
         for storage, nbytes in self.size.items():

@@ -18,7 +18,8 @@ from fxckpt.trial import REFUSED, Trial, devices
 log = logging.getLogger("fxckpt")
 
 WITHOUT_SCRATCH = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
-"""Matrix products call straight into a BLAS with its own, static buffers; running them would take the most time."""
+"""Matrix products of these call straight into a BLAS with its own, static buffers; running them would take the most time."""
+BLAS_DTYPES = (torch.float32, torch.float64)
 
 
 class MeasuredScratch:
@@ -41,9 +42,12 @@ class MeasuredScratch:
 
 
 def _blas_takes(matrix: torch.Tensor) -> bool:
-    """Return whether a BLAS reads a matrix where it lies; one that is expanded or conjugated, or has no dense row or column, is copied first."""
+    """Return whether a BLAS reads a matrix where it lies.
+
+    One that is expanded or conjugated, or has no dense row or column, is copied first; half precision goes through oneDNN, which reorders.
+    """
     shape, stride = [size_hint(n) for n in matrix.shape], [size_hint(n) for n in matrix.stride()]
-    if matrix.is_complex() or any(n > 1 and s == 0 for n, s in zip(shape, stride, strict=True)):
+    if matrix.dtype not in BLAS_DTYPES or any(n > 1 and s == 0 for n, s in zip(shape, stride, strict=True)):
         return False
     if len(shape) < 2:
         return True

@@ -34,6 +34,7 @@ from fxckpt.torch_private import (
     allocated_bytes,
     is_symbolic,
     partitioner_tag,
+    run_with_rng_state,
     size_hint,
     storage_id,
     written_after,
@@ -99,6 +100,12 @@ def no_scratch(node: fx.Node) -> int:
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes the allocator hands out for a tensor's storage."""
     return allocated_bytes(size_hint(tensor.untyped_storage().nbytes()), tensor.device.type)
+
+
+def replay_bytes(node: fx.Node) -> int:
+    """Return what the replay of a random op sets aside while it runs: the generator's present state; 0 for any other node."""
+    state = node.args[0] if node.target is run_with_rng_state else None
+    return sum(storage_bytes(t) for t in tensors(state.meta["val"])) if isinstance(state, fx.Node) else 0
 
 
 def _device_type(node: fx.Node) -> str:

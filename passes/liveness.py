@@ -10,9 +10,9 @@ import operator
 
 from torch import fx
 
-from fxckpt.passes.facts import storage_bytes
+from fxckpt.passes.facts import replay_bytes, storage_bytes
 from fxckpt.passes.kinds import tensors
-from fxckpt.torch_private import run_with_rng_state, storage_id
+from fxckpt.torch_private import storage_id
 
 Instance = tuple[int, fx.Node]
 
@@ -52,9 +52,7 @@ def live_bytes(graph: fx.Graph, *, start: int, free: frozenset[str], pinned: fro
         for instance in holds[node]:
             variables[instance] += 1
         if node.op == "call_function":
-            scratch = 0
-            if node.target is run_with_rng_state:
-                scratch = sum(storage_bytes(t) for t in tensors(node.args[0].meta["val"]))  # type: ignore[union-attr]
+            scratch = replay_bytes(node)
             if live != before or scratch:
                 profile.append(live + scratch)
         gone = list(dies.get(node, ()))

@@ -25,6 +25,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import is_sym_node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -135,12 +136,21 @@ def allocated_bytes(nbytes: int, device_type: str) -> int:
 
 def upper_bound(value: torch.SymInt) -> int | None:
     """Return the greatest value that a size can take, or None."""
-    node = value.node
-    ranges, expr = node.shape_env.var_to_range, node.expr
+    return greatest(value.node.expr, value.node.shape_env)
+
+
+def greatest(expr: Any, shape_env: Any) -> int | None:
+    """Return the greatest value that a sympy expression of sizes can take, or None."""
+    ranges = shape_env.var_to_range
     if not all(s in ranges and ranges[s].upper.is_Integer and ranges[s].upper < MOST for s in expr.free_symbols):
         return None
-    upper = node.shape_env.bound_sympy(expr).upper
+    upper = shape_env.bound_sympy(expr).upper
     return int(upper) if upper.is_Integer and upper < MOST else None
+
+
+def is_surely_equal(one: Any, other: Any) -> bool:
+    """Return whether two sizes are equal whatever values their symbols take; no guard is added."""
+    return bool(statically_known_true(one == other))
 
 
 def unbounded_sizes(graph: fx.Graph) -> list[str]:

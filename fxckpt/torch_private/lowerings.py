@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from fxckpt.errors import PlanningFailed
 from fxckpt.torch_private import outside_trace
 from fxckpt.torch_private.inductor import KeepOrder, copied
 
@@ -33,6 +34,8 @@ class LoweredHalf:
     """Kernels that run graphs of their own (branches, loops): the bytes that these allocate beyond what they return."""
     allocated: tuple[tuple[str, int, int, int], ...]
     """Buffers that the half allocates: name, bytes, first and last kernel."""
+    written_over: tuple[tuple[int, int], ...]
+    """Per buffer, or input, that a kernel writes over because it is the last to read it: the kernel and the bytes."""
     last_read: dict[str, int]
     """Per input of the graph: the last kernel that reads it, -1 if none does."""
     outputs: tuple[tuple[str, tuple[int, ...]] | None, ...]
@@ -49,7 +52,9 @@ def live_bytes(half: LoweredHalf) -> npt.NDArray[np.int64]:
 
 
 AS_PLANNED = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False, "coordinate_descent_tuning": False}
-"""While a half is only looked at, nothing is timed."""
+"""While a half is only looked at, nothing is timed,"""
+UNTOLD = {"trace.enabled": False}
+"""nor written to the folder that TORCH_COMPILE_DEBUG asks for, which is the compile's own."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +104,13 @@ class Lowerings:
         _mark_visible_outputs(gm, is_backward=donated is not None)
         compile_fx.view_to_reshape(gm)  # type: ignore[attr-defined]
         with (
+            _errors_of_inductor(),
             # As in a compile: what Inductor makes up on the way would otherwise be fake, which takes longer.
             outside_trace(),
             V.set_fake_mode(mode),
             V.set_debug_handler(DebugContext()),
             _counted_apart() as counted,
-            config.patch(AS_PLANNED | {"_pre_fusion_custom_pass": self.keep_order}),
+            config.patch(AS_PLANNED | UNTOLD | {"_pre_fusion_custom_pass": self.keep_order}),
             compile_fx.get_cuda_device_context(gm),
             _named("forward" if donated is None else "backward"),
             torch.no_grad(),
@@ -203,6 +209,19 @@ def _laid_out(gm: fx.GraphModule, strides: Mapping[str, tuple[int, ...]]) -> lis
         if node.name in strides and tuple(value.stride()) != strides[node.name]:
             node.meta["val"] = value.as_strided(value.shape, strides[node.name])
     return [node.meta["val"] for node in placeholders]
+
+
+@contextlib.contextmanager
+def _errors_of_inductor() -> Iterator[None]:
+    """Tell what Inductor cannot lower from what fxckpt cannot plan."""
+    try:
+        yield
+    except Exception as error:
+        raise PlanningFailed(
+            f"Inductor does not lower this graph: {type(error).__name__}: {error}\n"
+            "Without backend='fxckpt' torch.compile lowers the same ops: where it fails too, that is a limit of Inductor, "
+            "and options={'inner': 'aot_eager'}, fxckpt.Backend(inner='aot_eager') plans without it; where it does not, this is a defect of fxckpt."
+        ) from error
 
 
 @contextlib.contextmanager

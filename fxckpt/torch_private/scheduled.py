@@ -13,7 +13,7 @@ from torch._inductor.codegen.wrapper import EfficientPeakEstimate, buffer_reuse_
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.virtualized import V
 
-from fxckpt.torch_private import allocated_bytes
+from fxckpt.torch_private import allocated_bytes, greatest
 from fxckpt.torch_private.lowerings import LoweredHalf, live_bytes
 
 
@@ -31,6 +31,7 @@ class _Schedule:
         self.made_by = {b.get_name(): i for i, n in enumerate(graph.scheduler.nodes) for b in n.get_outputs()}
         self.in_place: dict[str, str] = {}
         """Buffers that take over the memory of one that is not read any more."""
+        self.written_over: list[tuple[int, int]] = []
         self.last: dict[str, int] = {}
         self.born: dict[str, tuple[int, int]] = {}
         self.ran: set[str] = set()
@@ -45,7 +46,9 @@ class _Schedule:
                 node = nodes[i]
                 rows = frozenset(self._rows(node)) - returned
                 inside = rows | (frozenset(self._removed(node)) - returned)
-                self.in_place.update(self._taken_over(node, inside, rows))
+                taken = dict(self._taken_over(node, inside, rows))
+                self.in_place.update(taken)
+                self.written_over.extend((i, _bytes(self.scheduler.name_to_buf[name].node)) for name in taken)
                 for dep in node.read_writes.reads:
                     if not getattr(dep, "is_fake", False):
                         self._touch(dep.name, i)
@@ -62,6 +65,7 @@ class _Schedule:
             tuple(_origins(node) for node in nodes),
             {i: max(map(_body_bytes, bodies)) for i, node in enumerate(nodes) if (bodies := _bodies(node))},
             tuple((n, size, first, end if n in kept else max(self.last.get(n, first), first)) for n, (size, first) in self.born.items()),
+            tuple(self.written_over),
             {name: self.last.get(name, -1) for name in self.graph.graph_input_names},
             tuple(None if n is None else (self._root(n), _strides(o)) for n, o in zip(self.outputs, self.graph.graph_outputs, strict=True)),
         )
@@ -102,8 +106,7 @@ class _Schedule:
             self._touch(name, i)
             return
         first = self.made_by.get(str(made.inputs[0].get_name()), i) if isinstance(made, ir.MultiOutput) else i  # type: ignore[union-attr]
-        size = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(made), fallback=0)
-        self.born[name] = (allocated_bytes(int(size) * made.get_dtype().itemsize, made.get_device_or_error().type), first)
+        self.born[name] = (_bytes(made), first)
 
     def _removed(self, node: Any) -> Iterator[str]:
         """Yield the buffers that live inside one loop."""
@@ -261,6 +264,14 @@ def _is_row_by_row(node: Any, buffer: Any) -> bool:
         expected, stride = expected + stride * variable, stride * size
     reads = [u.node._body.get_read_expr(name) for u in buffer.users if isinstance(u.node, SchedulerNode)]
     return bool(buffer.node.get_layout().is_contiguous()) and all(x == expected for x in (node._body.get_write_expr(name), *reads))
+
+
+def _bytes(buffer: Any) -> int:
+    """Return what a buffer's allocation takes, at most where its size varies within bounds."""
+    size = sympy.sympify(V.graph.get_allocation_storage_size(buffer))
+    bound = greatest(size, V.graph.sizevars.shape_env)
+    size = V.graph.sizevars.optimization_hint(size, fallback=0) if bound is None else bound
+    return allocated_bytes(int(size) * buffer.get_dtype().itemsize, buffer.get_device_or_error().type)
 
 
 def _name(output: Any) -> str | None:

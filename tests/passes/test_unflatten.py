@@ -1,0 +1,102 @@
+"""Unflatten: views that merge what was sliced move behind the element-wise ops that stand between them and a view that splits it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxckpt.passes.unflatten import unflatten
+
+aten = torch.ops.aten
+
+
+def traced(function: Callable[..., Any], *inputs: Tensor, mode: str = "fake") -> fx.GraphModule:
+    return make_fx(function, tracing_mode=mode)(*inputs)
+
+
+def unflattened(gm: fx.GraphModule) -> fx.GraphModule:
+    unflatten(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def dims(gm: fx.GraphModule, target: Any) -> list[int]:
+    return [node.meta["val"].dim() for node in gm.graph.find_nodes(op="call_function", target=target)]
+
+
+def softmax_gradient(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """What a loss over all but the last tokens does to the logits: slice, merge, (x - shift).exp() * scale, split, pad."""
+    rows, length, width = x.shape
+    kept = length - 1
+    flat = x[:, :-1].clone(memory_format=torch.contiguous_format).view(rows * kept, width)
+    return torch.nn.functional.pad(((flat - shift).exp() * scale).view(rows, kept, width), (0, 0, 0, 1))
+
+
+def operands(rows: int = 3, length: int = 5, width: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(rows, length, width), torch.randn(rows * (length - 1), 1), torch.randn(width)
+
+
+def test_element_wise_work_is_done_with_the_dimensions_apart() -> None:
+    gm = traced(softmax_gradient, *operands())
+    assert dims(gm, aten.exp.default) == [2]
+    names = {node.name for node in gm.graph.find_nodes(op="call_function", target=aten.exp.default)}
+    moved = unflattened(gm)
+    assert dims(moved, aten.exp.default) == dims(moved, aten.sub.Tensor) == dims(moved, aten.mul.Tensor) == [3]
+    assert names == {node.name for node in gm.graph.find_nodes(op="call_function", target=aten.exp.default)}
+
+
+@given(st.integers(1, 4), st.integers(2, 5), st.integers(1, 4))
+def test_every_element_is_the_same(rows: int, length: int, width: int) -> None:
+    inputs = operands(rows, length, width)
+    gm = traced(softmax_gradient, *inputs)
+    expected = gm(*inputs)
+    assert torch.equal(unflattened(gm)(*inputs), expected)
+
+
+def test_who_reads_the_merged_value_still_does() -> None:
+    def both(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        flat = x[:, :-1].clone(memory_format=torch.contiguous_format).view(12, 7)
+        shifted = flat - shift
+        return shifted.amax(1, keepdim=True), shifted.exp().view(3, 4, 7)
+
+    gm = traced(both, *operands())
+    expected = gm(*operands())
+    unflattened(gm)
+    assert dims(gm, aten.sub.Tensor) == [3]
+    (amax,) = gm.graph.find_nodes(op="call_function", target=aten.amax.default)
+    assert amax.args[0].meta["val"].shape == (12, 7)
+    assert all(torch.equal(one, other) for one, other in zip(gm(*operands()), expected, strict=True))
+
+
+def test_sizes_that_vary_are_kept_apart_too() -> None:
+    gm = traced(softmax_gradient, *operands(), mode="symbolic")
+    unflattened(gm)
+    assert dims(gm, aten.exp.default) == [3]
+    larger = operands(4, 6, 7)
+    assert torch.equal(gm(*larger), softmax_gradient(*larger))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda x: x.view(15, 7).exp().view(3, 5, 7), id="nothing is sliced"),
+        pytest.param(lambda x: x[:, :-1].clone(memory_format=torch.contiguous_format).view(12, 7).exp(), id="nothing is split"),
+        pytest.param(
+            lambda x: x[:, :-1].clone(memory_format=torch.contiguous_format).view(12, 7).exp().view(4, 3, 7), id="split otherwise"
+        ),
+        pytest.param(lambda x: x[:, :-1].clone(memory_format=torch.contiguous_format).view(12, 7).cumsum(0).view(3, 4, 7), id="no such op"),
+    ],
+)
+def test_other_views_stay(function: Callable[[Tensor], Tensor]) -> None:
+    gm = traced(function, operands()[0])
+    before = str(gm.graph)
+    assert str(unflattened(gm).graph) == before
