@@ -367,6 +367,7 @@ def main() -> None:
     for name in names:
         rows = bench(name, arguments.steps, with_least=arguments.least)
         print(table(name, rows), end="\n\n", flush=True)
+        (ROOT / "out").mkdir(exist_ok=True)
         with (ROOT / "out" / f"inductor-{DEVICE}.jsonl").open("a") as out:
             print(json.dumps({"model": name, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}), file=out)
 

@@ -71,7 +71,7 @@ def _region(split: fx.Node, merged: set[fx.Node], place: Mapping[fx.Node, int]) 
         else:
             return None
     begins = min((place[op] for op in ops), default=0)
-    if not merges or any(isinstance(size, fx.Node) and place[size] >= begins for size in into):
+    if not (ops and merges) or any(isinstance(size, fx.Node) and place[size] >= begins for size in into):
         return None
     return _Region(tuple(sorted(ops, key=place.__getitem__)), tuple(merges), sizes)
 

@@ -66,10 +66,11 @@ class _Lives:
 
 
 def _hide(node: fx.Node, product: fx.Node) -> None:
-    """Let a sum read a product, and be read itself, through views."""
+    """Let a sum read a product, and be read itself, through views; scalars, which give way in type promotion, stay scalars."""
     graph = node.graph
     with graph.inserting_before(node):
-        seen = {arg: graph.call_function(torch.ops.aten.unsqueeze.default, (arg, 0)) for arg in node.all_input_nodes}
+        read = [arg for arg in node.all_input_nodes if any(t.dim() for t in tensors(arg.meta.get("val")))]
+        seen = {arg: graph.call_function(torch.ops.aten.unsqueeze.default, (arg, 0)) for arg in read}
     for arg, view in seen.items():
         view.meta = {**node.meta, "val": arg.meta["val"].unsqueeze(0)}
         node.replace_input_with(arg, view)

@@ -269,7 +269,7 @@ def _is_row_by_row(node: Any, buffer: Any) -> bool:
 def _bytes(buffer: Any) -> int:
     """Return what a buffer's allocation takes, at most where its size varies within bounds."""
     size = sympy.sympify(V.graph.get_allocation_storage_size(buffer))
-    bound = greatest(size, V.graph.sizevars.shape_env)
+    bound = greatest(size, V.graph.sizevars.shape_env) if size.free_symbols else int(size)
     size = V.graph.sizevars.optimization_hint(size, fallback=0) if bound is None else bound
     return allocated_bytes(int(size) * buffer.get_dtype().itemsize, buffer.get_device_or_error().type)
 

@@ -90,6 +90,7 @@ def test_sizes_that_vary_are_kept_apart_too() -> None:
     [
         pytest.param(lambda x: x.view(15, 7).exp().view(3, 5, 7), id="nothing is sliced"),
         pytest.param(lambda x: x[:, :-1].clone(memory_format=torch.contiguous_format).view(12, 7).exp(), id="nothing is split"),
+        pytest.param(lambda x: x[:, :-1].clone(memory_format=torch.contiguous_format).view(12, 7).view(3, 4, 7), id="nothing is computed"),
         pytest.param(
             lambda x: x[:, :-1].clone(memory_format=torch.contiguous_format).view(12, 7).exp().view(4, 3, 7), id="split otherwise"
         ),

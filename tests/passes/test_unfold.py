@@ -40,5 +40,18 @@ def test_a_product_that_is_larger_than_its_operands_is_left_alone() -> None:
     assert not unfolded(weight_gradient, torch.randn(4, 64), torch.randn(4, 32), torch.randn(32, 64))[1]
 
 
+def test_a_scalar_stays_a_scalar() -> None:
+    """Of one dimension it would have a say in the type of the sum."""
+
+    def scaled(x: Tensor, logits: Tensor, w: Tensor, scalar: Tensor) -> Tensor:
+        gradient = logits.exp()
+        head = gradient.t() @ x
+        return head + ((gradient @ w).relu() @ w.t()).amax().double() * scalar
+
+    gm, is_apart = unfolded(scaled, torch.randn(64, 4), torch.randn(64, 32), torch.randn(32, 4), torch.tensor(2.0, dtype=torch.float64))
+    assert is_apart
+    assert gm.graph.output_node().args[0].meta["val"].dtype == torch.float32
+
+
 def test_a_product_right_before_its_sum_is_left_alone() -> None:
     assert not unfolded(lambda x, y: x.exp() + x.exp().relu() @ y, torch.randn(32, 32), torch.randn(32, 32))[1]
