@@ -2,7 +2,7 @@
 
 For each model: stock; stock with ``activation_memory_budget``; stock with every block in ``torch.utils.checkpoint``; fxckpt without a
 budget, at shares of stock's peak and at the peak of stock's per-block checkpoint. All are compiled first, then timed in
-turn, step by step.
+turn, step by step, in a new order each time.
 Peaks are the CPU allocator's (on a GPU, the caching allocator's), of one forward and backward.
 
     python bench/inductor.py                # every model, a table each
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -273,8 +274,10 @@ def bench(name: str, steps: int, *, with_least: bool) -> list[Row]:
         progress.update()
 
     found, failed = contenders(name, say, with_least=with_least)
+    order = random.Random(0)
     for _ in tqdm(range(steps), desc=f"{name}: steps", leave=False):
-        for contender in found:
+        # What ran before leaves the allocator with more or less memory: no way always runs after the same.
+        for contender in order.sample(found, len(found)):
             contender.timed()
     progress.close()
     for contender in found:

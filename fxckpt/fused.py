@@ -146,6 +146,7 @@ class _Fit:
         self.wrong_by = 0
         self.least: int | None = None
         self.doubt = 0.0
+        self.judged: set[Schedule] = set()
         self.program = facts.program
         """What plans are searched on: with what the last plan that was judged turned out to write over."""
         self.joint, self.lines, self.facts, self.cost, self.num_fwd_outputs = joint, lines, facts, cost, num_fwd_outputs
@@ -222,6 +223,7 @@ class _Fit:
 
     def lowered(self, found: Found, chosen: Candidate, limit: int | None, *, is_whole: bool = False) -> tuple[Halves, int]:
         """Return the halves of a candidate, with the peak of what the compiler makes of them, or unless ``is_whole`` a part of it over the limit."""
+        self.judged.add(chosen.schedule)
         halves = self.emit(self.describe(found, chosen, limit))
         compiled = self.judge(halves, None if is_whole else limit)
         log.debug("planned %d bytes, compiled %d, budget %s", chosen.simulation.peak_bytes, compiled, limit)
@@ -240,7 +242,8 @@ class _Fit:
                 break
             rate = 1.0 if refused is None else (self.planned(refused[0]) - planned) / (refused[1] - compiled)
             more = self.search(planned + int(max(rate, 0.0) * (1 - options.margin) * left))
-            found = [c for c in (self.stock, more.best) if c is not None and self.planned(c.schedule) <= (more.limit or limit)]
+            new = [c for c in (self.stock, more.best) if c is not None and c.schedule not in self.judged]
+            found = [c for c in new if self.planned(c.schedule) <= (more.limit or limit)]
             better = min(found, key=lambda c: c.simulation.extra_seconds, default=None)
             if better is None or better.simulation.extra_seconds > spent - gain:
                 break
@@ -252,8 +255,8 @@ class _Fit:
         return halves
 
     def candidates(self, found: Found, limit: int) -> Iterator[tuple[Candidate, bool]]:
-        """Yield what may fit, the fastest first; after each, :attr:`wrong_by` says by how much it did not, :attr:`least` what last resorts took,
-        :attr:`doubt` by what share the model was wrong at most.
+        """Yield what may fit, the fastest first; after each, :attr:`wrong_by` says by how much it did not, :attr:`doubt` by what share the
+        model was wrong at most.
 
         The last resorts do not depend on the budget, so that the least peak that an error names can be had by asking for it.
         """
@@ -271,10 +274,12 @@ class _Fit:
             # As much less as the model was wrong, and a little more.
             aim = min(aim, self.planned(best.schedule)) - int(1.1 * self.wrong_by)
             found = self.search(aim)
+        self.doubt, taken = 0.0, None
         for least in self.last_resorts(floor):
             # What is planned to take more than another was compiled to takes less only where the model is as wrong as that.
-            if self.least is None or self.planned(least.schedule) <= (1 + self.doubt) * self.least:
+            if taken is None or self.planned(least.schedule) <= (1 + self.doubt) * taken:
                 yield least, True
+                taken = min(limit + self.wrong_by, taken or limit + self.wrong_by)
         if self.stock is not None and not is_early:
             yield self.stock, True
 

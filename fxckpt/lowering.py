@@ -85,16 +85,16 @@ def written_over(facts: Facts, lowered: LoweredHalf) -> Program:
         for name in _loop(facts, op.name):
             by_node.setdefault(name, []).append(k)
     spared: dict[int, int] = {}
-    gone: set[int] = set()
+    taken: set[int] = set()
     for kernel, nbytes in lowered.written_over:
         # Inductor's own passes rename nodes: the op is the one of which most is found in the kernel.
         likely = Counter(k for name in lowered.kernels[kernel] for k in by_node.get(name, ()))
         for k, _ in likely.most_common():
             op = program.backward[k]
-            alike = {s for s in (*op.reads, *op.writes) if program.storages[s].bytes == nbytes}
-            dying = [s for s in op.reads if s in alike and last[s] == k and s not in gone and not program.storages[s].is_output]
-            if dying and alike.intersection(op.writes):
-                gone.add(dying[0])
+            read, written = ([s for s in each if program.storages[s].bytes == nbytes and s not in taken] for each in (op.reads, op.writes))
+            dying = [s for s in read if last[s] == k and not program.storages[s].is_output]
+            if dying and written:
+                taken |= {dying[0], written[0]}
                 spared[k] = spared.get(k, 0) + nbytes
                 break
     backward = tuple(replace(op, scratch_bytes=op.scratch_bytes - spared.get(k, 0)) for k, op in enumerate(program.backward))

@@ -21,6 +21,8 @@ from fxckpt.passes.normalize import NAME
 from fxckpt.torch_private import OpOverload, is_surely_equal
 
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+TAGS = ("recompute", "ac_graph_id")
+"""Metadata by which a user says what of an op is saved."""
 COPIES = (torch.ops.aten.clone.default, torch.ops.prims.convert_element_type.default)
 
 
@@ -35,7 +37,7 @@ def unflatten(graph: fx.Graph) -> None:
             if _is_elementwise(node) and any(_has_shape(source, node.meta["val"].shape) for source in sources):
                 merged.add(node)
             elif node.target in VIEWS and (region := _region(node, merged, place)) is not None:
-                _move(node, region)
+                merged.update(_move(node, region))
     graph.eliminate_dead_code()
 
 
@@ -46,7 +48,7 @@ class _Region:
     ops: tuple[fx.Node, ...]
     """Element by element, in graph order."""
     merges: tuple[fx.Node, ...]
-    """The views whose sources the ops can read as they are."""
+    """The views whose sources the ops can read as they are, in graph order."""
     sizes: Mapping[fx.Node, Sequence[Any]]
     """What else they read, split up to these sizes."""
 
@@ -61,7 +63,7 @@ def _region(split: fx.Node, merged: set[fx.Node], place: Mapping[fx.Node, int]) 
     ops, merges, sizes = [], [], {}
     todo = [last]
     for node in todo:
-        if node.target in VIEWS and node in merged and _has_shape(node.all_input_nodes[0], apart):
+        if node.target in VIEWS and node in merged and _has_shape(node, flat) and _has_shape(node.all_input_nodes[0], apart):
             merges.append(node)
         elif node.target not in VIEWS and node in merged and _has_shape(node, flat):
             ops.append(node)
@@ -73,22 +75,25 @@ def _region(split: fx.Node, merged: set[fx.Node], place: Mapping[fx.Node, int]) 
     begins = min((place[op] for op in ops), default=0)
     if not (ops and merges) or any(isinstance(size, fx.Node) and place[size] >= begins for size in into):
         return None
-    return _Region(tuple(sorted(ops, key=place.__getitem__)), tuple(merges), sizes)
+    return _Region(tuple(sorted(ops, key=place.__getitem__)), tuple(sorted(merges, key=place.__getitem__)), sizes)
 
 
-def _move(split: fx.Node, region: _Region) -> None:
-    """Let the ops of a region read and make what is split up, and show it merged to everyone else."""
+def _move(split: fx.Node, region: _Region) -> list[fx.Node]:
+    """Let the ops of a region read and make what is split up; return the views that show it merged to everyone else."""
     graph, apart = split.graph, split.meta["val"].shape
+    merged = []
     given = {merge: merge.all_input_nodes[0] for merge in region.merges}
     for op in region.ops:
         for arg in op.all_input_nodes:
             if arg not in given and arg not in region.ops:
                 with graph.inserting_before(op):
-                    given[arg] = _view(arg, region.sizes[arg], op) if region.sizes[arg] else arg
+                    given[arg] = _view(arg, region.sizes[arg], op, but=(NAME, *TAGS)) if region.sizes[arg] else arg
         readers = [user for user in op.users if user is not split and user not in region.ops]
         if readers:
             with graph.inserting_after(op):
-                shown = _view(op, region.merges[0].args[1], op)
+                # The first of the merging views comes before all of the ops, and so do its sizes.
+                shown = _view(op, region.merges[0].args[1], op, but=(NAME,))
+            merged.append(shown)
             for reader in readers:
                 reader.replace_input_with(op, shown)
         op.args, op.kwargs = fx.map_arg((op.args, op.kwargs), lambda arg: given.get(arg, arg))
@@ -96,13 +101,14 @@ def _move(split: fx.Node, region: _Region) -> None:
         op.meta["val"] = op.meta["val"].view(apart)
     split.replace_all_uses_with(split.all_input_nodes[0])
     graph.erase_node(split)
+    return merged
 
 
-def _view(of: fx.Node, sizes: Any, like: fx.Node) -> fx.Node:
-    """Return a view that belongs where ``like`` does."""
+def _view(of: fx.Node, sizes: Any, like: fx.Node, *, but: Sequence[str]) -> fx.Node:
+    """Return a view that belongs where ``like`` does, with its metadata but for some."""
     view = of.graph.call_function(VIEWS[0], (of, sizes))
     shape = [size.meta["val"] if isinstance(size, fx.Node) else size for size in sizes]
-    view.meta = {**{key: value for key, value in like.meta.items() if key != NAME}, "val": of.meta["val"].view(shape)}
+    view.meta = {**{key: value for key, value in like.meta.items() if key not in but}, "val": of.meta["val"].view(shape)}
     return view
 
 
@@ -123,6 +129,7 @@ def _is_elementwise(node: fx.Node) -> bool:
     """Return whether an op makes each element of a dense tensor from those at its place."""
     is_pointwise = isinstance(node.target, OpOverload) and (torch.Tag.pointwise in node.target.tags or node.target is COPIES[1])
     value = node.meta.get("val")
+    is_pointwise = is_pointwise and node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
     return is_pointwise and only_computes(node) and isinstance(value, Tensor) and value.is_contiguous()
 
 

@@ -16,7 +16,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fxckpt
 from fxckpt.fused import FusedPlanner
+from fxckpt.lowering import lower_backward, written_over
+from fxckpt.passes.kernels import KernelGraph
 from fxckpt.pipeline import Planner
+from fxckpt.torch_private.inductor import fuses
+from fxckpt.torch_private.lowerings import Lowerings
 from tests.joints import inductor_joint
 
 
@@ -192,6 +196,18 @@ class Next(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Parts(nn.Module):
+    """Parts of a concatenation, written into it one by one, with much in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.wide = nn.Linear(48, 16), nn.Linear(16, 48), nn.Linear(48, 400)
+        self.narrow, self.last = nn.Linear(400, 48), nn.Linear(48, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cat([self.second(self.first(x)), self.narrow(self.wide(x))])).square().mean()
+
+
 @pytest.mark.parametrize(
     ("model", "budget", "least_share"),
     [
@@ -203,6 +219,7 @@ class Next(nn.Module):
         (Lookup, 0.8, 0.97),
         (Half, 0.9, 0.97),
         (Next, 0.45, 0.97),
+        (Parts, None, 0.97),
     ],
 )
 def test_what_is_measured_is_what_was_predicted(model: type[nn.Module], budget: float | None, least_share: float) -> None:
@@ -258,6 +275,20 @@ def test_a_head_s_weight_gradient_does_not_wait_for_the_embedding_s() -> None:
     assert caught.value.floor_bytes < 1.1 * (logits + table)
 
 
+def test_what_kernels_write_over_is_learned_from_a_lowering() -> None:
+    """Whatever was planned: the last op to read the logits makes their gradient."""
+    joint, count = inductor_joint(*next_tokens())
+    forward, backward, plan = FusedPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)
+    kernels = KernelGraph(fuses)(joint.graph, plan.saved)
+    facts, _ = Planner(cost="flops").read(joint, count, bind_preferences=True, never_stored=kernels)
+    learned = written_over(facts, lower_backward(forward, backward, Lowerings(None).lower, num_fwd_outputs=count))
+    pairs = zip(facts.program.backward, learned.backward, strict=True)
+    spared = {one.name: one.scratch_bytes - other.scratch_bytes for one, other in pairs}
+    assert max(spared.values()) == 8 * 64 * 1000 * 4
+    assert "slice_scatter" in max(spared, key=spared.__getitem__)
+    assert learned.ops == facts.program.ops
+
+
 def test_gradients_of_sliced_logits_are_those_of_stock() -> None:
     def gradients(backend: Any) -> list[Tensor]:
         torch._dynamo.reset()
@@ -297,3 +328,30 @@ def test_a_compile_that_writes_its_traces_is_planned_too(tmp_path: Any) -> None:
         torch._dynamo.reset()
         torch.compile(Constants(), backend=fxckpt.Backend(budget=0.9, cost="flops"))(torch.rand(512, 48)).backward()
     assert list(tmp_path.rglob("output_code.py"))
+
+
+class Masked(nn.Module):
+    """A head with a bias that is the embedding too, after layers without: what Inductor folds into the sum of their gradients has no place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bias = nn.Embedding(128, 64), nn.Parameter(torch.zeros(128))
+        layers = (
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256, bias=False), nn.GELU(), nn.Linear(256, 64, bias=False)) for _ in range(4)
+        )
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(F.linear(x, self.table.weight, self.bias), tokens.flip(0))
+
+
+def test_the_order_that_is_kept_has_no_cycles() -> None:
+    joint, count = inductor_joint(Masked(), torch.randint(0, 128, (32,)))
+    stock = FusedPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)[2].compiled_peak_bytes
+    assert stock is not None
+    with pytest.raises(fxckpt.BudgetInfeasible) as caught:
+        FusedPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
+    assert caught.value.floor_bytes <= stock

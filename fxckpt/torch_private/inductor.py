@@ -143,25 +143,26 @@ class KeepOrder(_SchedulerPass):  # type: ignore[misc]
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """Add the dependencies to a list of scheduler nodes, and sort it by them."""
         from torch._inductor.dependencies import WeakDep
+        from torch._inductor.scheduler import FusedSchedulerNode
         from torch._inductor.virtualized import V
 
-        places = [(node, _place(node, self.mark)) for node in nodes]
-        own = sorted((place[0], i) for i, (node, place) in enumerate(places) if place and not place[1] and node.get_outputs())
-        again = [(node, place[0]) for node, place in places if place and place[1]]
+        if any(isinstance(node, FusedSchedulerNode) for node in nodes):
+            return nodes  # What is one kernel already has no single place.
+        places = _places(nodes, self.mark)
+        own = sorted((order, i) for i, (order, again) in enumerate(places) if again is False and nodes[i].get_outputs())
         if not own:
             return nodes
 
         def wait(node: Any, before: Any) -> None:
             node.add_fake_dep(WeakDep(before.get_outputs()[0].get_name(), mutating_buf=node.get_first_name(), is_fake=True))
 
-        for node, order in again:
-            before = bisect_left(own, (order, -1))
+        for node, (order, again) in zip(nodes, places, strict=True):
+            before = bisect_left(own, (order, -1)) if again else 0
             if before:
                 wait(node, nodes[own[before - 1][1]])
         calls = [nodes[i] for _, i in own if nodes[i].is_extern()]
-        for before, node in pairwise(calls):
-            if node.get_name() not in before.ancestors:
-                wait(node, before)
+        for earlier, later in pairwise(calls):
+            wait(later, earlier)
         scheduler = V.graph.scheduler
         scheduler.nodes = scheduler.topological_sort_schedule(nodes)
         scheduler.compute_ancestors()
@@ -170,6 +171,22 @@ class KeepOrder(_SchedulerPass):  # type: ignore[misc]
     def uuid(self) -> str:
         """Return what tells this pass from others; where it applies follows from the graph."""
         return f"fxckpt keeps the order of {self.mark}"
+
+
+def _places(nodes: Sequence[Any], mark: str) -> list[tuple[int, bool | None]]:
+    """Return for each node, in an order that dependencies allow, its place and whether it runs something again; None for what has no mark.
+
+    No node is placed before what it depends on, whatever its mark: what Inductor makes of several nodes has no mark of its own. Dependencies on
+    what has an earlier place can so make no cycle.
+    """
+    found: list[tuple[int, bool | None]] = []
+    at: dict[str, int] = {}
+    for node in nodes:
+        order, again = _place(node, mark) or (-1, None)
+        order = max([order, *(at[dep.name] for dep in node.unmet_dependencies if dep.name in at)])
+        at.update(dict.fromkeys(node.get_buffer_names(), order))
+        found.append((order, again))
+    return found
 
 
 def _place(node: Any, mark: str) -> tuple[int, bool] | None:
@@ -253,8 +270,13 @@ def inductor_backend(
         found = getattr(error, "inner_exception", error)
         if not isinstance(found, (InvalidCxxCompiler, TritonMissing)):
             raise
-        raise InnerCompilerMissing(
-            f"inner='inductor' cannot generate code here: {str(found).rstrip(chr(46))}. "
-            "Two ways out: install a compiler (g++ or clang++ for the CPU, CXX names it; Triton for a GPU), "
-            "or do without code generation: options={'inner': 'aot_eager'}, fxckpt.Backend(inner='aot_eager')."
-        ) from error
+        raise no_compiler(found) from error
+
+
+def no_compiler(error: Exception) -> InnerCompilerMissing:
+    """Return what is told where Inductor finds nothing to compile its code with."""
+    return InnerCompilerMissing(
+        f"inner='inductor' cannot generate code here: {str(error).rstrip(chr(46))}. "
+        "Two ways out: install a compiler (g++ or clang++ for the CPU, CXX names it; Triton for a GPU), "
+        "or do without code generation: options={'inner': 'aot_eager'}, fxckpt.Backend(inner='aot_eager')."
+    )

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxckpt.errors import PlanningFailed
+from fxckpt.errors import FxckptError, PlanningFailed
 from fxckpt.torch_private import outside_trace
-from fxckpt.torch_private.inductor import KeepOrder, copied
+from fxckpt.torch_private.inductor import KeepOrder, copied, no_compiler
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,6 @@ class Lowerings:
         _mark_visible_outputs(gm, is_backward=donated is not None)
         compile_fx.view_to_reshape(gm)  # type: ignore[attr-defined]
         with (
-            _errors_of_inductor(),
             # As in a compile: what Inductor makes up on the way would otherwise be fake, which takes longer.
             outside_trace(),
             V.set_fake_mode(mode),
@@ -119,7 +118,8 @@ class Lowerings:
                 compile_fx.fake_tensor_prop(gm, inputs)  # type: ignore[attr-defined]
             compile_fx.record_original_output_strides(gm)
             identity = _identity(gm)
-            compile_fx._recursive_post_grad_passes(gm, is_inference=False)
+            with _errors_of_inductor():
+                compile_fx._recursive_post_grad_passes(gm, is_inference=False)
             with compile_fx.maybe_disable_comprehensive_padding(inputs):  # type: ignore[attr-defined]
                 # torch 2.11 finds the decompositions by itself.
                 takes_them = "get_decomp_fn" in signature(GraphLowering.__init__).parameters
@@ -128,9 +128,10 @@ class Lowerings:
                 graph.bw_donated_idxs = list(donated or ())
                 graph.freeze_runtime_asserts()
                 with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
-                    graph.run(*inputs)
-                    graph.init_wrapper_code()
-                    graph._update_scheduler()
+                    with _errors_of_inductor():
+                        graph.run(*inputs)
+                        graph.init_wrapper_code()
+                        graph._update_scheduler()
                     found = read_schedule(graph)
         # Of a graph with graphs inside, those were scheduled, and cannot be scheduled again.
         if not is_timed and not found.inside:
@@ -214,8 +215,14 @@ def _laid_out(gm: fx.GraphModule, strides: Mapping[str, tuple[int, ...]]) -> lis
 @contextlib.contextmanager
 def _errors_of_inductor() -> Iterator[None]:
     """Tell what Inductor cannot lower from what fxckpt cannot plan."""
+    from torch._inductor.exc import InvalidCxxCompiler, TritonMissing
+
     try:
         yield
+    except (FxckptError, Warning):
+        raise
+    except (InvalidCxxCompiler, TritonMissing) as error:
+        raise no_compiler(error) from error
     except Exception as error:
         raise PlanningFailed(
             f"Inductor does not lower this graph: {type(error).__name__}: {error}\n"

@@ -98,7 +98,11 @@ class _Schedule:
 
     def _write(self, i: int, buffer: Any, pool: _Pool) -> None:
         name, made = buffer.get_name(), buffer.node
-        if self._root(name) != name or isinstance(made.layout, (ir.NoneLayout, ir.MultiOutputLayout)):
+        root = self._root(name)
+        if isinstance(made.layout, ir.NonOwningLayout) and root in self.scheduler.name_to_buf and root not in self.born:
+            # The first part of a concatenation has the whole of it allocated.
+            self._write(i, self.scheduler.name_to_buf[root], pool)
+        if root != name or name in self.born or isinstance(made.layout, (ir.NoneLayout, ir.MultiOutputLayout)):
             self._touch(name, i)
             return
         if made.should_allocate() and (reused := pool.take(made, i)) is not None:
@@ -268,10 +272,16 @@ def _is_row_by_row(node: Any, buffer: Any) -> bool:
 
 def _bytes(buffer: Any) -> int:
     """Return what a buffer's allocation takes, at most where its size varies within bounds."""
-    size = sympy.sympify(V.graph.get_allocation_storage_size(buffer))
-    bound = greatest(size, V.graph.sizevars.shape_env) if size.free_symbols else int(size)
-    size = V.graph.sizevars.optimization_hint(size, fallback=0) if bound is None else bound
-    return allocated_bytes(int(size) * buffer.get_dtype().itemsize, buffer.get_device_or_error().type)
+    return allocated_bytes(
+        _most(V.graph.get_allocation_storage_size(buffer)) * buffer.get_dtype().itemsize, buffer.get_device_or_error().type
+    )
+
+
+def _most(size: Any) -> int:
+    """Return a size: its upper bound if it has one, else the hint of the compile."""
+    expression = sympy.sympify(size)
+    bound = greatest(expression, V.graph.sizevars.shape_env) if expression.free_symbols else int(expression)
+    return int(V.graph.sizevars.optimization_hint(expression, fallback=0)) if bound is None else bound
 
 
 def _name(output: Any) -> str | None:
@@ -281,7 +291,7 @@ def _name(output: Any) -> str | None:
 
 
 def _strides(output: Any) -> tuple[int, ...]:
-    return tuple(int(V.graph.sizevars.optimization_hint(stride, fallback=0)) for stride in output.get_stride())
+    return tuple(map(_most, output.get_stride()))
 
 
 def _origins(node: Any) -> tuple[str, ...]:

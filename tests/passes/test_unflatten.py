@@ -85,6 +85,22 @@ def test_sizes_that_vary_are_kept_apart_too() -> None:
     assert torch.equal(gm(*larger), softmax_gradient(*larger))
 
 
+def test_of_two_merges_the_first_has_the_sizes_for_who_reads_the_merged_value() -> None:
+    def two(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        rows, length, width = x.shape
+        kept = length - 1
+        one = x[:, :-1].clone(memory_format=torch.contiguous_format).view(rows * kept, width).exp()
+        total = one.sum(1)
+        other = y[:, :-1].clone(memory_format=torch.contiguous_format).view(y.shape[0] * (y.shape[1] - 1), y.shape[2])
+        return total, (other + one).view(rows, kept, width)
+
+    inputs = operands()[0], operands()[0].flip(0)
+    for mode in ("fake", "symbolic"):
+        gm = unflattened(traced(two, *inputs, mode=mode))
+        assert dims(gm, aten.add.Tensor) == [3]
+        assert all(torch.equal(one, other) for one, other in zip(gm(*inputs), two(*inputs), strict=True))
+
+
 @pytest.mark.parametrize(
     "function",
     [
