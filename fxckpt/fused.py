@@ -279,7 +279,8 @@ class _Fit:
             # What is planned to take more than another was compiled to takes less only where the model is as wrong as that.
             if taken is None or self.planned(least.schedule) <= (1 + self.doubt) * taken:
                 yield least, True
-                taken = min(limit + self.wrong_by, taken or limit + self.wrong_by)
+                compiled = limit + self.wrong_by
+                taken = compiled if taken is None else min(taken, compiled)
         if self.stock is not None and not is_early:
             yield self.stock, True
 

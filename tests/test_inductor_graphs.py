@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, config
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -19,7 +21,7 @@ from fxckpt.fused import FusedPlanner
 from fxckpt.lowering import lower_backward, written_over
 from fxckpt.passes.kernels import KernelGraph
 from fxckpt.pipeline import Planner
-from fxckpt.torch_private.inductor import fuses
+from fxckpt.torch_private.inductor import _begin_to_look_for_instructions, fuses
 from fxckpt.torch_private.lowerings import Lowerings
 from tests.joints import inductor_joint
 
@@ -196,18 +198,6 @@ class Next(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-class Parts(nn.Module):
-    """Parts of a concatenation, written into it one by one, with much in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.wide = nn.Linear(48, 16), nn.Linear(16, 48), nn.Linear(48, 400)
-        self.narrow, self.last = nn.Linear(400, 48), nn.Linear(48, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.cat([self.second(self.first(x)), self.narrow(self.wide(x))])).square().mean()
-
-
 @pytest.mark.parametrize(
     ("model", "budget", "least_share"),
     [
@@ -219,7 +209,6 @@ class Parts(nn.Module):
         (Lookup, 0.8, 0.97),
         (Half, 0.9, 0.97),
         (Next, 0.45, 0.97),
-        (Parts, None, 0.97),
     ],
 )
 def test_what_is_measured_is_what_was_predicted(model: type[nn.Module], budget: float | None, least_share: float) -> None:
@@ -360,3 +349,57 @@ def test_the_order_that_is_kept_has_no_cycles() -> None:
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
         FusedPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
     assert caught.value.floor_bytes <= stock
+
+
+def test_a_concatenation_is_allocated_with_its_first_part() -> None:
+    """Inductor lets products write their parts into it."""
+
+    def parts(x: Tensor, narrow: Tensor, back: Tensor, wide: Tensor, down: Tensor, last: Tensor) -> Tensor:
+        return torch.cat([(x @ narrow) @ back, (x @ wide) @ down]) @ last
+
+    shapes = (64, 32), (32, 16), (16, 48), (32, 400), (400, 48), (48, 8)
+    lowered = Lowerings(None).lower(make_fx(parts, tracing_mode="fake")(*map(torch.randn, shapes)), None, {})
+    (first,) = (first for _, nbytes, first, _ in lowered.allocated if nbytes == 2 * 64 * 48 * 4)
+    assert lowered.kernels[first] == ("mm_1",)
+
+
+class Noise(nn.Module):
+    """Draws of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = F.gelu(h + 0.1 * torch.randn_like(h))
+        return self.last(F.dropout(h * torch.bernoulli(torch.full_like(h, 0.5)), 0.3)).square().mean()
+
+
+def test_a_generator_state_that_is_set_aside_counts() -> None:
+    """What draws as eager does, and runs again, is replayed under the state of its first run."""
+
+    def make() -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        return Noise(), torch.randn(64, 32)
+
+    with config.patch(fallback_random=True):
+        with pytest.raises(fxckpt.BudgetInfeasible) as caught:
+            peak_of(fxckpt.Backend(budget=1, cost="flops"), make)
+        least = caught.value.floor_bytes
+        assert peak_of(fxckpt.Backend(budget=least, cost="flops"), make) <= least
+
+
+def test_a_compiler_that_cannot_be_run_is_told_by_the_compile_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, told, others = list[int](), list[object](), set(threading.enumerate())
+
+    def refused() -> None:
+        asked.append(1)
+        raise PermissionError
+
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", refused)
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    _begin_to_look_for_instructions({})
+    for thread in set(threading.enumerate()) - others:
+        thread.join()
+    assert asked and not told
