@@ -20,9 +20,9 @@ from torch import fx
 
 from fxckpt import budget as budgets
 from fxckpt.contest import CompileHalf, not_to_be_tried, step_seconds
-from fxckpt.lowering import Lower, backward_bytes, forward_bytes, lower_backward, written_over
+from fxckpt.lowering import Lower, backward_bytes, forward_bytes, learned, lower_backward
 from fxckpt.passes.describe import describe
-from fxckpt.passes.facts import Facts
+from fxckpt.passes.facts import Facts, Scratch
 from fxckpt.passes.fingerprint import fingerprint
 from fxckpt.passes.kernels import KernelGraph, is_reduction
 from fxckpt.passes.normalize import normalize
@@ -93,10 +93,11 @@ class FusedPlanner:
             warn_of_unbounded_sizes(joint.graph, planner.budget)
         stored = stock_saved(joint, num_fwd_outputs=num_fwd_outputs, **given)
         kernels = KernelGraph(fuses)(joint.graph, stored)
+        scratch = planner.measured()
         facts, cost = planner.read(
-            joint, num_fwd_outputs, bind_preferences=planner.budget is None, never_stored=kernels, run_as=_as_run(joint)
+            joint, num_fwd_outputs, bind_preferences=planner.budget is None, never_stored=kernels, scratch=_as_run(joint, scratch)
         )
-        halves = _Fit(self, joint, lines, facts, cost, stored, num_fwd_outputs).run()
+        halves = _Fit(self, joint, lines, facts, cost, scratch, stored, num_fwd_outputs).run()
         if self.store is not None and key is not None:
             self.store.keep(key, halves[2])
         log_plan(halves[2], time.perf_counter() - begin)
@@ -108,16 +109,16 @@ def is_library_call(node: fx.Node) -> bool:
     return node.op == "call_function" and not fuses(node) and not is_reduction(node) and node.target is not operator.getitem
 
 
-def _as_run(joint: fx.GraphModule) -> Callable[[fx.Node], fx.Node | None]:
-    """Return a function of an op that gives the library call it becomes: None for what is a loop, a convolution as it is laid out."""
+def _as_run(joint: fx.GraphModule, scratch: Scratch) -> Scratch:
+    """Return the workspace of ops as Inductor is expected to run them: a loop has none, a convolution is likely laid out anew."""
     is_relaid = changes_layout(joint)
 
-    def call(node: fx.Node) -> fx.Node | None:
+    def of(node: fx.Node) -> int:
         if not is_library_call(node):
-            return None
-        return channels_last(node) if is_relaid and is_convolution(node) else node
+            return 0
+        return scratch(channels_last(node) if is_relaid and is_convolution(node) else node)
 
-    return call
+    return of
 
 
 def emitted(planner: Planner, joint: fx.GraphModule, facts: Facts, plan: Plan, num_fwd_outputs: int) -> Halves:
@@ -139,10 +140,12 @@ class _Fit:
         lines: tuple[str, ...],
         facts: Facts,
         cost: str,
+        scratch: Scratch,
         stored: frozenset[str],
         num_fwd_outputs: int,
     ) -> None:
         self.planner, self.options = options.planner, options
+        self.scratch = scratch
         self.wrong_by = 0
         self.least: int | None = None
         self.doubt = 0.0
@@ -324,9 +327,9 @@ class _Fit:
         facts, lower = self.facts, self.options.lower
         # The backward knows what the forward leaves, and is the likelier to be over: it is lowered first wherever that may be known without.
         lowered = lower(forward, None, {}) if changes_layout(forward) else None
-        num, of = self.num_fwd_outputs, (forward, backward, facts)
+        num, of = self.num_fwd_outputs, (forward, backward, facts, self.scratch)
         lowered_backward = lower_backward(forward, backward, lower, num_fwd_outputs=num, lowered_forward=lowered)
-        self.program = written_over(facts, lowered_backward)
+        self.program = learned(facts, lowered_backward, backward, self.scratch)
         peak = int(backward_bytes(lowered_backward, *of, num_fwd_outputs=num, lowered_forward=lowered).max())
         if limit is not None and peak > limit:
             return peak
@@ -334,7 +337,7 @@ class _Fit:
             # Only now is it known which of what is saved lies in one buffer.
             lowered = lower(forward, None, {})
             peak = int(backward_bytes(lowered_backward, *of, num_fwd_outputs=num, lowered_forward=lowered).max())
-        return max(peak, int(forward_bytes(lowered, forward, facts).max()))
+        return max(peak, int(forward_bytes(lowered, forward, facts, self.scratch).max()))
 
 
 def stock_candidate(step: Step, stored: frozenset[str]) -> Candidate | None:

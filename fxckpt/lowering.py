@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxckpt.passes.facts import Facts, graph_outputs, replay_bytes, storage_bytes
+from fxckpt.passes.facts import Facts, Scratch, graph_outputs, replay_bytes, storage_bytes
 from fxckpt.passes.kinds import tensors
 from fxckpt.passes.program import IntArray, Program
 from fxckpt.passes.rematerialize import RECOMPUTE_OF
 from fxckpt.torch_private import size_hint, storage_id
-from fxckpt.torch_private.inductor import may_donate
+from fxckpt.torch_private.inductor import laid_out, may_donate
 from fxckpt.torch_private.lowerings import LoweredHalf, live_bytes
 
 Lower = Callable[[fx.GraphModule, Sequence[int] | None, Mapping[str, tuple[int, ...]]], LoweredHalf]
@@ -29,9 +29,12 @@ Lower = Callable[[fx.GraphModule, Sequence[int] | None, Mapping[str, tuple[int, 
 they were traced with."""
 
 
-def forward_bytes(lowered: LoweredHalf, forward: fx.GraphModule, facts: Facts) -> IntArray:
-    """Return the live bytes during each kernel of a lowered forward, and at its end, beyond what was allocated when the step began."""
-    return live_bytes(lowered) + _workspace(lowered, forward, _workspace_bytes(facts))
+def forward_bytes(lowered: LoweredHalf, forward: fx.GraphModule, facts: Facts, scratch: Scratch) -> IntArray:
+    """Return the live bytes during each kernel of a lowered forward, and at its end, beyond what was allocated when the step began.
+
+    ``scratch`` tells the workspace of a library call; ``facts`` that of what is none.
+    """
+    return live_bytes(lowered) + _workspace(lowered, forward, facts, scratch)
 
 
 def lower_backward(
@@ -46,6 +49,7 @@ def backward_bytes(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
     facts: Facts,
+    scratch: Scratch,
     *,
     num_fwd_outputs: int,
     lowered_forward: LoweredHalf | None = None,
@@ -68,15 +72,17 @@ def backward_bytes(
                 held.until(left[node.name], tensor, last)
             elif not str(node.target).startswith("primals"):
                 held.until(storage_id(tensor), tensor, last)
-    own = live_bytes(lowered) + _workspace(lowered, backward, _workspace_bytes(facts))
+    own = live_bytes(lowered) + _workspace(lowered, backward, facts, scratch)
     own[-1] += facts.program.backward[-1].scratch_bytes if facts.program.backward else 0
     return own + held.bytes(given)
 
 
-def written_over(facts: Facts, lowered: LoweredHalf) -> Program:
-    """Return the program, its backward ops writing over what they are the last to read where kernels of a lowered backward were seen to.
+def learned(facts: Facts, lowered: LoweredHalf, backward: fx.GraphModule, scratch: Scratch) -> Program:
+    """Return the program, with what was seen of its backward ops in a lowered backward.
 
-    Which kernel a value's last reader becomes part of hardly depends on the plan, so that what was seen of one holds for others.
+    They write over what they are the last to read where kernels did, and set aside what library calls do with operands laid out like that. Which
+    kernel a value's last reader becomes part of, and how a call's operands lie, hardly depends on the plan, so that what was seen of one holds
+    for others.
     """
     program = facts.program
     last = {s: k for k, op in enumerate(program.backward) for s in op.reads}
@@ -97,8 +103,10 @@ def written_over(facts: Facts, lowered: LoweredHalf) -> Program:
                 taken |= {dying[0], written[0]}
                 spared[k] = spared.get(k, 0) + nbytes
                 break
-    backward = tuple(replace(op, scratch_bytes=op.scratch_bytes - spared.get(k, 0)) for k, op in enumerate(program.backward))
-    return replace(program, backward=backward) if spared else program
+    called = {lowered.operands[i][0]: nbytes for i, nbytes in _called(lowered, backward, scratch).items()}
+    own = (called.get(op.name, op.scratch_bytes) - spared.get(k, 0) for k, op in enumerate(program.backward))
+    seen = tuple(replace(op, scratch_bytes=nbytes) for op, nbytes in zip(program.backward, own, strict=True))
+    return replace(program, backward=seen) if seen != program.backward else program
 
 
 def _loop(facts: Facts, name: str) -> dict[str, None]:
@@ -142,15 +150,26 @@ def donated(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_output
     return [i for i, n in inputs if n.name in saved and not any(storage_id(t) in others for t in tensors(n.meta.get("val")))]
 
 
-def _workspace_bytes(facts: Facts) -> dict[str, int]:
-    return {op.name: op.scratch_bytes for op in (*facts.program.ops, *facts.program.backward) if op.scratch_bytes}
-
-
-def _workspace(half: LoweredHalf, graph: fx.GraphModule, workspace: Mapping[str, int]) -> IntArray:
+def _workspace(half: LoweredHalf, graph: fx.GraphModule, facts: Facts, scratch: Scratch) -> IntArray:
     """Return what the kernels of library calls, and the graphs inside ops, allocate and free before they return."""
-    of = {n.name: workspace.get(str(n.meta.get(RECOMPUTE_OF, n.name)), 0) + replay_bytes(n) for n in graph.graph.nodes}
-    during = [half.inside.get(i, max((of.get(name, 0) for name in kernel), default=0)) for i, kernel in enumerate(half.kernels)]
-    return np.asarray([*during, 0], dtype=np.int64)
+    planned = {op.name: op.scratch_bytes for op in (*facts.program.ops, *facts.program.backward)}
+    of = {n.name: planned.get(str(n.meta.get(RECOMPUTE_OF, n.name)), 0) + replay_bytes(n) for n in graph.graph.nodes}
+    during = np.zeros(len(half.kernels) + 1, dtype=np.int64)
+    for i in half.operands:
+        during[i] = max((of.get(name, 0) for name in half.kernels[i]), default=0)
+    for i, nbytes in (_called(half, graph, scratch) | half.inside).items():
+        during[i] = nbytes
+    return during
+
+
+def _called(half: LoweredHalf, graph: fx.GraphModule, scratch: Scratch) -> dict[int, int]:
+    """Return the workspace of library calls, by kernel, where it is known how they are called.
+
+    Which of its kernels a library takes, and what that reorders, depends on how the operands lie, which the plan has a say in.
+    """
+    nodes = {node.name: node for node in graph.graph.nodes}
+    calls = {i: laid_out(nodes[name], layouts) for i, (name, layouts) in half.operands.items() if name in nodes}
+    return {i: scratch(call) for i, call in calls.items() if call is not None}
 
 
 class _Held:

@@ -20,7 +20,7 @@ from fxckpt.errors import BudgetInfeasible, InvalidOption
 from fxckpt.passes.describe import describe
 from fxckpt.passes.eager import held_by_nodes
 from fxckpt.passes.exact import insert_checks
-from fxckpt.passes.facts import Facts, collect, no_scratch
+from fxckpt.passes.facts import Facts, Scratch, collect, no_scratch
 from fxckpt.passes.fingerprint import fingerprint, refuse_another_graph, refuse_unknown_ops
 from fxckpt.passes.hand_over import hand_over
 from fxckpt.passes.kinds import tensors
@@ -133,26 +133,30 @@ class Planner:
         *,
         bind_preferences: bool,
         never_stored: frozenset[fx.Node] = frozenset(),
-        run_as: Callable[[fx.Node], fx.Node | None] = lambda node: node,
+        scratch: Scratch | None = None,
     ) -> tuple[Facts, str]:
         """Return the facts of a normalized joint graph, and the name of the cost model they were made with.
 
-        ``run_as`` returns the call that an op becomes when it runs; None for one without a kernel of its own.
+        ``scratch`` tells the workspace of an op's kernel, if that is not the one that eager calls.
         """
         cost = checked(resolve(self.cost, device_of(joint.graph)))
-        measured = MeasuredScratch() if self.measure_scratch else no_scratch
+        measured = self.measured() if scratch is None else scratch
         facts = collect(
             joint,
             num_fwd_outputs=num_fwd_outputs,
             cost=cost,
             policy=self._decided(joint, num_fwd_outputs).get,
-            scratch=lambda node: (0 if (call := run_as(node)) is None else measured(call)) + inner_bytes(node),
+            scratch=lambda node: measured(node) + inner_bytes(node),
             bind_preferences=bind_preferences,
             never_stored=never_stored,
         )
         if self.is_eager:
             facts = replace(facts, program=held_by_nodes(facts))
         return facts, cost.name
+
+    def measured(self) -> Scratch:
+        """Return what measures the workspace of ops, each once."""
+        return MeasuredScratch() if self.measure_scratch else no_scratch
 
     def _decided(self, joint: fx.GraphModule, num_fwd_outputs: int) -> dict[fx.Node, CheckpointPolicy | None]:
         """Return what the policy says of each op of the forward."""

@@ -48,7 +48,7 @@ class Trial:
 
     @contextmanager
     def call(self) -> Iterator[Callable[[], Any]]:
-        """Give the op bound to random values (integers: zeros), outside of any trace; generators are put back after.
+        """Give the op bound to random values (integers: zeros, booleans: true), outside of any trace; generators are put back after.
 
         The call may raise :data:`REFUSED`: such values are not always legal (an index, a factorization).
         """
@@ -86,13 +86,16 @@ def signature(leaf: Any) -> str:
 
 
 def made_up(leaf: Any) -> Any:
-    """Return a real value for a fake or symbolic one: random floats in [0, 1), integers of zero."""
+    """Return a real value for a fake or symbolic one: random floats in [0, 1), integers of zero, booleans that are all true."""
     if isinstance(leaf, torch.Tensor):
         shape, stride = [size_hint(n) for n in leaf.shape], [size_hint(n) for n in leaf.stride()]
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
         offset = size_hint(leaf.storage_offset())
         filled = torch.zeros(span + offset, dtype=leaf.dtype, device=leaf.device)
-        if (leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype.itemsize > 1:
+        if leaf.dtype is torch.bool:
+            # A mask that lets all pass: what it selects, and what finds it, takes the most.
+            filled.fill_(True)
+        elif (leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype.itemsize > 1:
             # Some kernels need legal probabilities, some need more room for greater values.
             filled.uniform_()
         tensor = filled.as_strided(shape, stride, offset)

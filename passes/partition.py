@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from fxckpt.passes.bind_sizes import bind_sizes
 from fxckpt.passes.normalize import raise_getitems
 from fxckpt.passes.rematerialize import Rematerialized
 from fxckpt.torch_private import split
@@ -18,6 +19,7 @@ def partition(joint: fx.GraphModule, result: Rematerialized, *, num_fwd_outputs:
     forward, backward = split(joint, result.saved, result.symbolic, num_fwd_outputs=num_fwd_outputs)
     for half in (forward, backward):
         raise_getitems(half.graph)
+        bind_sizes(half.graph)
         half.graph.lint()
         half.recompile()
     return forward, backward

@@ -16,7 +16,7 @@ import fxckpt
 from fxckpt.cost import FlopCost, checked
 from fxckpt.fused import FusedPlanner, stock_candidate
 from fxckpt.lowering import backward_bytes, lower_backward
-from fxckpt.passes.facts import collect
+from fxckpt.passes.facts import collect, no_scratch
 from fxckpt.passes.order import ORDER
 from fxckpt.pipeline import Planner
 from fxckpt.plan import Plan
@@ -149,7 +149,7 @@ def test_what_runs_again_waits_for_its_turn() -> None:
         lower = Lowerings(order).lower
         lowered = lower_backward(forward, backward, lower, num_fwd_outputs=count)
         left = lower(forward, None, {})
-        return int(backward_bytes(lowered, forward, backward, facts, num_fwd_outputs=count, lowered_forward=left).max())
+        return int(backward_bytes(lowered, forward, backward, facts, no_scratch, num_fwd_outputs=count, lowered_forward=left).max())
 
     kept, loose = peak(KeepOrder(ORDER)), peak(None)
     assert kept == plan.compiled_peak_bytes

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fxckpt
 from fxckpt.fused import FusedPlanner
-from fxckpt.lowering import lower_backward, written_over
+from fxckpt.lowering import learned, lower_backward
+from fxckpt.passes.facts import no_scratch
 from fxckpt.passes.kernels import KernelGraph
 from fxckpt.pipeline import Planner
 from fxckpt.torch_private.inductor import _begin_to_look_for_instructions, fuses
@@ -241,6 +242,86 @@ def test_a_judged_half_goes_through_inductors_passes_once(monkeypatch: pytest.Mo
     assert counted[0][1]["pattern_matcher_count"] == counted[1][1]["pattern_matcher_count"] > 0
 
 
+class Grouped(nn.Module):
+    """Depthwise convolutions, as in ConvNeXt: their backward runs in another layout than the forward."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 48, 4, 4)
+        self.layers = nn.ModuleList(nn.Conv2d(48, 48, 7, padding=3, groups=groups) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(48) for _ in range(2))
+        self.wide = nn.ModuleList(nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer, norm, wide in zip(self.layers, self.norms, self.wide, strict=True):
+            x = x + wide(norm(layer(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("groups", [1, 48])
+def test_the_workspace_of_a_convolution_is_that_of_the_layouts_it_is_called_with(groups: int) -> None:
+    backend = fxckpt.Backend(cost="flops")
+    measured = peak_of(backend, lambda: (Grouped(groups), torch.randn(8, 3, 64, 64)))
+    (plan,) = backend.plans
+    assert plan.compiled_peak_bytes is not None
+    assert 0.99 * plan.compiled_peak_bytes <= measured <= plan.compiled_peak_bytes
+
+
+class Selected(nn.Module):
+    """Layers on the rows that a mask lets pass, a loss on those that it lets pass again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(32, 32) for _ in range(4)), nn.Linear(32, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask, target = x[:, 0] > -100, (x[:, 1] > 0).long()
+        h = x[mask]
+        for layer in self.layers:
+            h = h + F.gelu(layer(h))
+        return F.cross_entropy(self.head(h), target[mask])
+
+
+class Scattered(nn.Module):
+    """Values that a mask selects, and puts back: their number is a size that the backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > -100)[:, :1]
+        for layer in self.layers:
+            x = x.masked_scatter(mask, F.gelu(layer(x)).masked_select(mask))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("model", [Selected, Scattered])
+@pytest.mark.parametrize("budget", [None, 0.6, 0.45])
+def test_what_a_mask_selects_is_planned_as_all_there_is(model: type[nn.Module], budget: float | None) -> None:
+    """Here the mask lets all pass. What it selects may run again, more than once in a backward; its size is bound by the first run."""
+
+    def make() -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        return model(), torch.randn(64, 32)
+
+    backend = fxckpt.Backend(budget=budget, cost="flops")
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        try:
+            measured = peak_of(backend, make)
+        except fxckpt.BudgetInfeasible as error:
+            backend = fxckpt.Backend(budget=error.floor_bytes, cost="flops")
+            measured = peak_of(backend, make)
+        (plan,) = backend.plans
+        assert measured == plan.compiled_peak_bytes
+        (eager, x), (compiled, _) = make(), make()
+        eager(x).backward()
+        torch.compile(compiled, backend=backend)(x).backward()
+    for one, other in zip(compiled.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 def next_tokens() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return Next(), torch.rand(8, 64)
@@ -271,8 +352,8 @@ def test_what_kernels_write_over_is_learned_from_a_lowering() -> None:
     kernels = KernelGraph(fuses)(joint.graph, plan.saved)
     facts, _ = Planner(cost="flops").read(joint, count, bind_preferences=True, never_stored=kernels)
     lowered = lower_backward(forward, backward, Lowerings(None).lower, num_fwd_outputs=count)
-    program, learned = facts.program, written_over(facts, lowered)
-    pairs = zip(program.backward, learned.backward, strict=True)
+    program, seen = facts.program, learned(facts, lowered, backward, no_scratch)
+    pairs = zip(program.backward, seen.backward, strict=True)
     spared = {k: one.scratch_bytes - other.scratch_bytes for k, (one, other) in enumerate(pairs)}
     last = {s: k for k, op in enumerate(program.backward) for s in op.reads}
     assert 0 < sum(spared.values()) <= sum(nbytes for _, nbytes in lowered.written_over)
@@ -280,7 +361,7 @@ def test_what_kernels_write_over_is_learned_from_a_lowering() -> None:
         op = program.backward[k]
         dying = sum(program.storages[s].bytes for s in op.reads if last[s] == k and not program.storages[s].is_output)
         assert nbytes <= min(dying, sum(program.storages[s].bytes for s in op.writes))
-    assert learned.ops == program.ops
+    assert seen.ops == program.ops
 
 
 def test_gradients_of_sliced_logits_are_those_of_stock() -> None:

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxckpt.errors import CaptureError, FxckptError
@@ -162,6 +163,24 @@ def unbounded_sizes(graph: fx.Graph) -> list[str]:
             if isinstance(size, torch.SymInt) and not size.node.has_hint() and upper_bound(size) is None:
                 found[str(size)] = None
     return list(found)
+
+
+BINDINGS = "unbacked_bindings"
+"""Metadata of an op that finds sizes by looking at numbers: where in its value each is."""
+
+
+def bindings_of(node: fx.Node) -> dict[Any, Any]:
+    """Return the bindings of the sizes in a node's value that are in none of those it reads, and are known only when it runs."""
+    from torch.fx.experimental.symbolic_shapes import CallMethodKey, free_unbacked_symbols
+
+    known = {s for arg in node.all_input_nodes for s in free_unbacked_symbols(arg.meta.get("val"))}
+    found: dict[Any, Any] = {}
+    for path, value in pytree.tree_flatten_with_path(node.meta.get("val"))[0]:
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            symbol = size.node._expr if isinstance(size, torch.SymInt) else None
+            if symbol is not None and symbol.is_Symbol and symbol not in known and free_unbacked_symbols(symbol):
+                found.setdefault(symbol, (*path, CallMethodKey("size"), pytree.SequenceKey(dim)))
+    return found
 
 
 def written_after(graph: fx.Graph) -> list[fx.Node]:

@@ -18,9 +18,13 @@ from torch import fx
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from fxckpt.errors import InnerCompilerMissing, InvalidOption
+from fxckpt.torch_private import size_hint
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Size and strides of a tensor."""
 INDEXING = frozenset(
     (
         *("arange", "empty", "full", "full_like", "inductor_random", "iota", "scalar_tensor"),
@@ -100,20 +104,40 @@ def is_convolution(node: fx.Node) -> bool:
 
 def channels_last(node: fx.Node) -> fx.Node:
     """Return a call like ``node`` in a graph of its own, its images channels last; Inductor leaves signals and volumes as they are."""
-    formats = {4: torch.channels_last}
+
+    def given(operand: fx.Node) -> Any:
+        value = operand.meta["val"]
+        is_image = isinstance(value, torch.Tensor) and value.dim() == 4
+        return torch.empty_like(value, memory_format=torch.channels_last) if is_image else value
+
+    return _called_with(node, given)
+
+
+def laid_out(node: fx.Node, layouts: Sequence[Layout]) -> fx.Node | None:
+    """Return a call like ``node`` in a graph of its own, its tensors laid out like that, in their order; None if it is not of those."""
+    args = [arg for arg in pytree.arg_tree_leaves(*node.args, **node.kwargs) if isinstance(arg, fx.Node)]
+    operands = [arg for arg in args if isinstance(arg.meta.get("val"), torch.Tensor)]
+    sizes = [tuple(map(size_hint, operand.meta["val"].shape)) for operand in operands]
+    if not isinstance(node.target, OpOverload) or sizes != [size for size, _ in layouts]:
+        return None
+    strides = {operand: stride for operand, (_, stride) in zip(operands, layouts, strict=True)}
+
+    def given(operand: fx.Node) -> Any:
+        value = operand.meta["val"]
+        return value.as_strided(value.shape, strides[operand]) if operand in strides else value
+
+    return _called_with(node, given)
+
+
+def _called_with(node: fx.Node, given: Callable[[fx.Node], Any]) -> fx.Node:
     graph = fx.Graph()
 
-    def given(operand: fx.Node) -> fx.Node:
-        value = operand.meta["val"]
-        placeholder = graph.placeholder(operand.name)
-        relaid = isinstance(value, torch.Tensor) and value.dim() in formats
-        placeholder.meta["val"] = torch.empty_like(value, memory_format=formats[value.dim()]) if relaid else value
-        return placeholder
+    def placeholder(operand: fx.Node) -> fx.Node:
+        made = graph.placeholder(operand.name)
+        made.meta["val"] = given(operand)
+        return made
 
-    call = graph.node_copy(node, given)
-    if isinstance(made := call.meta["val"], torch.Tensor):
-        call.meta["val"] = torch.empty_like(made, memory_format=formats.get(made.dim(), torch.preserve_format))
-    return call
+    return graph.node_copy(node, placeholder)
 
 
 def may_donate() -> bool:

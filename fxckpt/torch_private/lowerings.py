@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fxckpt.errors import FxckptError, PlanningFailed
 from fxckpt.torch_private import outside_trace
-from fxckpt.torch_private.inductor import KeepOrder, copied, no_compiler
+from fxckpt.torch_private.inductor import KeepOrder, Layout, copied, no_compiler
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class LoweredHalf:
     """Per kernel: the graph's nodes it was made from."""
     inside: dict[int, int]
     """Kernels that run graphs of their own (branches, loops): the bytes that these allocate beyond what they return."""
+    operands: dict[int, tuple[str, tuple[Layout, ...]]]
+    """Kernels that are calls of a library: the graph's node that is called for, and the tensors it is called with, as they are laid out then."""
     allocated: tuple[tuple[str, int, int, int], ...]
     """Buffers that the half allocates: name, bytes, first and last kernel."""
     written_over: tuple[tuple[int, int], ...]

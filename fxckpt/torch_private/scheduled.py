@@ -10,10 +10,11 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 from torch._inductor import config, ir
 from torch._inductor.codegen.wrapper import EfficientPeakEstimate, buffer_reuse_key, can_match_buffer_size
-from torch._inductor.scheduler import SchedulerNode
+from torch._inductor.scheduler import OutputNode, SchedulerNode
 from torch._inductor.virtualized import V
 
 from fxckpt.torch_private import allocated_bytes, greatest
+from fxckpt.torch_private.inductor import Layout
 from fxckpt.torch_private.lowerings import LoweredHalf, live_bytes
 
 
@@ -31,6 +32,8 @@ class _Schedule:
         self.made_by = {b.get_name(): i for i, n in enumerate(graph.scheduler.nodes) for b in n.get_outputs()}
         self.in_place: dict[str, str] = {}
         """Buffers that take over the memory of one that is not read any more."""
+        self.unaligned = set(graph.unaligned_buffers)
+        """Memory of a library's, or of a caller's with sizes that vary: no other buffer gets it after the one that takes it over."""
         self.written_over: list[tuple[int, int]] = []
         self.last: dict[str, int] = {}
         self.born: dict[str, tuple[int, int]] = {}
@@ -48,6 +51,7 @@ class _Schedule:
                 inside = rows | (frozenset(self._removed(node)) - returned)
                 taken = dict(self._taken_over(node, inside, rows))
                 self.in_place.update(taken)
+                self.unaligned.update(written for written, read in taken.items() if read in self.unaligned)
                 self.written_over.extend((i, _bytes(self.scheduler.name_to_buf[name].node)) for name in taken)
                 for dep in node.read_writes.reads:
                     if not getattr(dep, "is_fake", False):
@@ -60,15 +64,24 @@ class _Schedule:
             for name in sorted({name for i in group for name in nodes[i].last_usage}):
                 self._touch(name, group[-1])
                 self._free(name, group[-1], returned, pool)
-        kept, end = frozenset(map(self._root, returned)), len(nodes)
+        kept, end = frozenset(map(self._root, (*returned, *self._never_freed()))), len(nodes)
         return LoweredHalf(
             tuple(_origins(node) for node in nodes),
             {i: max(map(_body_bytes, bodies)) for i, node in enumerate(nodes) if (bodies := _bodies(node))},
+            {i: _library_call(node.node) for i, node in enumerate(nodes) if _is_library_call(node)},
             tuple((n, size, first, end if n in kept else max(self.last.get(n, first), first)) for n, (size, first) in self.born.items()),
             tuple(self.written_over),
             {name: self.last.get(name, -1) for name in self.graph.graph_input_names},
             tuple(None if n is None else (self._root(n), _strides(o)) for n, o in zip(self.outputs, self.graph.graph_outputs, strict=True)),
         )
+
+    def _never_freed(self) -> Iterator[str]:
+        """Yield what stays until the half returns, as a size that is returned was found in it, and the parts of what stays."""
+        buffers = self.scheduler.name_to_buf
+        stay = {name for name, buffer in buffers.items() if any(isinstance(user.node, OutputNode) for user in buffer.users)}
+        for name, buffer in buffers.items():
+            if name in stay or (isinstance(buffer.node, ir.MultiOutput) and buffer.node.inputs[0].get_name() in stay):  # type: ignore[union-attr]
+                yield name
 
     def _touch(self, name: str, i: int) -> None:
         root = self._root(name)
@@ -79,7 +92,7 @@ class _Schedule:
         buffer = self.scheduler.name_to_buf.get(name)
         if buffer is None or name in returned or name in self.in_place.values() or name in V.graph.never_reuse_buffers:
             return
-        is_own = name in self.born or name in self.in_place
+        is_own = (name in self.born or name in self.in_place) and name not in self.unaligned
         if is_own and buffer.can_free() and not buffer.node.get_inputs_that_alias_output():
             pool.give(buffer.node, i)
 
@@ -282,6 +295,18 @@ def _most(size: Any) -> int:
     expression = sympy.sympify(size)
     bound = greatest(expression, V.graph.sizevars.shape_env) if expression.free_symbols else int(expression)
     return int(V.graph.sizevars.optimization_hint(expression, fallback=0)) if bound is None else bound
+
+
+def _is_library_call(node: Any) -> bool:
+    """Return whether a kernel is a call of a library, rather than a loop, or one of the results of such a call."""
+    return node.is_extern() and not isinstance(node.node, ir.MultiOutput)
+
+
+def _library_call(made: Any) -> tuple[str, tuple[Layout, ...]]:
+    """Return the name of the graph's node that a kernel calls a library for, empty if it is not known, and the layouts of its operands."""
+    operands = [operand for operand in made.inputs if isinstance(operand, ir.IRNode) and operand.has_tensor_output()]
+    layouts = tuple((tuple(map(_most, operand.get_size())), _strides(operand)) for operand in operands)
+    return (made.fx_node.name if made.fx_node is not None else ""), layouts
 
 
 def _name(output: Any) -> str | None:
