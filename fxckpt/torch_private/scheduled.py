@@ -55,7 +55,8 @@ class _Schedule:
                 self.written_over.extend((i, _bytes(self.scheduler.name_to_buf[name].node)) for name in taken)
                 for dep in node.read_writes.reads:
                     if not getattr(dep, "is_fake", False):
-                        self._touch(dep.name, i)
+                        # The code lets go of what a conditional is the last to read in the first of its branches alone.
+                        self._touch(dep.name, len(nodes) if isinstance(node.node, ir.Conditional) else i)
                 for buffer in node.get_outputs():
                     if buffer.get_name() not in inside:
                         self._write(i, buffer, pool)
@@ -67,13 +68,20 @@ class _Schedule:
         kept, end = frozenset(map(self._root, (*returned, *self._never_freed()))), len(nodes)
         return LoweredHalf(
             tuple(_origins(node) for node in nodes),
-            {i: max(map(_body_bytes, bodies)) for i, node in enumerate(nodes) if (bodies := _bodies(node))},
+            {i: self._inside(i, bodies) for i, node in enumerate(nodes) if (bodies := _bodies(node))},
             {i: _library_call(node.node) for i, node in enumerate(nodes) if _is_library_call(node)},
             tuple((n, size, first, end if n in kept else max(self.last.get(n, first), first)) for n, (size, first) in self.born.items()),
             tuple(self.written_over),
             {name: self.last.get(name, -1) for name in self.graph.graph_input_names},
             tuple(None if n is None else (self._root(n), _strides(o)) for n, o in zip(self.outputs, self.graph.graph_outputs, strict=True)),
         )
+
+    def _inside(self, i: int, bodies: Sequence[Any]) -> int:
+        """Return what the bodies that a kernel runs allocate at most beyond what is taken of what they return; they return the rest as well."""
+        taken = sum(
+            size for name, (size, first) in self.born.items() if first == i and isinstance(V.graph.get_buffer(name), ir.MultiOutput)
+        )
+        return max(most - min(taken, returned) for most, returned in map(_body_bytes, bodies))
 
     def _never_freed(self) -> Iterator[str]:
         """Yield what stays until the half returns, as a size that is returned was found in it, and the parts of what stays."""
@@ -237,14 +245,14 @@ def _bodies(node: Any) -> list[Any]:
     return [subgraph.graph for subgraph in subgraphs if subgraph.graph is not None]
 
 
-def _body_bytes(body: Any) -> int:
-    """Return what a body allocates at most beyond what it returns."""
+def _body_bytes(body: Any) -> tuple[int, int]:
+    """Return what a body allocates at most, and what it returns."""
     with V.set_graph_handler(body), config.patch(graph_partition=False):
         body.init_wrapper_code()
         body._update_scheduler()
         found = read_schedule(body)
     during = live_bytes(found)
-    return int((during + [found.inside.get(i, 0) for i in range(len(during))]).max() - during[-1])
+    return int((during + [found.inside.get(i, 0) for i in range(len(during))]).max()), int(during[-1])
 
 
 def _calls(nodes: Sequence[Any]) -> Iterator[list[int]]:
