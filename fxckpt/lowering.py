@@ -147,7 +147,8 @@ def donated(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_output
     others = {storage_id(t) for n in held if isinstance(n, fx.Node) for t in tensors(n.meta.get("val"))}
     saved = {n.name for n in graph_outputs(forward.graph)[num_fwd_outputs:] if isinstance(n, fx.Node)}
     inputs = enumerate(backward.graph.find_nodes(op="placeholder"))
-    return [i for i, n in inputs if n.name in saved and not any(storage_id(t) in others for t in tensors(n.meta.get("val")))]
+    lies_in = {i: [storage_id(t) for t in tensors(n.meta.get("val"))] for i, n in inputs if n.name in saved}
+    return [i for i, storages in lies_in.items() if storages and others.isdisjoint(storages)]
 
 
 def _workspace(half: LoweredHalf, graph: fx.GraphModule, facts: Facts, scratch: Scratch) -> IntArray:

@@ -227,7 +227,7 @@ def test_wrong_modes_and_options_are_refused(arguments: dict[str, Any], says: st
         fxckpt.Backend(**arguments)
 
 
-def _written(monkeypatch: pytest.MonkeyPatch, *, keep: bool) -> tuple[list[str], int]:
+def _written(monkeypatch: pytest.MonkeyPatch, *, keep: bool, dynamic: bool) -> tuple[list[str], int]:
     """The code that Inductor writes, and how often it lowers a graph for it."""
     torch._dynamo.reset()
     code: list[str] = []
@@ -239,13 +239,15 @@ def _written(monkeypatch: pytest.MonkeyPatch, *, keep: bool) -> tuple[list[str],
         if not keep:
             patch.setattr(Lowerings, "compile", lambda self, *args, **given: compile_fx_inner(*args, **given))
         model, inputs = step(blocks=1)
-        torch.compile(model, backend=fxckpt.Backend())(*inputs).backward()
+        torch.compile(model, backend=fxckpt.Backend(), dynamic=dynamic)(*inputs).backward()
     return [text[text.index("import") :] for text in code], len(lowered)
 
 
-def test_what_was_lowered_to_be_looked_at_is_compiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, lowered = _written(monkeypatch, keep=True)
-    again, lowered_again = _written(monkeypatch, keep=False)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_was_lowered_to_be_looked_at_is_compiled_as_it_is(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
+    """Where sizes vary, some of what the forward hands over are sizes."""
+    kept, lowered = _written(monkeypatch, keep=True, dynamic=dynamic)
+    again, lowered_again = _written(monkeypatch, keep=False, dynamic=dynamic)
     assert (lowered, lowered_again) == (2, 4)
     assert len(kept) == 2 and kept == again
 

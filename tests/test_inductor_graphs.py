@@ -296,7 +296,24 @@ class Scattered(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("model", [Selected, Scattered])
+class Averaged(nn.Module):
+    """Checkpoint regions in which two masks select: some of what is handed to the backward are sizes, which keep what they were found in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def block(layer: nn.Module, x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+            return x.index_put((one,), F.gelu(layer(x[one]))) + x.masked_select(other[:, None]).view(-1, 32).mean(0)
+
+        one, other = x[:, 0] > -100, x[:, 1] > -100
+        for layer in self.layers:
+            x = checkpoint(block, layer, x, one, other, use_reentrant=False)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("model", [Selected, Scattered, Averaged])
 @pytest.mark.parametrize("budget", [None, 0.6, 0.45])
 def test_what_a_mask_selects_is_planned_as_all_there_is(model: type[nn.Module], budget: float | None) -> None:
     """Here the mask lets all pass. What it selects may run again, more than once in a backward; its size is bound by the first run."""

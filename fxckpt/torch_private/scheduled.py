@@ -30,6 +30,11 @@ class _Schedule:
         self.graph, self.scheduler = graph, graph.scheduler
         self.renamed = graph.scheduler.mutation_real_name
         self.made_by = {b.get_name(): i for i, n in enumerate(graph.scheduler.nodes) for b in n.get_outputs()}
+        self.parts: dict[str, list[str]] = defaultdict(list)
+        """Per call of a library: the buffers that are what it returns, which lives as long as its name."""
+        for name, buffer in graph.scheduler.name_to_buf.items():
+            if isinstance(buffer.node, ir.MultiOutput):
+                self.parts[buffer.node.inputs[0].get_name()].append(name)  # type: ignore[union-attr]
         self.in_place: dict[str, str] = {}
         """Buffers that take over the memory of one that is not read any more."""
         self.unaligned = set(graph.unaligned_buffers)
@@ -85,15 +90,15 @@ class _Schedule:
 
     def _never_freed(self) -> Iterator[str]:
         """Yield what stays until the half returns, as a size that is returned was found in it, and the parts of what stays."""
-        buffers = self.scheduler.name_to_buf
-        stay = {name for name, buffer in buffers.items() if any(isinstance(user.node, OutputNode) for user in buffer.users)}
-        for name, buffer in buffers.items():
-            if name in stay or (isinstance(buffer.node, ir.MultiOutput) and buffer.node.inputs[0].get_name() in stay):  # type: ignore[union-attr]
-                yield name
+        for name, buffer in self.scheduler.name_to_buf.items():
+            if any(isinstance(user.node, OutputNode) for user in buffer.users):
+                yield from (name, *self.parts.get(name, ()))
 
     def _touch(self, name: str, i: int) -> None:
         root = self._root(name)
         self.last[root] = max(self.last.get(root, -1), i)
+        for part in self.parts.get(name, ()):
+            self._touch(part, i)
 
     def _free(self, name: str, i: int, returned: Collection[str], pool: _Pool) -> None:
         """Leave a buffer's memory to the next that is as large, as the wrapper's planning does."""
