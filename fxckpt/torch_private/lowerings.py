@@ -59,6 +59,10 @@ UNTOLD = {"trace.enabled": False}
 """nor written to the folder that TORCH_COMPILE_DEBUG asks for, which is the compile's own."""
 
 
+WRITTEN_IN_PLACE = ("index_put", "_scatter", "auto_functionalized", "triton_kernel_wrapper")
+"""In the names of ops that Inductor's reinplacing looks at."""
+
+
 @dataclass(frozen=True)
 class _Kept:
     """A half that was lowered to be looked at."""
@@ -116,7 +120,7 @@ class Lowerings:
             _named("forward" if donated is None else "backward"),
             torch.no_grad(),
         ):
-            if strides:
+            if strides or _writes_what_runs_again(gm):
                 compile_fx.fake_tensor_prop(gm, inputs)  # type: ignore[attr-defined]
             compile_fx.record_original_output_strides(gm)
             identity = _identity(gm)
@@ -195,6 +199,15 @@ class Lowerings:
                 self._kept.remove(kept)
                 return kept
         return None
+
+
+def _writes_what_runs_again(gm: fx.GraphModule) -> bool:
+    """Return whether Inductor may let an op write over a value that was made again.
+
+    It asks by the storages of the nodes' values, which those that run again share with the first run until they are propagated anew.
+    """
+    ops = (n for n in gm.graph.nodes if n.op == "call_function" and any(name in str(n.target) for name in WRITTEN_IN_PLACE))
+    return any("recompute_of" in each.meta.get("custom", {}) for node in ops for each in (node, *node.all_input_nodes))
 
 
 def _take_over(gm: fx.GraphModule, passed: fx.GraphModule) -> None:

@@ -31,10 +31,10 @@ class _Schedule:
         self.renamed = graph.scheduler.mutation_real_name
         self.made_by = {b.get_name(): i for i, n in enumerate(graph.scheduler.nodes) for b in n.get_outputs()}
         self.parts: dict[str, list[str]] = defaultdict(list)
-        """Per call of a library: the buffers that are what it returns, which lives as long as its name."""
-        for name, buffer in graph.scheduler.name_to_buf.items():
-            if isinstance(buffer.node, ir.MultiOutput):
-                self.parts[buffer.node.inputs[0].get_name()].append(name)  # type: ignore[union-attr]
+        """Per call of a library: the buffers that are what it returns, taken or not, which live as long as its name."""
+        for buffer in graph.buffers:
+            if isinstance(buffer, ir.MultiOutput):
+                self.parts[buffer.inputs[0].get_name()].append(buffer.get_name())  # type: ignore[union-attr]
         self.in_place: dict[str, str] = {}
         """Buffers that take over the memory of one that is not read any more."""
         self.unaligned = set(graph.unaligned_buffers)
@@ -129,6 +129,10 @@ class _Schedule:
             # The first part of a concatenation has the whole of it allocated.
             self._write(i, self.scheduler.name_to_buf[root], pool)
         if root != name or name in self.born or isinstance(made.layout, (ir.NoneLayout, ir.MultiOutputLayout)):
+            for part in self.parts.get(name, ()):
+                # What nobody takes of what is returned is there until the name is dropped.
+                if part not in self.made_by and not V.graph.get_buffer(part).get_inputs_that_alias_output():
+                    self.born[part] = (_bytes(V.graph.get_buffer(part)), i)
             self._touch(name, i)
             return
         if made.should_allocate() and (reused := pool.take(made, i)) is not None:
