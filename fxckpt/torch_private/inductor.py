@@ -114,19 +114,23 @@ def channels_last(node: fx.Node) -> fx.Node:
 
 
 def laid_out(node: fx.Node, layouts: Sequence[Layout]) -> fx.Node | None:
-    """Return a call like ``node`` in a graph of its own, its tensors laid out like that, in their order; None if it is not of those."""
+    """Return a call like ``node``, its tensors laid out like that, in their order: itself, or one in a graph of its own; None if it is not of those."""
     args = [arg for arg in pytree.arg_tree_leaves(*node.args, **node.kwargs) if isinstance(arg, fx.Node)]
     operands = [arg for arg in args if isinstance(arg.meta.get("val"), torch.Tensor)]
     sizes = [tuple(map(size_hint, operand.meta["val"].shape)) for operand in operands]
     if not isinstance(node.target, OpOverload) or sizes != [size for size, _ in layouts]:
         return None
-    strides = {operand: stride for operand, (_, stride) in zip(operands, layouts, strict=True)}
+    pairs = (
+        (operand, stride, tuple(map(size_hint, operand.meta["val"].stride())))
+        for operand, (_, stride) in zip(operands, layouts, strict=True)
+    )
+    relaid = {operand: stride for operand, stride, traced in pairs if stride != traced}
 
     def given(operand: fx.Node) -> Any:
         value = operand.meta["val"]
-        return value.as_strided(value.shape, strides[operand]) if operand in strides else value
+        return value.as_strided(value.shape, relaid[operand]) if operand in relaid else value
 
-    return _called_with(node, given)
+    return _called_with(node, given) if relaid else node
 
 
 def _called_with(node: fx.Node, given: Callable[[fx.Node], Any]) -> fx.Node:
