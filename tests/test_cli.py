@@ -221,7 +221,7 @@ def test_frontier_prints_points_and_draws(step: str, capsys: pytest.CaptureFixtu
 
 
 def test_bench_measures_what_was_predicted(step: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", f"{step}:make", "--budget", "0.7", "--steps", "1", "--json"]) == 0
+    assert main(["bench", f"{step}:make", "--budget", "0.7", "--steps", "1", "--cost", "flops", "--json"]) == 0
     before, after = json.loads(capsys.readouterr().out)
     # The loss of this model is summed up outside of the plan.
     assert abs(after["peak_bytes"] - after["predicted_bytes"]) < 1024 < before["peak_bytes"] - after["peak_bytes"]

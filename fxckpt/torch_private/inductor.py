@@ -114,7 +114,7 @@ def channels_last(node: fx.Node) -> fx.Node:
 
 
 def laid_out(node: fx.Node, layouts: Sequence[Layout]) -> fx.Node | None:
-    """Return a call like ``node``, its tensors laid out like that, in their order: itself, or one in a graph of its own; None if it is not of those."""
+    """Return a call like ``node``, its tensors laid out like that, in their order; itself if they were traced so, None if it is not of those."""
     args = [arg for arg in pytree.arg_tree_leaves(*node.args, **node.kwargs) if isinstance(arg, fx.Node)]
     operands = [arg for arg in args if isinstance(arg.meta.get("val"), torch.Tensor)]
     sizes = [tuple(map(size_hint, operand.meta["val"].shape)) for operand in operands]
