@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -60,7 +59,6 @@ def test_what_counts_another_mask_binds_its_own() -> None:
     assert binders(graph) == expected
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_the_size_of_one_of_several_results_is_found() -> None:
     graph = traced(lambda x: torch.unique(x, return_inverse=True), torch.tensor([3, 1, 3]))
     (unique,) = (node for node in graph.nodes if "unique" in str(node.target))
