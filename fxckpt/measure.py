@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,8 @@ def measure_peak(fn: Callable[[], object]) -> int:
     On the CPU torch reports the release of a block only if it saw the block allocated, in this measurement or an earlier one. Memory held
     from before that ``fn`` releases may therefore give no room, and the result is then too high: drop old gradients before the call.
     """
+    # What an earlier call left in a reference cycle would be released inside this one, and make room that fn never had.
+    gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
         start = torch.cuda.memory_allocated()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 import fxckpt
@@ -21,3 +23,16 @@ def test_starts_from_zero_whatever_is_allocated() -> None:
     before = torch.empty(10_000, dtype=torch.uint8)
     assert fxckpt.measure_peak(lambda: torch.empty(64, dtype=torch.uint8)) == 64
     assert before.numel() == 10_000
+
+
+def test_what_an_earlier_measurement_left_in_a_cycle_gives_no_room() -> None:
+    def leave_a_cycle() -> None:
+        cycle: list[object] = [torch.empty(1 << 18)]
+        cycle.append(cycle)
+
+    def collect_and_allocate() -> None:
+        gc.collect()
+        torch.empty(1 << 18)
+
+    fxckpt.measure_peak(leave_a_cycle)
+    assert fxckpt.measure_peak(collect_and_allocate) == 1 << 20
