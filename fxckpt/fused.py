@@ -25,6 +25,7 @@ from fxckpt.passes.describe import describe
 from fxckpt.passes.facts import Facts, Scratch
 from fxckpt.passes.fingerprint import fingerprint
 from fxckpt.passes.kernels import KernelGraph, is_reduction
+from fxckpt.passes.layouts import lay_out
 from fxckpt.passes.normalize import normalize
 from fxckpt.passes.order import ORDER, mark_order
 from fxckpt.passes.price_search import Candidate, Found
@@ -66,7 +67,9 @@ class FusedPlanner:
     slack: float = 0.03
     """this share of the budget is left over, and more than"""
     worthwhile: float = 0.02
-    """this share of the step may be saved."""
+    """this share of the step may be saved; or where a plan that was a little over the budget is faster by more than"""
+    dear: float = 0.2
+    """this share of the step, as near the least peak every byte is."""
     margin: float = 0.001
     """Share of the budget that a first plan leaves over."""
     last_resorts: tuple[float, ...] = (1.1, 1.25, 1.5)
@@ -126,6 +129,8 @@ def emitted(planner: Planner, joint: fx.GraphModule, facts: Facts, plan: Plan, n
     forward, backward = planner.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs, is_library_call=is_library_call)
     if plan.keeps_order:
         unfold(backward, is_library_call=is_library_call)
+        if changes_layout(forward):
+            lay_out(backward)
         mark_order(backward)
     return forward, backward, plan
 
@@ -238,13 +243,16 @@ class _Fit:
         ``refused`` is a plan that was over the budget, and its compiled bytes: what lies between is expected in between.
         """
         options, gain = self.options, self.options.worthwhile * self.facts.program.step_seconds
+        share = 1 - options.margin
         for _ in range(options.retries):
             planned, compiled = self.planned(chosen.schedule), halves[2].compiled_peak_bytes or limit
             left, spent = limit - compiled, chosen.simulation.extra_seconds
-            if left <= options.slack * limit or spent <= gain:
+            over = spent if refused is None else simulate(self.program, refused[0]).extra_seconds
+            is_dear = spent - over > options.dear * self.facts.program.step_seconds
+            if spent <= gain or (left <= options.slack * limit and not is_dear):
                 break
             rate = 1.0 if refused is None else (self.planned(refused[0]) - planned) / (refused[1] - compiled)
-            more = self.search(planned + int(max(rate, 0.0) * (1 - options.margin) * left))
+            more = self.search(planned + int(max(rate, 0.0) * share * left))
             new = [c for c in (self.stock, more.best) if c is not None and c.schedule not in self.judged]
             found = [c for c in new if self.planned(c.schedule) <= (more.limit or limit)]
             better = min(found, key=lambda c: c.simulation.extra_seconds, default=None)
@@ -254,7 +262,7 @@ class _Fit:
             if compiled <= limit:
                 chosen, halves = better, faster
             else:
-                refused = better.schedule, compiled
+                refused, share = (better.schedule, compiled), share / 2
         return halves
 
     def candidates(self, found: Found, limit: int) -> Iterator[tuple[Candidate, bool]]:

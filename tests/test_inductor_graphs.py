@@ -279,6 +279,59 @@ def test_the_workspace_of_a_convolution_is_that_of_the_layouts_it_is_called_with
     assert 0.99 * plan.compiled_peak_bytes <= measured <= plan.compiled_peak_bytes
 
 
+class Skips(nn.Module):
+    """Two levels down and up: what goes around the lower one is joined with what comes out of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down, self.up = self.block(8, 16), self.block(16, 32), self.block(48, 16)
+
+    @staticmethod
+    def block(before: int, after: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(4, after), nn.SiLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        around = self.first(x)
+        below = self.down(F.max_pool2d(around, 2))
+        return self.up(torch.cat([F.interpolate(below, scale_factor=2.0), around], 1)).square().mean()
+
+
+def skips() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Skips(), torch.randn(4, 8, 32, 32)
+
+
+def test_a_convolution_that_runs_again_makes_no_copies_of_the_other_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = skips()
+
+    def allocated(planner: Planner) -> tuple[int, fxckpt.Plan]:
+        joint, count = inductor_joint(model, x)
+        forward, backward, plan = FusedPlanner(planner).partition(joint, num_fwd_outputs=count)
+        lower = Lowerings(None).lower
+        lowered = lower_backward(forward, backward, lower, num_fwd_outputs=count, lowered_forward=lower(forward, None, {}))
+        return sum(nbytes for _, nbytes, _, _ in lowered.allocated), plan
+
+    laid_out, plan = allocated(Planner(budget=0.85, cost="flops"))
+    assert "convolution" in plan.recomputed
+    monkeypatch.setattr("fxckpt.fused.lay_out", lambda backward: None)
+    copied, _ = allocated(Planner(known=(plan,), cost="flops"))
+    image_bytes = 4 * 16 * 32 * 32 * 4
+    assert laid_out + image_bytes <= copied
+
+
+def test_gradients_of_images_that_were_laid_out_are_those_of_stock() -> None:
+    def gradients(backend: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        model, x = skips()
+        torch.compile(model, backend=backend)(x.requires_grad_()).backward()
+        assert x.grad is not None
+        assert x.grad.is_contiguous()
+        return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    for ours, stock in zip(gradients(fxckpt.Backend(budget=0.85, cost="flops")), gradients("inductor"), strict=True):
+        torch.testing.assert_close(ours, stock)
+
+
 class Selected(nn.Module):
     """Layers on the rows that a mask lets pass, a loss on those that it lets pass again."""
 

@@ -15,7 +15,7 @@ from typing import Any, get_origin
 
 import torch
 from torch import fx
-from torch._inductor import custom_graph_pass
+from torch._inductor import custom_graph_pass, inductor_prims
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
@@ -95,6 +95,15 @@ def changes_layout(half: fx.GraphModule) -> bool:
     from torch._inductor.graph import GraphLowering
 
     return bool(GraphLowering.decide_layout_opt(half, is_inference=False))
+
+
+FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
+"""Inductor's own op that lays a value out: ``(tensor, strides) -> tensor``."""
+
+
+def wants_channels_last(half: fx.GraphModule) -> bool | None:
+    """Return whether Inductor is to lay a half's images out channels last: as told by the half; None leaves it to Inductor."""
+    return True if half.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER) else None
 
 
 def is_convolution(node: fx.Node) -> bool:

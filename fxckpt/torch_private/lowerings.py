@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fxckpt.errors import FxckptError, PlanningFailed
 from fxckpt.torch_private import outside_trace
-from fxckpt.torch_private.inductor import KeepOrder, Layout, copied, no_compiler
+from fxckpt.torch_private.inductor import KeepOrder, Layout, copied, no_compiler, wants_channels_last
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ class Lowerings:
                 # torch 2.11 finds the decompositions by itself.
                 takes_them = "get_decomp_fn" in signature(GraphLowering.__init__).parameters
                 more: dict[str, Any] = {"get_decomp_fn": select_decomp_table} if takes_them else {}
-                graph = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_backward=donated is not None, **more)
+                more |= {"is_backward": donated is not None, "layout_opt": wants_channels_last(gm)}
+                graph = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, **more)
                 graph.bw_donated_idxs = list(donated or ())
                 graph.freeze_runtime_asserts()
                 with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
@@ -174,7 +175,7 @@ class Lowerings:
         offered: list[Any] = [offered_passes, Offered]
         vars(compile_fx).update(zip(names, offered, strict=True))
         try:
-            return compile_fx.compile_fx_inner(gm, example_inputs, **given)
+            return compile_fx.compile_fx_inner(gm, example_inputs, **{"layout_opt": wants_channels_last(gm), **given})
         finally:
             vars(compile_fx).update(zip(names, stock, strict=True))
             is_backward = given.get("is_backward", False)
