@@ -25,7 +25,7 @@ from fxckpt.passes.describe import describe
 from fxckpt.passes.facts import Facts, Scratch
 from fxckpt.passes.fingerprint import fingerprint
 from fxckpt.passes.kernels import KernelGraph, is_reduction
-from fxckpt.passes.layouts import lay_out
+from fxckpt.passes.layouts import keep_strides, lay_out
 from fxckpt.passes.normalize import normalize
 from fxckpt.passes.order import ORDER, mark_order
 from fxckpt.passes.price_search import Candidate, Found
@@ -132,6 +132,7 @@ def emitted(planner: Planner, joint: fx.GraphModule, facts: Facts, plan: Plan, n
         if changes_layout(forward):
             lay_out(backward)
         mark_order(backward)
+    keep_strides(backward)
     return forward, backward, plan
 
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.errors import CaptureError
 from fxckpt.passes.decisions import decisions
-from fxckpt.passes.kinds import has_hidden_effect, is_collective, is_known_pure, is_mutating, is_random, only_computes, tensors
+from fxckpt.passes.kinds import has_hidden_effect, is_collective, is_known_pure, is_mutating, is_random, is_seed, only_computes, tensors
 from fxckpt.passes.program import FORWARD_ONLY, IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.plan import Reason
 from fxckpt.registry import registered
@@ -373,7 +373,8 @@ class _Reader:
         state = None
         if not in_backward and is_random(node) and pinned is None:
             nbytes = RNG_STATE_BYTES.get(_device_type(node), RNG_STATE_BYTES_OTHER)
-            if node not in self.requested and sum(self.storages[i].bytes for i in writes) <= nbytes:
+            is_asked = node in self.requested and not is_seed(node)
+            if not is_asked and sum(self.storages[i].bytes for i in writes) <= nbytes:
                 for i in writes:
                     self.storages[i] = replace(self.storages[i], is_savable=True)
                 pinned = Reason.SMALLER_THAN_STATE

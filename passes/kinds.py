@@ -37,6 +37,11 @@ def draws(node: fx.Node) -> bool:
     return is_random(node) or (isinstance(node.target, OpOverload) and node.target._opname in ("inductor_random", "inductor_randint"))
 
 
+def is_seed(node: fx.Node) -> bool:
+    """Return whether an op draws the seeds of Inductor's own random numbers, which it makes once a half and under no other state."""
+    return isinstance(node.target, OpOverload) and node.target._opname in ("inductor_seed", "inductor_seeds")
+
+
 def argument(node: fx.Node, name: str) -> Any:
     """Return the argument of an op's schema called ``name``, given or by default; None if it has none of that name."""
     if not isinstance(node.target, OpOverload):

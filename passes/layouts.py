@@ -1,11 +1,17 @@
-"""Layouts: what a backward's convolutions read is made channels last, as Inductor makes what those of the forward read.
+"""Layouts: what an emitted backward makes lies in memory as its readers need it, where Inductor would lay it out otherwise.
+
+:func:`lay_out`: what a backward's convolutions read is made channels last, as Inductor makes what those of the forward read.
 
 Inductor decides half by half whether convolutions are given their images channels last, and for a backward by the convolutions that run again in it:
 one of them turns the layout of all. Values that run again, and gradients, are then made as they were traced, and copied to what the convolution
 takes: the forward's first run needed no copy, and a plan that runs a value again would pay for two. Told what a convolution reads is to look like,
 Inductor makes it so.
 
-Expects an emitted backward whose forward is given channels last. Leaves one that computes the same; what it returns is laid out as before.
+:func:`keep_strides`: ``as_strided`` reads memory, not values. Where the forward runs it Inductor lays its operand out as it was traced; where
+the operand runs again from values that lie otherwise, it would lie as they do, and other numbers would be read.
+
+Both expect an emitted backward, the first one whose forward is given channels last, and leave one that computes the same; what it returns is
+laid out as before.
 """
 
 from __future__ import annotations
@@ -13,8 +19,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fxckpt.passes.kinds import is_torchs_own
 from fxckpt.passes.rematerialize import FIRST_RUN_OF, RUNS_AGAIN
-from fxckpt.torch_private.inductor import FORCE_STRIDE_ORDER
+from fxckpt.torch_private.inductor import FORCE_STRIDE_ORDER, is_view
 
 READ_IMAGES = {torch.ops.aten.convolution.default: 1, torch.ops.aten.convolution_backward.default: 2}
 """How many of an op's first operands are images: its input, or the gradient and the input."""
@@ -37,11 +44,42 @@ def _has_two_layouts(value: torch.Tensor) -> bool:
 
 
 def _force(image: fx.Node) -> None:
-    value = image.meta["val"]
-    laid_out = torch.empty_like(value, memory_format=torch.channels_last)
-    with image.graph.inserting_after(image):
-        forced = image.graph.call_function(FORCE_STRIDE_ORDER, (image, list(laid_out.stride())))
-    forced.meta.update((key, of) for key, of in image.meta.items() if key not in (RUNS_AGAIN, FIRST_RUN_OF))
+    forced = _forced(image, torch.empty_like(image.meta["val"], memory_format=torch.channels_last))
+    # All others read what there is rather than make it again, but for those to whom it matters how the image lies.
+    image.replace_all_uses_with(forced, delete_user_cb=lambda user: user is not forced and not _depends_on_layout(user))
+
+
+def _forced(value: fx.Node, laid_out: torch.Tensor) -> fx.Node:
+    """Return a node behind a value that is laid out like another."""
+    with value.graph.inserting_after(value):
+        forced = value.graph.call_function(FORCE_STRIDE_ORDER, (value, list(laid_out.stride())))
+    forced.meta.update((key, of) for key, of in value.meta.items() if key not in (RUNS_AGAIN, FIRST_RUN_OF))
     forced.meta["val"] = laid_out
-    # Who returns the image promised its layout; all others read what there is.
-    image.replace_all_uses_with(forced, delete_user_cb=lambda user: user.op != "output" and user is not forced)
+    return forced
+
+
+def _depends_on_layout(user: fx.Node) -> bool:
+    """Return whether a reader, or one that reads through it, returns a value whose layout was promised or looks at memory itself."""
+    if user.target in READ_IMAGES:
+        return False
+    if not is_torchs_own(user) or "as_strided" in str(user.target):
+        return True
+    return is_view(user) and any(map(_depends_on_layout, user.users))
+
+
+def keep_strides(backward: fx.GraphModule) -> None:
+    """Force the strides that it was traced with on what is made in the backward and read by ``as_strided``, be it through views."""
+    forced: dict[fx.Node, fx.Node] = {}
+    for reader in [node for node in backward.graph.nodes if "as_strided" in str(node.target)]:
+        value = reader.args[0]
+        while is_view(value) and isinstance(value.args[0], fx.Node):
+            reader, value = value, value.args[0]
+        traced = value.meta["val"]
+        if value.op == "placeholder" or not all(isinstance(n, int) for n in traced.shape):
+            continue
+        laid_out = torch.empty_like(traced)
+        # What has holes, or lies over itself, is no value that Inductor makes.
+        if laid_out.stride() == traced.stride():
+            if value not in forced:
+                forced[value] = _forced(value, laid_out)
+            reader.replace_input_with(value, forced[value])

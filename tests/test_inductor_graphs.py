@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxckpt
 from fxckpt.fused import FusedPlanner
@@ -330,6 +330,45 @@ def test_gradients_of_images_that_were_laid_out_are_those_of_stock() -> None:
 
     for ours, stock in zip(gradients(fxckpt.Backend(budget=0.85, cost="flops")), gradients("inductor"), strict=True):
         torch.testing.assert_close(ours, stock)
+
+
+class Memory(nn.Module):
+    """An image that is read as it lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = F.gelu(self.first(x))
+        rows = torch.as_strided(image, (len(x), 2048), (2048, 1))
+        return self.second(image).flatten(1) * torch.tanh(rows * torch.linspace(0, 1, 2048))
+
+
+def test_what_reads_memory_reads_it_as_it_was_laid_out_when_it_runs_again() -> None:
+    def gradients(backend: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = Memory(), torch.randn(4, 3, 16, 16)
+        step = model if backend is None else torch.compile(model, backend=backend)
+        step(x).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for ours, eager in zip(gradients(fxckpt.Backend(policy=lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)), gradients(None), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+def test_seeds_are_kept_whatever_a_policy_demands() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return 3 * F.dropout(x, 0.5)
+
+    torch._dynamo.reset()
+    backend = fxckpt.Backend(policy=lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
+    x = torch.rand(64, 64).add(1).requires_grad_()
+    y = torch.compile(scaled, backend=backend)(x)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, (y / x).detach())
+    assert any("seeds" in name for name in backend.plans[0].saved)
 
 
 class Selected(nn.Module):

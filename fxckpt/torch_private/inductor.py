@@ -48,10 +48,14 @@ INDEXING = frozenset(
 def fuses(node: fx.Node) -> bool:
     """Return whether Inductor lowers an op to an element-wise loop that its readers may take into their own."""
     target = node.target
-    if not isinstance(target, OpOverload):
+    return is_view(node) or (isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target._opname in INDEXING))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether an op returns what it reads, shown otherwise."""
+    if not isinstance(node.target, OpOverload):
         return False
-    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
-    return is_view or torch.Tag.pointwise in target.tags or target._opname in INDEXING
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
 
 
 def stock_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) -> frozenset[str]:
@@ -102,8 +106,10 @@ FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
 
 
 def wants_channels_last(half: fx.GraphModule) -> bool | None:
-    """Return whether Inductor is to lay a half's images out channels last: as told by the half; None leaves it to Inductor."""
-    return True if half.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER) else None
+    """Return whether Inductor is to lay a half's images out channels last: where the half forces it on one; None leaves it to Inductor."""
+    forced = (node.meta["val"] for node in half.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER))
+    images = (value for value in forced if value.dim() == 4 and not value.is_contiguous())
+    return True if any(value.is_contiguous(memory_format=torch.channels_last) for value in images) else None
 
 
 def is_convolution(node: fx.Node) -> bool:

@@ -73,3 +73,19 @@ def test_what_has_but_one_layout_is_left_alone(inputs: tuple[Tensor, ...], force
 def test_sizes_that_vary_are_left_alone() -> None:
     gm, _ = laid_out(*images(3, 8), tracing_mode="symbolic")
     assert not gm.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER)
+
+
+def test_who_looks_at_memory_itself_sees_it_as_it_was() -> None:
+    def of_memory(gradient: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = x.sin()
+        of_y, of_w, _ = aten.convolution_backward(gradient, y, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
+        return of_y, of_w, y.view(-1).as_strided((2, 3), (3, 1)).exp(), y * 2
+
+    inputs = images(3, 8)
+    gm = make_fx(of_memory, tracing_mode="fake")(*inputs)
+    lay_out(gm)
+    gm.recompile()
+    for made, expected in zip(gm(*inputs), of_memory(*inputs), strict=True):
+        torch.testing.assert_close(made, expected)
+    (forced,) = gm.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER)
+    assert {user.target for user in forced.users} == {aten.convolution_backward.default, aten.mul.Tensor}
