@@ -354,7 +354,9 @@ def test_what_reads_memory_reads_it_as_it_was_laid_out_when_it_runs_again() -> N
         step(x).square().mean().backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
 
-    for ours, eager in zip(gradients(fxckpt.Backend(policy=lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)), gradients(None), strict=True):
+    for ours, eager in zip(
+        gradients(fxckpt.Backend(policy=lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)), gradients(None), strict=True
+    ):
         torch.testing.assert_close(ours, eager)
 
 
