@@ -69,7 +69,7 @@ class FusedPlanner:
     worthwhile: float = 0.02
     """this share of the step may be saved; or where a plan that was a little over the budget is faster by more than"""
     dear: float = 0.2
-    """this share of the step, as near the least peak every byte is."""
+    """this share of the step: near the least peak every byte is dear."""
     margin: float = 0.001
     """Share of the budget that a first plan leaves over."""
     last_resorts: tuple[float, ...] = (1.1, 1.25, 1.5)

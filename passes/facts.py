@@ -373,8 +373,7 @@ class _Reader:
         state = None
         if not in_backward and is_random(node) and pinned is None:
             nbytes = RNG_STATE_BYTES.get(_device_type(node), RNG_STATE_BYTES_OTHER)
-            is_asked = node in self.requested and not is_seed(node)
-            if not is_asked and sum(self.storages[i].bytes for i in writes) <= nbytes:
+            if node not in self.requested and sum(self.storages[i].bytes for i in writes) <= nbytes:
                 for i in writes:
                     self.storages[i] = replace(self.storages[i], is_savable=True)
                 pinned = Reason.SMALLER_THAN_STATE
@@ -415,7 +414,7 @@ class _Reader:
         """Return why a second run would be wrong."""
         if not self._is_plain(node) and (is_mutating(node) or has_hidden_effect(node) or not (is_known_pure(node) or is_collective(node))):
             return Reason.EFFECT
-        if is_random(node) and node.kwargs.get("generator") is not None:
+        if is_seed(node) or (is_random(node) and node.kwargs.get("generator") is not None):
             return Reason.RANDOM_WITHOUT_STATE
         if self.mutated and any(storage_id(t) in self.mutated for a in node.all_input_nodes for t in tensors(a.meta.get("val"))):
             return Reason.MUTATED_INPUT

@@ -38,7 +38,7 @@ def draws(node: fx.Node) -> bool:
 
 
 def is_seed(node: fx.Node) -> bool:
-    """Return whether an op draws the seeds of Inductor's own random numbers, which it makes once a half and under no other state."""
+    """Return whether an op draws the seeds of Inductor's random numbers, which Inductor cannot lower under a state that was set."""
     return isinstance(node.target, OpOverload) and node.target._opname in ("inductor_seed", "inductor_seeds")
 
 
