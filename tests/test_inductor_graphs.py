@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import fxckpt
 from fxckpt.fused import FusedPlanner
 from fxckpt.lowering import learned, lower_backward
-from fxckpt.passes.facts import no_scratch
+from fxckpt.passes.facts import RNG_STATE_BYTES, no_scratch
 from fxckpt.passes.kernels import KernelGraph
 from fxckpt.pipeline import Planner
 from fxckpt.torch_private.inductor import _begin_to_look_for_instructions, fuses
@@ -360,7 +360,9 @@ def test_what_reads_memory_reads_it_as_it_was_laid_out_when_it_runs_again() -> N
         torch.testing.assert_close(ours, eager)
 
 
-def test_seeds_are_kept_whatever_a_policy_demands() -> None:
+def test_seeds_are_kept_whatever_a_policy_demands_and_however_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RNG_STATE_BYTES, "cpu", 4)
+
     def scaled(x: Tensor) -> Tensor:
         return 3 * F.dropout(x, 0.5)
 
