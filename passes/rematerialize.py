@@ -13,16 +13,17 @@ from __future__ import annotations
 import copy
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxckpt.passes.facts import Facts
 from fxckpt.passes.kinds import is_random, tensors
 from fxckpt.plan import Plan, Recompute
-from fxckpt.torch_private import fake_rng_state, is_symbolic, run_and_save_rng_state, run_with_rng_state, tag_side
+from fxckpt.torch_private import fake_rng_state, is_symbolic, run_and_save_rng_state, run_with_rng_state, tag_side, untag_side
 
 RECOMPUTE_OF = "fxckpt_recompute_of"
 """Metadata of a copy in the backward: the name of the forward node it repeats."""
@@ -244,6 +245,22 @@ class _Rewriter:
         returned = [o for o in output.args[0][self.num_fwd_outputs :] if isinstance(o, fx.Node)]
         read = {arg for n in backward for arg in n.all_input_nodes} | set(returned)
         in_backward = set(backward) | set(self.facts.tangent_closure)
+        read = set(_sizes_for_fractions(read))
         forward = [n for n in self.graph.nodes if n in read and n not in in_backward and n.op != "get_attr"]
         symbolic = tuple(n for n in forward if is_symbolic(n))
         return Rematerialized(tuple(n for n in forward if not is_symbolic(n)), symbolic)
+
+
+def _sizes_for_fractions(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """Yield the nodes; in place of a fraction, which both halves may compute, the sizes that it is computed from.
+
+    Inductor's cache has no key for a graph that takes a ``SymFloat``.
+    """
+    todo = list(nodes)
+    for node in todo:
+        made_from = node.all_input_nodes if node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymFloat) else []
+        if made_from and all(is_symbolic(arg) for arg in made_from):
+            untag_side(node)
+            todo.extend(made_from)
+        else:
+            yield node

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.graph import GraphLowering
 from torch.nn import functional as F
@@ -252,6 +254,26 @@ def test_what_was_lowered_to_be_looked_at_is_compiled_as_it_is(monkeypatch: pyte
     assert len(kept) == 2 and kept == again
 
 
+def test_kernels_are_compiled_while_others_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = CppPythonBindingsCodeCache.load_pybinding_async
+    asked: list[list[str]] = [[]]
+
+    def loaded(types: list[str], source: str, **given: Any) -> Any:
+        asked[-1].append(source)
+        return load(types, source, **given)
+
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding_async", loaded)
+    monkeypatch.setattr(GraphLowering, "save_output_code", lambda code: asked.append([]))
+    model, inputs = step(blocks=1)
+    with torch._inductor.config.patch(compile_threads=2, fx_graph_cache=False):
+        torch.compile(model, backend=fxckpt.Backend())(*inputs).backward()
+    forward, between, end = asked
+    # In the end Inductor asks for the same sources, so that none is compiled twice.
+    handed_over, backward = between[: len(forward)], between[len(forward) :]
+    assert forward and handed_over == forward
+    assert backward and end == backward
+
+
 def test_sizes_that_vary_keep_their_budget() -> None:
     model, _ = step(blocks=2)
     backend = fxckpt.Backend(budget=0.8)
@@ -263,6 +285,21 @@ def test_sizes_that_vary_keep_their_budget() -> None:
         measured = fxckpt.measure_peak(lambda inputs=inputs: compiled(*inputs).backward())
         model.zero_grad(set_to_none=True)
         assert measured <= backend.plans[-1].budget_bytes
+
+
+def test_halves_whose_sizes_vary_are_cached() -> None:
+    """Inductor has no key for a graph that takes a fraction of sizes, as the gradient of a batch norm does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.Conv2d(4, 4, 3))
+    again, x = copy.deepcopy(model), torch.randn(2, 3, 8, 8)
+    torch._dynamo.utils.counters.clear()
+    torch.compile(model, backend=fxckpt.Backend(), dynamic=True)(x).square().sum().backward()
+    again(x).square().sum().backward()
+    counted = torch._dynamo.utils.counters["inductor"]
+    assert counted["fxgraph_cache_bypass"] == 0
+    assert counted["fxgraph_cache_miss"] + counted["fxgraph_cache_hit"] == 2
+    for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_a_report_lists_graph_breaks_and_what_they_hold() -> None:

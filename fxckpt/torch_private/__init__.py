@@ -61,6 +61,7 @@ __all__ = [
     "split",
     "storage_id",
     "tag_side",
+    "untag_side",
 ]
 
 
@@ -395,6 +396,11 @@ def partitioner_tag(node: fx.Node) -> str | None:
 def tag_side(node: fx.Node, *, backward: bool) -> None:
     """Bind ``node`` to one half of the split."""
     node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
+
+
+def untag_side(node: fx.Node) -> None:
+    """Let the split put ``node`` in either half, or in both."""
+    node.meta.pop("partitioner_tag", None)
 
 
 def has_effect(target: Any) -> bool:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fxckpt.errors import FxckptError, PlanningFailed
 from fxckpt.torch_private import outside_trace
+from fxckpt.torch_private.early import compile_early
 from fxckpt.torch_private.inductor import KeepOrder, Layout, copied, no_compiler, wants_channels_last
 
 
@@ -331,6 +332,7 @@ def _handed_over(graph: Any, given: dict[str, Any]) -> Any:
         setattr(graph, name, given.get(name))
     for name in ("run", "init_wrapper_code", "_update_scheduler"):
         vars(graph)[name] = _once(graph, name)
+    compile_early(graph.wrapper_code)
     return graph
 
 
