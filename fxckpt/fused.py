@@ -125,7 +125,10 @@ def _as_run(joint: fx.GraphModule, scratch: Scratch) -> Scratch:
 
 
 def emitted(planner: Planner, joint: fx.GraphModule, facts: Facts, plan: Plan, num_fwd_outputs: int) -> Halves:
-    """Turn a joint graph into the halves that follow a plan."""
+    """Return the halves that follow a plan; the joint graph is left alone."""
+    # A graph remembers the names it once had, and a copy does not: in every process new nodes get the same names, by which caches know them.
+    joint = fx.GraphModule(joint, copy.deepcopy(joint.graph))
+    facts = facts.moved_to(joint.graph)
     forward, backward = planner.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs, is_library_call=is_library_call)
     if plan.keeps_order:
         unfold(backward, is_library_call=is_library_call)
@@ -323,9 +326,7 @@ class _Fit:
         return replace(plan, graph=self.lines, never_stored=fused, keeps_order=chosen is not self.stock)
 
     def emit(self, plan: Plan) -> Halves:
-        """Return the halves that follow ``plan``. The joint graph is left alone: the next candidate may need it."""
-        joint = fx.GraphModule(self.joint, copy.deepcopy(self.joint.graph))
-        return emitted(self.planner, joint, self.facts.moved_to(joint.graph), plan, self.num_fwd_outputs)
+        return emitted(self.planner, self.joint, self.facts, plan, self.num_fwd_outputs)
 
     def judge(self, halves: Halves, limit: int | None) -> int:
         """Return the peak of what the compiler makes of the halves, or a part of it that is over the limit.

@@ -257,10 +257,12 @@ def _sizes_for_fractions(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
     Inductor's cache has no key for a graph that takes a ``SymFloat``.
     """
     todo = list(nodes)
+    seen = set(todo)
     for node in todo:
         made_from = node.all_input_nodes if node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymFloat) else []
         if made_from and all(is_symbolic(arg) for arg in made_from):
             untag_side(node)
-            todo.extend(made_from)
+            todo.extend(arg for arg in made_from if arg not in seen)
+            seen.update(made_from)
         else:
             yield node

@@ -276,7 +276,8 @@ INDUCTOR_STEP = """
 import torch, fxckpt
 from torch._dynamo.utils import counters
 torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)) for _ in range(3)))
+block = lambda: torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+model = torch.nn.Sequential(*(block() for _ in range(3)))
 backend = fxckpt.Backend(budget={budget})
 torch.compile(model, backend=backend)(torch.randn(64, 8)).sum().backward()
 print(len(backend.plans), counters["inductor"]["fxgraph_cache_hit"])

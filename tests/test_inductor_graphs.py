@@ -21,9 +21,10 @@ from fxckpt.fused import FusedPlanner
 from fxckpt.lowering import learned, lower_backward
 from fxckpt.passes.facts import RNG_STATE_BYTES, no_scratch
 from fxckpt.passes.kernels import KernelGraph
+from fxckpt.passes.order import ORDER
 from fxckpt.pipeline import Planner
-from fxckpt.torch_private.inductor import _begin_to_look_for_instructions, fuses
-from fxckpt.torch_private.lowerings import Lowerings
+from fxckpt.torch_private.inductor import KeepOrder, _begin_to_look_for_instructions, fuses
+from fxckpt.torch_private.lowerings import Lowerings, live_bytes
 from tests.joints import inductor_joint
 
 
@@ -299,6 +300,20 @@ class Skips(nn.Module):
 def skips() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return Skips(), torch.randn(4, 8, 32, 32)
+
+
+def test_a_planned_backward_keeps_no_memory_for_later_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor keeps it where by its own estimate that does not raise the peak."""
+    joint, count = inductor_joint(*skips())
+    forward, backward, _ = FusedPlanner(Planner(budget=0.85, cost="flops")).partition(joint, num_fwd_outputs=count)
+
+    def live() -> Any:
+        return live_bytes(lower_backward(forward, backward, Lowerings(KeepOrder(ORDER)).lower, num_fwd_outputs=count))
+
+    let_go = live()
+    monkeypatch.setattr("fxckpt.torch_private.lowerings.KEEPS_NOTHING", {})
+    kept = live()
+    assert (let_go <= kept).all() and (let_go < kept).any()
 
 
 def test_a_convolution_that_runs_again_makes_no_copies_of_the_other_images(monkeypatch: pytest.MonkeyPatch) -> None:

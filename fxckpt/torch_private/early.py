@@ -30,7 +30,10 @@ def _submit(kernel_body: str) -> None:
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     if get_compile_threads() > 1:
-        call = ast.parse(kernel_body.strip(), mode="eval").body
+        try:
+            call = ast.parse(kernel_body.strip(), mode="eval").body
+        except SyntaxError:
+            return  # Inductor meets it again when it runs the code, and says in which file it is.
         assert isinstance(call, ast.Call)
         argument_types, source = map(ast.literal_eval, call.args)
         # Inductor keeps this by the source, and finds it when it asks for the same.

@@ -59,6 +59,8 @@ AS_PLANNED = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_p
 UNTOLD = {"trace.enabled": False}
 """nor written to the folder that TORCH_COMPILE_DEBUG asks for, which is the compile's own."""
 
+KEEPS_NOTHING = {"allow_buffer_reuse": False}
+"""Memory that nobody reads any more is let go of."""
 
 WRITTEN_IN_PLACE = ("index_put", "_scatter", "auto_functionalized", "triton_kernel_wrapper")
 """In the names of ops that Inductor's reinplacing looks at."""
@@ -116,7 +118,7 @@ class Lowerings:
             V.set_fake_mode(mode),
             V.set_debug_handler(DebugContext()),
             _counted_apart() as counted,
-            config.patch(AS_PLANNED | UNTOLD | {"_pre_fusion_custom_pass": self.keep_order}),
+            config.patch(AS_PLANNED | UNTOLD | self._memory_of(gm) | {"_pre_fusion_custom_pass": self.keep_order}),
             compile_fx.get_cuda_device_context(gm),
             _named("forward" if donated is None else "backward"),
             torch.no_grad(),
@@ -148,7 +150,7 @@ class Lowerings:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
         """Compile one half as ``compile_fx_inner`` does, which goes on with what was lowered where it would lower just that."""
-        from torch._inductor import compile_fx
+        from torch._inductor import compile_fx, config
         from torch._inductor.utils import get_donated_idxs
 
         names = ("_recursive_post_grad_passes", "GraphLowering")
@@ -176,7 +178,8 @@ class Lowerings:
         offered: list[Any] = [offered_passes, Offered]
         vars(compile_fx).update(zip(names, offered, strict=True))
         try:
-            return compile_fx.compile_fx_inner(gm, example_inputs, **{"layout_opt": wants_channels_last(gm), **given})
+            with config.patch(self._memory_of(gm)):
+                return compile_fx.compile_fx_inner(gm, example_inputs, **{"layout_opt": wants_channels_last(gm), **given})
         finally:
             vars(compile_fx).update(zip(names, stock, strict=True))
             is_backward = given.get("is_backward", False)
@@ -192,6 +195,15 @@ class Lowerings:
         _mark_visible_outputs(gm, is_backward=is_backward)
         with config.patch({"_pre_fusion_custom_pass": self.keep_order}):
             return self.compile(gm, inputs, is_backward=is_backward, cudagraphs=BoxedBool(False))
+
+    def _memory_of(self, gm: fx.GraphModule) -> dict[str, Any]:
+        """Return the configuration of a half's memory: a backward that is held to our order lets go of each buffer when its last reader has run.
+
+        Inductor would keep the memory for a later buffer of the same size where, by its own estimate, that does not raise the peak; the estimate
+        counts twice what a kernel writes over, so that it does.
+        """
+        is_held = self.keep_order is not None and any(self.keep_order.mark in node.meta for node in gm.graph.nodes)
+        return KEEPS_NOTHING if is_held else {}
 
     def _same(self, gm: fx.GraphModule, given: Any) -> _Kept | None:
         """Return what was lowered of a graph that Inductor is about to lower; None if nothing was. It is not returned again."""
