@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, config
+from torch._inductor.graph import GraphLowering
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -314,6 +316,27 @@ def test_a_planned_backward_keeps_no_memory_for_later_buffers(monkeypatch: pytes
     monkeypatch.setattr("fxckpt.torch_private.lowerings.KEEPS_NOTHING", {})
     kept = live()
     assert (let_go <= kept).all() and (let_go < kept).any()
+
+
+def test_what_was_lowered_in_inductor_s_own_order_is_not_compiled_in_place_of_what_is_held_to_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    joint, count = inductor_joint(*skips())
+    planner = Planner(budget=0.85, cost="flops")
+    _, backward, _ = FusedPlanner(planner).partition(joint, num_fwd_outputs=count)
+    free = copy.deepcopy(backward)
+    for node in free.graph.nodes:
+        node.meta.pop(ORDER, None)
+    lowered: list[GraphLowering] = []
+    run = GraphLowering.run
+    monkeypatch.setattr(GraphLowering, "run", lambda graph, *args: (lowered.append(graph), run(graph, *args))[1])
+    lowerings = Lowerings(KeepOrder(ORDER))
+    lowerings.lower(free, [], {})
+    lowerings.lower(backward, [], {})
+    with config.patch(fx_graph_cache=False):
+        lowerings.compile_alone(backward, True, {})
+        assert len(lowered) == 2
+        lowerings.lower(free, [], {})
+        lowerings.compile_alone(backward, True, {})
+    assert len(lowered) == 4
 
 
 def test_a_convolution_that_runs_again_makes_no_copies_of_the_other_images(monkeypatch: pytest.MonkeyPatch) -> None:

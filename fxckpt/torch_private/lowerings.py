@@ -82,7 +82,7 @@ class _Kept:
 class Lowerings:
     """Lowers halves to be looked at; what Inductor compiles thereafter goes neither through its passes nor through lowering twice.
 
-    A lowered graph is handed out once, for a graph of the same nodes, in the same layouts, with the same inputs and configuration.
+    A lowered graph is handed out once, for a graph of the same nodes, in the same places and layouts, with the same inputs and configuration.
     """
 
     def __init__(self, keep_order: KeepOrder | None) -> None:
@@ -126,7 +126,7 @@ class Lowerings:
             if strides or _writes_what_runs_again(gm):
                 compile_fx.fake_tensor_prop(gm, inputs)  # type: ignore[attr-defined]
             compile_fx.record_original_output_strides(gm)
-            identity = _identity(gm)
+            identity = self._identity(gm)
             with _errors_of_inductor():
                 compile_fx._recursive_post_grad_passes(gm, is_inference=False)
             with compile_fx.maybe_disable_comprehensive_padding(inputs):  # type: ignore[attr-defined]
@@ -205,9 +205,20 @@ class Lowerings:
         is_held = self.keep_order is not None and any(self.keep_order.mark in node.meta for node in gm.graph.nodes)
         return KEEPS_NOTHING if is_held else {}
 
+    def _identity(self, gm: fx.GraphModule) -> Any:
+        """Return what decides how a graph is lowered, its inputs aside; two that are equal are lowered alike."""
+        mark, nodes = self.keep_order.mark if self.keep_order is not None else "", []
+        for node in gm.graph.nodes:
+            target = _constant(getattr(gm, node.target)) if node.op == "get_attr" and "." not in node.target else node.target
+            made = pytree.tree_map(_layout, node.meta.get("val")) if node.op in ("placeholder", "call_function") else None
+            # As text, nodes are their names and sizes what they stand for: two sizes cannot be compared without a guard.
+            nodes.append((node.op, node.name, target, str((node.args, node.kwargs)), made, node.meta.get(mark)))
+        output = gm.graph.output_node().meta
+        return nodes, output.get("user_visible_output_idxs"), str(output.get("original_output_strides"))
+
     def _same(self, gm: fx.GraphModule, given: Any) -> _Kept | None:
         """Return what was lowered of a graph that Inductor is about to lower; None if nothing was. It is not returned again."""
-        identity = _identity(gm) if self._kept else None
+        identity = self._identity(gm) if self._kept else None
         for kept in self._kept:
             if kept.identity == identity and kept.given == given:
                 self._kept.remove(kept)
@@ -289,18 +300,6 @@ def _mark_visible_outputs(gm: fx.GraphModule, *, is_backward: bool) -> None:
     if not is_backward and config.keep_output_stride:
         visible = [i for i, of in enumerate(output.meta.get("desc", ())) if isinstance(of, PlainAOTOutput)]
     output.meta["user_visible_output_idxs"] = [i for i in visible if isinstance(values[i], fx.Node)]
-
-
-def _identity(gm: fx.GraphModule) -> Any:
-    """Return what decides how Inductor lowers a graph, its inputs aside; two that are equal are lowered alike."""
-    nodes = []
-    for node in gm.graph.nodes:
-        target = _constant(getattr(gm, node.target)) if node.op == "get_attr" and "." not in node.target else node.target
-        made = pytree.tree_map(_layout, node.meta.get("val")) if node.op in ("placeholder", "call_function") else None
-        # As text, nodes are their names and sizes what they stand for: two sizes cannot be compared without a guard.
-        nodes.append((node.op, node.name, target, str((node.args, node.kwargs)), made))
-    output = gm.graph.output_node().meta
-    return nodes, output.get("user_visible_output_idxs"), str(output.get("original_output_strides"))
 
 
 def _given(inputs: Sequence[Any], donated: list[int]) -> Any:
