@@ -39,7 +39,7 @@ from fxckpt.plan import Plan
 from fxckpt.plan_log import log_plan
 from fxckpt.plan_store import PlanStore, key_of
 from fxckpt.torch_private.inductor import KeepOrder, changes_layout, channels_last, fuses, is_convolution, stock_saved
-from fxckpt.torch_private.lowerings import Lowerings
+from fxckpt.torch_private.lowerings import Lowerings, let_go
 
 log = logging.getLogger("fxckpt")
 Halves = tuple[fx.GraphModule, fx.GraphModule, Plan]
@@ -136,6 +136,8 @@ def emitted(planner: Planner, joint: fx.GraphModule, facts: Facts, plan: Plan, n
             lay_out(backward)
         mark_order(backward)
     keep_strides(backward)
+    if plan.lets_go:
+        let_go(backward)
     return forward, backward, plan
 
 
@@ -236,10 +238,12 @@ class _Fit:
     def lowered(self, found: Found, chosen: Candidate, limit: int | None, *, is_whole: bool = False) -> tuple[Halves, int]:
         """Return the halves of a candidate, with the peak of what the compiler makes of them, or unless ``is_whole`` a part of it over the limit."""
         self.judged.add(chosen.schedule)
-        halves = self.emit(self.describe(found, chosen, limit))
-        compiled = self.judge(halves, None if is_whole else limit)
+        forward, backward, plan = self.emit(self.describe(found, chosen, limit))
+        compiled, lets_go = self.judge(forward, backward, limit, is_whole=is_whole, may_let_go=plan.keeps_order)
+        if lets_go:
+            let_go(backward)
         log.debug("planned %d bytes, compiled %d, budget %s", chosen.simulation.peak_bytes, compiled, limit)
-        return (*halves[:2], replace(halves[2], compiled_peak_bytes=compiled)), compiled
+        return (forward, backward, replace(plan, compiled_peak_bytes=compiled, lets_go=lets_go)), compiled
 
     def with_more(self, chosen: Candidate, halves: Halves, limit: int, refused: tuple[Schedule, int] | None) -> Halves:
         """Return what fits, or what is faster and fits too where much of the budget is left over.
@@ -328,26 +332,38 @@ class _Fit:
     def emit(self, plan: Plan) -> Halves:
         return emitted(self.planner, self.joint, self.facts, plan, self.num_fwd_outputs)
 
-    def judge(self, halves: Halves, limit: int | None) -> int:
-        """Return the peak of what the compiler makes of the halves, or a part of it that is over the limit.
+    def judge(
+        self, forward: fx.GraphModule, backward: fx.GraphModule, limit: int | None, *, is_whole: bool, may_let_go: bool
+    ) -> tuple[int, bool]:
+        """Return the peak of what the compiler makes of the halves, or unless ``is_whole`` a part of it that is over the limit; and whether
+        the backward lets go of memory for that, as it is over the limit otherwise.
 
         What comes to be compiled is not lowered twice, so that only the lowering of what is refused takes time.
         """
-        forward, backward, _ = halves
         facts, lower = self.facts, self.options.lower
         # The backward knows what the forward leaves, and is the likelier to be over: it is lowered first wherever that may be known without.
         lowered = lower(forward, None, {}) if changes_layout(forward) else None
         num, of = self.num_fwd_outputs, (forward, backward, facts, self.scratch)
         lowered_backward = lower_backward(forward, backward, lower, num_fwd_outputs=num, lowered_forward=lowered)
         self.program = learned(facts, lowered_backward, backward, self.scratch)
-        peak = int(backward_bytes(lowered_backward, *of, num_fwd_outputs=num, lowered_forward=lowered).max())
-        if limit is not None and peak > limit:
-            return peak
+
+        def least() -> tuple[int, bool]:
+            peaks = [
+                int(backward_bytes(each, *of, num_fwd_outputs=num, lowered_forward=lowered).max())
+                for each in (lowered_backward, lowered_backward.letting_go if may_let_go else None)
+                if each is not None
+            ]
+            lets_go = limit is not None and peaks[0] > limit and peaks[-1] < peaks[0]
+            return (peaks[-1] if lets_go else peaks[0]), lets_go
+
+        peak, lets_go = least()
+        if limit is not None and peak > limit and not is_whole:
+            return peak, lets_go
         if lowered is None:
             # Only now is it known which of what is saved lies in one buffer.
             lowered = lower(forward, None, {})
-            peak = int(backward_bytes(lowered_backward, *of, num_fwd_outputs=num, lowered_forward=lowered).max())
-        return max(peak, int(forward_bytes(lowered, forward, facts, self.scratch).max()))
+            peak, lets_go = least()
+        return max(peak, int(forward_bytes(lowered, forward, facts, self.scratch).max())), lets_go
 
 
 def stock_candidate(step: Step, stored: frozenset[str]) -> Candidate | None:

@@ -123,6 +123,8 @@ class Plan:
     """Values planned as taken into the loops of those who read them (:mod:`fxckpt.passes.kernels`)."""
     keeps_order: bool = True
     """Whether a compiler that schedules anew is held to the order of the backward; not where the plan is torch's own choice."""
+    lets_go: bool = False
+    """Whether the compiled backward lets go of memory that Inductor would keep for a later buffer, as it is over the budget otherwise."""
     graph: tuple[str, ...] = field(default=(), repr=False)
     """The joint graph the plan was made for, a line a node."""
     step: Step | None = field(default=None, compare=False, repr=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from fxckpt.passes.kernels import KernelGraph
 from fxckpt.passes.order import ORDER
 from fxckpt.pipeline import Planner
 from fxckpt.torch_private.inductor import KeepOrder, _begin_to_look_for_instructions, fuses
-from fxckpt.torch_private.lowerings import Lowerings, live_bytes
+from fxckpt.torch_private.lowerings import LETS_GO, Lowerings, live_bytes
 from tests.joints import inductor_joint
 
 
@@ -304,18 +305,40 @@ def skips() -> tuple[nn.Module, Tensor]:
     return Skips(), torch.randn(4, 8, 32, 32)
 
 
-def test_a_planned_backward_keeps_no_memory_for_later_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor keeps it where by its own estimate that does not raise the peak."""
+def test_memory_that_is_let_go_of_takes_no_more_than_what_is_kept_for_later_buffers() -> None:
     joint, count = inductor_joint(*skips())
     forward, backward, _ = FusedPlanner(Planner(budget=0.85, cost="flops")).partition(joint, num_fwd_outputs=count)
+    kept = lower_backward(forward, backward, Lowerings(KeepOrder(ORDER)).lower, num_fwd_outputs=count)
+    let_go = kept.letting_go
+    assert let_go is not None
+    assert let_go.kernels == kept.kernels
+    assert (live_bytes(let_go) <= live_bytes(kept)).all() and (live_bytes(let_go) < live_bytes(kept)).any()
 
-    def live() -> Any:
-        return live_bytes(lower_backward(forward, backward, Lowerings(KeepOrder(ORDER)).lower, num_fwd_outputs=count))
 
-    let_go = live()
-    monkeypatch.setattr("fxckpt.torch_private.lowerings.KEEPS_NOTHING", {})
-    kept = live()
-    assert (let_go <= kept).all() and (let_go < kept).any()
+@pytest.mark.parametrize(("budget", "lets_go"), [(1.0, False), (0.85, True)])
+def test_a_backward_lets_go_of_memory_where_it_is_over_the_budget_otherwise(
+    monkeypatch: pytest.MonkeyPatch, budget: float, lets_go: bool
+) -> None:
+    lower = Lowerings.lower
+
+    def lowered(self: Lowerings, half: fx.GraphModule, donated: Any, strides: Any) -> Any:
+        found = lower(self, half, donated, strides)
+        if donated is None or found.letting_go is None:
+            return found
+        # As if what is kept were a lot.
+        more = ("more", 2**20, 0, len(found.kernels))
+        return replace(found, allocated=(*found.allocated, more) if budget < 1 else found.allocated)
+
+    monkeypatch.setattr(Lowerings, "lower", lowered)
+    joint, count = inductor_joint(*skips())
+    _, backward, plan = FusedPlanner(Planner(budget=budget, cost="flops")).partition(joint, num_fwd_outputs=count)
+    assert plan.lets_go == lets_go == any(LETS_GO in node.meta for node in backward.graph.nodes)
+    assert plan.compiled_peak_bytes is not None and plan.budget_bytes is not None
+    assert plan.compiled_peak_bytes <= plan.budget_bytes
+    again, _ = inductor_joint(*skips())
+    forward, backward, _ = FusedPlanner(Planner(known=(plan,), cost="flops")).partition(again, num_fwd_outputs=count)
+    assert lets_go == any(LETS_GO in node.meta for node in backward.graph.nodes)
+    assert not any(LETS_GO in node.meta for node in forward.graph.nodes)
 
 
 def test_what_was_lowered_in_inductor_s_own_order_is_not_compiled_in_place_of_what_is_held_to_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
@@ -43,6 +43,8 @@ class LoweredHalf:
     """Per input of the graph: the last kernel that reads it, -1 if none does."""
     outputs: tuple[tuple[str, tuple[int, ...]] | None, ...]
     """Per output of the graph: the buffer or input it lies in, and its strides; None for what is no tensor."""
+    letting_go: LoweredHalf | None = None
+    """Of a backward: the same where memory that nobody reads any more is not kept for a later buffer of the same size (:func:`let_go`)."""
 
 
 def live_bytes(half: LoweredHalf) -> npt.NDArray[np.int64]:
@@ -54,13 +56,26 @@ def live_bytes(half: LoweredHalf) -> npt.NDArray[np.int64]:
     return np.cumsum(change)[:-1]
 
 
+def let_go(half: fx.GraphModule) -> None:
+    """Mark a half to be compiled to let go of each buffer when its last reader has run.
+
+    Inductor keeps the memory for a later buffer of the same size where, by its own estimate, that does not raise the peak. The estimate counts
+    twice what a kernel writes over, so that it may.
+    """
+    for node in half.graph.nodes:
+        # What a half is given may share its metadata with the joint graph.
+        if node.op == "call_function":
+            node.meta[LETS_GO] = True
+
+
 AS_PLANNED = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False, "coordinate_descent_tuning": False}
 """While a half is only looked at, nothing is timed,"""
 UNTOLD = {"trace.enabled": False}
 """nor written to the folder that TORCH_COMPILE_DEBUG asks for, which is the compile's own."""
 
-KEEPS_NOTHING = {"allow_buffer_reuse": False}
-"""Memory that nobody reads any more is let go of."""
+LETTING_GO = {"allow_buffer_reuse": False}
+LETS_GO = "fxckpt_lets_go"
+"""Metadata of the nodes of a half that is compiled so."""
 
 WRITTEN_IN_PLACE = ("index_put", "_scatter", "auto_functionalized", "triton_kernel_wrapper")
 """In the names of ops that Inductor's reinplacing looks at."""
@@ -118,7 +133,7 @@ class Lowerings:
             V.set_fake_mode(mode),
             V.set_debug_handler(DebugContext()),
             _counted_apart() as counted,
-            config.patch(AS_PLANNED | UNTOLD | self._memory_of(gm) | {"_pre_fusion_custom_pass": self.keep_order}),
+            config.patch(AS_PLANNED | UNTOLD | {"_pre_fusion_custom_pass": self.keep_order}),
             compile_fx.get_cuda_device_context(gm),
             _named("forward" if donated is None else "backward"),
             torch.no_grad(),
@@ -143,7 +158,10 @@ class Lowerings:
                         graph.init_wrapper_code()
                         graph._update_scheduler()
                     found = read_schedule(graph)
-        # Of a graph with graphs inside, those were scheduled, and cannot be scheduled again.
+                    # Of a graph with graphs inside, those were scheduled, and cannot be scheduled again.
+                    if donated is not None and config.allow_buffer_reuse and not found.inside:
+                        with config.patch(LETTING_GO):
+                            found = replace(found, letting_go=read_schedule(graph))
         if not is_timed and not found.inside:
             self._kept.append(_Kept(identity, _given(inputs, list(donated or ())), graph, counted))
         return found
@@ -178,7 +196,7 @@ class Lowerings:
         offered: list[Any] = [offered_passes, Offered]
         vars(compile_fx).update(zip(names, offered, strict=True))
         try:
-            with config.patch(self._memory_of(gm)):
+            with config.patch(LETTING_GO if any(LETS_GO in node.meta for node in gm.graph.nodes) else {}):
                 return compile_fx.compile_fx_inner(gm, example_inputs, **{"layout_opt": wants_channels_last(gm), **given})
         finally:
             vars(compile_fx).update(zip(names, stock, strict=True))
@@ -195,15 +213,6 @@ class Lowerings:
         _mark_visible_outputs(gm, is_backward=is_backward)
         with config.patch({"_pre_fusion_custom_pass": self.keep_order}):
             return self.compile(gm, inputs, is_backward=is_backward, cudagraphs=BoxedBool(False))
-
-    def _memory_of(self, gm: fx.GraphModule) -> dict[str, Any]:
-        """Return the configuration of a half's memory: a backward that is held to our order lets go of each buffer when its last reader has run.
-
-        Inductor would keep the memory for a later buffer of the same size where, by its own estimate, that does not raise the peak; the estimate
-        counts twice what a kernel writes over, so that it does.
-        """
-        is_held = self.keep_order is not None and any(self.keep_order.mark in node.meta for node in gm.graph.nodes)
-        return KEEPS_NOTHING if is_held else {}
 
     def _identity(self, gm: fx.GraphModule) -> Any:
         """Return what decides how a graph is lowered, its inputs aside; two that are equal are lowered alike."""
