@@ -238,7 +238,7 @@ class _Fit:
     def lowered(self, found: Found, chosen: Candidate, limit: int | None, *, is_whole: bool = False) -> tuple[Halves, int]:
         """Return the halves of a candidate, with the peak of what the compiler makes of them, or unless ``is_whole`` a part of it over the limit."""
         self.judged.add(chosen.schedule)
-        forward, backward, plan = self.emit(self.describe(found, chosen, limit))
+        forward, backward, plan = emitted(self.planner, self.joint, self.facts, self.describe(found, chosen, limit), self.num_fwd_outputs)
         compiled, lets_go = self.judge(forward, backward, limit, is_whole=is_whole, may_let_go=plan.keeps_order)
         if lets_go:
             let_go(backward)
@@ -329,9 +329,6 @@ class _Fit:
         # Held to our order, torch's own choice might take more than torch makes of it.
         return replace(plan, graph=self.lines, never_stored=fused, keeps_order=chosen is not self.stock)
 
-    def emit(self, plan: Plan) -> Halves:
-        return emitted(self.planner, self.joint, self.facts, plan, self.num_fwd_outputs)
-
     def judge(
         self, forward: fx.GraphModule, backward: fx.GraphModule, limit: int | None, *, is_whole: bool, may_let_go: bool
     ) -> tuple[int, bool]:
@@ -347,22 +344,19 @@ class _Fit:
         lowered_backward = lower_backward(forward, backward, lower, num_fwd_outputs=num, lowered_forward=lowered)
         self.program = learned(facts, lowered_backward, backward, self.scratch)
 
-        def least() -> tuple[int, bool]:
-            peaks = [
-                int(backward_bytes(each, *of, num_fwd_outputs=num, lowered_forward=lowered).max())
-                for each in (lowered_backward, lowered_backward.letting_go if may_let_go else None)
-                if each is not None
-            ]
-            lets_go = limit is not None and peaks[0] > limit and peaks[-1] < peaks[0]
-            return (peaks[-1] if lets_go else peaks[0]), lets_go
+        def backward_peak() -> tuple[int, bool]:
+            ways = lowered_backward, lowered_backward.letting_go or lowered_backward
+            keeping, letting_go = (int(backward_bytes(way, *of, num_fwd_outputs=num, lowered_forward=lowered).max()) for way in ways)
+            lets_go = may_let_go and limit is not None and letting_go < keeping > limit
+            return letting_go if lets_go else keeping, lets_go
 
-        peak, lets_go = least()
+        peak, lets_go = backward_peak()
         if limit is not None and peak > limit and not is_whole:
             return peak, lets_go
         if lowered is None:
             # Only now is it known which of what is saved lies in one buffer.
             lowered = lower(forward, None, {})
-            peak, lets_go = least()
+            peak, lets_go = backward_peak()
         return max(peak, int(forward_bytes(lowered, forward, facts, self.scratch).max())), lets_go
 
 
