@@ -54,7 +54,8 @@ def _plan(data: dict[str, Any]) -> Plan:
         for row in data["rows"]
     )
     schedule = tuple(Recompute(**run) for run in data["schedule"])
-    names = [f.name for f in fields(Plan) if f.name != "step"]
+    # What a plan says since a later version than wrote it has a default.
+    names = [f.name for f in fields(Plan) if f.name in data and f.name != "step"]
     plain: dict[str, Any] = {n: tuple(data[n]) if isinstance(data[n], list) else data[n] for n in names}
     if unknown := data.keys() - plain.keys():
         raise ValueError(f"unknown field {min(unknown)!r}")

@@ -136,6 +136,18 @@ class Branches(nn.Module):
         return (x * x.sigmoid()).sum()
 
 
+class Rounds(nn.Module):
+    """A loop over an input, which it may return as it is: what it returns is not let go of. A round holds what the one before returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, turned = torch.while_loop(lambda i, t: i < 4, lambda i, t: (i + 1, (t.sin() @ t.sin().T @ t).cos()), (torch.tensor(0), x))
+        return self.layer(turned).square().mean()
+
+
 class Constants(nn.Module):
     """Tensors made in the forward: constants of the graph."""
 
@@ -220,6 +232,7 @@ class Next(nn.Module):
         (Regions, None, 0.97),
         (Regions, 0.85, 0.97),
         (Branches, None, 0.97),
+        (Rounds, None, 1.0),
         (Constants, None, 0.97),
         (Volumes, None, 0.97),
         (Lookup, 0.8, 0.97),
@@ -584,7 +597,7 @@ def test_a_budget_holds_for_the_largest_size_that_was_marked() -> None:
 
 
 def test_a_compile_that_writes_its_traces_is_planned_too(tmp_path: Any) -> None:
-    with config.patch({"trace.enabled": True, "trace.debug_dir": str(tmp_path)}):
+    with config.patch({"trace.enabled": True, "trace.debug_dir": str(tmp_path), "fx_graph_cache": False}):
         torch._dynamo.reset()
         torch.compile(Constants(), backend=fxckpt.Backend(budget=0.9, cost="flops"))(torch.rand(512, 48)).backward()
     assert list(tmp_path.rglob("output_code.py"))

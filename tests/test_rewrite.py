@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
+import json
 import pickle
 import subprocess
 import sys
@@ -707,13 +709,23 @@ def test_a_stored_plan_is_compared_as_any_other() -> None:
         stored.diff(fxckpt.plan(model, x[:2]))
 
 
+def test_a_plan_written_before_there_was_a_field_says_its_default() -> None:
+    plan = fxckpt.plan(stack(), torch.randn(4, 8))
+    figures = {name: value for name, value in json.loads(plan.to_json()).items() if name not in ("form", "checksum", "lets_go")}
+    digest = hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()
+    older = {"form": "fxckpt plan 1", "checksum": digest[:16], **figures}
+    assert fxckpt.Plan.from_json(json.dumps(older)) == plan
+    with pytest.raises(fxckpt.InvalidPlan, match="'rows'"):
+        fxckpt.Plan.from_json(json.dumps({name: value for name, value in older.items() if name != "rows"}))
+
+
 def test_a_text_that_is_no_plan_is_refused() -> None:
     text = fxckpt.plan(stack(), torch.randn(4, 8)).to_json()
     for wrong, says in (
         ("{", "not JSON"),
         ("[]", "of form None"),
         (text.replace("fxckpt plan 1", "fxckpt plan 0"), "reads 'fxckpt plan 1'"),
-        (text.replace('"saved_bytes"', '"spared_bytes"'), "saved_bytes"),
+        (text.replace('"saved_bytes"', '"spared_bytes"'), "spared_bytes"),
         (text.replace('"decision": "saved"', '"decision": "lost"'), "lost"),
         (text.replace('"runs": 0', '"runs": 1', 1), "changed since it was written"),
         (text.replace('"saved_bytes": ', '"saved_bytes": 1', 1), "changed since it was written"),

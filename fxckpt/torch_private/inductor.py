@@ -69,7 +69,7 @@ def stock_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) ->
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a graph module that holds the same constants: real tensors, which cannot be copied among fake ones."""
-    constants = (getattr(gm, n.target) for n in gm.graph.find_nodes(op="get_attr") if "." not in n.target)
+    constants = (*gm.buffers(), *gm.parameters(), *(value for module in gm.modules() for value in vars(module).values()))
     return copy.deepcopy(gm, {id(c): c for c in constants if isinstance(c, torch.Tensor)})
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
+import torch
 from torch._inductor import config, ir
 from torch._inductor.codegen.wrapper import EfficientPeakEstimate, buffer_reuse_key, can_match_buffer_size
 from torch._inductor.scheduler import OutputNode, SchedulerNode
@@ -75,7 +76,10 @@ class _Schedule:
             tuple(_origins(node) for node in nodes),
             {i: self._inside(i, bodies) for i, node in enumerate(nodes) if (bodies := _bodies(node))},
             {i: _library_call(node.node) for i, node in enumerate(nodes) if _is_library_call(node)},
-            tuple((n, size, first, end if n in kept else max(self.last.get(n, first), first)) for n, (size, first) in self.born.items()),
+            (
+                *((n, size, first, end if n in kept else max(self.last.get(n, first), first)) for n, (size, first) in self.born.items()),
+                *self._answers(),
+            ),
             tuple(self.written_over),
             {name: self.last.get(name, -1) for name in self.graph.graph_input_names},
             tuple(None if n is None else (self._root(n), _strides(o)) for n, o in zip(self.outputs, self.graph.graph_outputs, strict=True)),
@@ -86,12 +90,21 @@ class _Schedule:
         taken = sum(
             size for name, (size, first) in self.born.items() if first == i and isinstance(V.graph.get_buffer(name), ir.MultiOutput)
         )
+        # Each round of a loop returns anew what it takes of the round before.
+        taken = 0 if isinstance(self.scheduler.nodes[i].node, ir.WhileLoop) else taken
         return max(most - min(taken, returned) for most, returned in map(_body_bytes, bodies))
 
+    def _answers(self) -> Iterator[tuple[str, int, int, int]]:
+        """Yield the last answers of the conditions of loops, which the code never lets go of."""
+        for i, node in enumerate(self.scheduler.nodes):
+            if isinstance(node.node, ir.WhileLoop):
+                nbytes = allocated_bytes(torch.bool.itemsize, node.node.get_device_or_error().type)
+                yield f"{node.node.get_name()}_cond_result", nbytes, i, len(self.scheduler.nodes)
+
     def _never_freed(self) -> Iterator[str]:
-        """Yield what stays until the half returns, as a size that is returned was found in it, and the parts of what stays."""
+        """Yield what stays until the half returns, and its parts: a size that is returned was found in it, or it may be a caller's."""
         for name, buffer in self.scheduler.name_to_buf.items():
-            if any(isinstance(user.node, OutputNode) for user in buffer.users):
+            if name in V.graph.never_reuse_buffers or any(isinstance(user.node, OutputNode) for user in buffer.users):
                 yield from (name, *self.parts.get(name, ()))
 
     def _touch(self, name: str, i: int) -> None:
