@@ -112,13 +112,6 @@ class Lowerings:
         """
         from torch._guards import detect_fake_mode
         from torch._inductor import compile_fx, config
-        from torch._inductor.debug import DebugContext
-        from torch._inductor.decomposition import select_decomp_table
-        from torch._inductor.graph import GraphLowering
-        from torch._inductor.virtualized import V
-
-        # Not at the top: it imports the whole of Inductor, which takes long.
-        from fxckpt.torch_private.scheduled import read_schedule
 
         gm = copied(half)
         mode = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
@@ -127,41 +120,14 @@ class Lowerings:
         is_timed = any(getattr(config, name) != value for name, value in AS_PLANNED.items())
         _mark_visible_outputs(gm, is_backward=donated is not None)
         compile_fx.view_to_reshape(gm)  # type: ignore[attr-defined]
-        with (
-            # As in a compile: what Inductor makes up on the way would otherwise be fake, which takes longer.
-            outside_trace(),
-            V.set_fake_mode(mode),
-            V.set_debug_handler(DebugContext()),
-            _counted_apart() as counted,
-            config.patch(AS_PLANNED | UNTOLD | {"_pre_fusion_custom_pass": self.keep_order}),
-            compile_fx.get_cuda_device_context(gm),
-            _named("forward" if donated is None else "backward"),
-            torch.no_grad(),
-        ):
+        with _only_looking(gm, mode, "forward" if donated is None else "backward", self.keep_order) as counted:
             if strides or _writes_what_runs_again(gm):
                 compile_fx.fake_tensor_prop(gm, inputs)  # type: ignore[attr-defined]
             compile_fx.record_original_output_strides(gm)
             identity = self._identity(gm)
             with _errors_of_inductor():
                 compile_fx._recursive_post_grad_passes(gm, is_inference=False)
-            with compile_fx.maybe_disable_comprehensive_padding(inputs):  # type: ignore[attr-defined]
-                # torch 2.11 finds the decompositions by itself.
-                takes_them = "get_decomp_fn" in signature(GraphLowering.__init__).parameters
-                more: dict[str, Any] = {"get_decomp_fn": select_decomp_table} if takes_them else {}
-                more |= {"is_backward": donated is not None, "layout_opt": wants_channels_last(gm)}
-                graph = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, **more)
-                graph.bw_donated_idxs = list(donated or ())
-                graph.freeze_runtime_asserts()
-                with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
-                    with _errors_of_inductor():
-                        graph.run(*inputs)
-                        graph.init_wrapper_code()
-                        graph._update_scheduler()
-                    found = read_schedule(graph)
-                    # Of a graph with graphs inside, those were scheduled, and cannot be scheduled again.
-                    if donated is not None and config.allow_buffer_reuse and not found.inside:
-                        with config.patch(LETTING_GO):
-                            found = replace(found, letting_go=read_schedule(graph))
+            graph, found = _scheduled(gm, inputs, mode.shape_env, donated)
         if not is_timed and not found.inside:
             self._kept.append(_Kept(identity, _given(inputs, list(donated or ())), graph, counted))
         return found
@@ -233,6 +199,58 @@ class Lowerings:
                 self._kept.remove(kept)
                 return kept
         return None
+
+
+@contextlib.contextmanager
+def _only_looking(gm: fx.GraphModule, mode: Any, half: str, keep_order: KeepOrder | None) -> Iterator[_Counted]:
+    """Let a half be lowered as in a compile of it, with nothing timed, written or counted by Inductor; hold what it would have counted."""
+    from torch._inductor import compile_fx, config
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.virtualized import V
+
+    with (
+        # As in a compile: what Inductor makes up on the way would otherwise be fake, which takes longer.
+        outside_trace(),
+        V.set_fake_mode(mode),
+        V.set_debug_handler(DebugContext()),
+        _counted_apart() as counted,
+        config.patch(AS_PLANNED | UNTOLD | {"_pre_fusion_custom_pass": keep_order}),
+        compile_fx.get_cuda_device_context(gm),
+        _named(half),
+        torch.no_grad(),
+    ):
+        yield counted
+
+
+def _scheduled(gm: fx.GraphModule, inputs: list[Any], shape_env: Any, donated: Sequence[int] | None) -> tuple[Any, LoweredHalf]:
+    """Return Inductor's lowering of a half after its passes, scheduled, and what is read from that."""
+    from torch._inductor import compile_fx, config
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    # Not at the top: it imports the whole of Inductor, which takes long.
+    from fxckpt.torch_private.scheduled import read_schedule
+
+    # torch 2.11 finds the decompositions by itself.
+    takes_them = "get_decomp_fn" in signature(GraphLowering.__init__).parameters
+    more: dict[str, Any] = {"get_decomp_fn": select_decomp_table} if takes_them else {}
+    more |= {"is_backward": donated is not None, "layout_opt": wants_channels_last(gm)}
+    with compile_fx.maybe_disable_comprehensive_padding(inputs):  # type: ignore[attr-defined]
+        graph = GraphLowering(gm, example_inputs=inputs, shape_env=shape_env, **more)
+        graph.bw_donated_idxs = list(donated or ())
+        graph.freeze_runtime_asserts()
+        with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
+            with _errors_of_inductor():
+                graph.run(*inputs)
+                graph.init_wrapper_code()
+                graph._update_scheduler()
+            found = read_schedule(graph)
+            # Of a graph with graphs inside, those were scheduled, and cannot be scheduled again.
+            if donated is not None and config.allow_buffer_reuse and not found.inside:
+                with config.patch(LETTING_GO):
+                    found = replace(found, letting_go=read_schedule(graph))
+    return graph, found
 
 
 def _writes_what_runs_again(gm: fx.GraphModule) -> bool:
