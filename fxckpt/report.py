@@ -508,7 +508,10 @@ class Report:
 
     def __str__(self) -> str:
         if not self.plans:
-            return "no graph with a backward has been compiled yet: run one forward of the compiled model with gradients enabled"
+            return (
+                "no graph with a backward has been compiled yet: run one forward of the compiled model with gradients enabled. If one was run, "
+                "Dynamo left the model to Python (an RNN, a graph break in a loop): TORCH_LOGS=graph_breaks says where."
+            )
         count = len(self.plans)
         graphs = [f"graph {i} of {count}\n{plan.explain()}" for i, plan in enumerate(self.plans, 1)]
         return "\n\n".join((*graphs, *map(str, self.breaks)))

@@ -98,6 +98,19 @@ def test_graph_break_makes_two_plans_and_two_tables() -> None:
     assert "graph 2 of 2" in str(backend.report())
 
 
+def test_a_report_says_where_to_look_if_dynamo_left_the_model_to_python() -> None:
+    def broken(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x.sin()
+            torch._dynamo.graph_break()
+        return x.sum()
+
+    backend = fxckpt.Backend(inner="aot_eager")
+    torch.compile(broken, backend=backend)(torch.randn(4, 32, requires_grad=True)).backward()
+    assert backend.plans == ()
+    assert "TORCH_LOGS=graph_breaks" in str(backend.report())
+
+
 def test_state_dict_keeps_its_keys() -> None:
     model = Net()
     keys = list(model.state_dict())

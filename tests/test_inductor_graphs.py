@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, config
 from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -68,6 +70,23 @@ def test_without_a_budget_convolutions_take_no_more_than_stock() -> None:
     measured = peak_of(backend, images)
     assert measured <= peak_of("inductor", images)
     assert not backend.plans[0].keeps_order
+
+
+def test_where_torchs_own_choice_is_taken_the_step_calls_what_torchs_does() -> None:
+    """Stock hands over what it saves in another order, which is no work."""
+
+    def called(backend: Any) -> list[list[str]]:
+        torch._dynamo.reset()
+        model, x = images()
+        with config.patch(fx_graph_cache=False):
+            _, codes = run_and_get_code(lambda: torch.compile(model, backend=backend)(x).backward())
+        return [
+            re.findall(r"^ +(?:\w+ = )?(?:cpp_fused|extern_kernels|torch\.ops|empty_strided|del ).*", code, re.MULTILINE) for code in codes
+        ]
+
+    forward, backward = called(fxckpt.Backend(cost="flops"))
+    assert [forward, backward] == called("inductor")
+    assert len(forward) > 10 and len(backward) > 10
 
 
 def test_the_least_peak_of_convolutions_can_be_had() -> None:
