@@ -20,7 +20,7 @@ from torch import fx
 
 from fxckpt import budget as budgets
 from fxckpt.contest import CompileHalf, not_to_be_tried, step_seconds
-from fxckpt.lowering import Lower, backward_bytes, forward_bytes, learned, lower_backward
+from fxckpt.lowering import Lower, at_best, backward_bytes, forward_bytes, learned, lower_backward
 from fxckpt.passes.describe import describe
 from fxckpt.passes.facts import Facts, Scratch
 from fxckpt.passes.fingerprint import fingerprint
@@ -279,10 +279,13 @@ class _Fit:
 
         The last resorts do not depend on the budget, so that the least peak that an error names can be had by asking for it.
         """
-        is_early = self.stock is not None and self.stock.simulation.peak_bytes <= limit
+        aim, floor = found.limit or limit, found.floor
+        # Of what is written over the model only learns from what is lowered.
+        is_early = self.stock is not None and simulate(at_best(self.facts, is_library_call), self.stock.schedule).peak_bytes <= limit
         if self.stock is not None and is_early:
             yield self.stock, True
-        aim, floor = found.limit or limit, found.floor
+            if self.program is not self.facts.program:
+                found = self.search(aim)
         seen: set[Schedule] = set()
         for _ in range(self.options.attempts):
             best = found.best

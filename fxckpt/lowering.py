@@ -109,6 +109,21 @@ def learned(facts: Facts, lowered: LoweredHalf, backward: fx.GraphModule, scratc
     return replace(program, backward=seen) if seen != program.backward else program
 
 
+def at_best(facts: Facts, is_library_call: Callable[[fx.Node], bool]) -> Program:
+    """Return the program of a step whose backward's loops write over whatever they are the last to read."""
+    program = facts.program
+    last = {s: k for k, op in enumerate(program.backward) for s in op.reads}
+    seen = []
+    for k, op in enumerate(program.backward):
+        node = facts.op_node.get(op.name)
+        is_loop = node is not None and not is_library_call(node)
+        dying = [program.storages[s] for s in op.reads if last[s] == k] if is_loop else []
+        read = Counter(s.bytes for s in dying if not s.is_output)
+        spared = read & Counter(program.storages[s].bytes for s in op.writes)
+        seen.append(replace(op, scratch_bytes=op.scratch_bytes - sum(spared.elements())))
+    return replace(program, backward=tuple(seen))
+
+
 def _loop(facts: Facts, name: str) -> dict[str, None]:
     """Return an op, by name, and what it reads that is never stored."""
     nodes = dict.fromkeys(node for node in (facts.op_node.get(name),) if node is not None)

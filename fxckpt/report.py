@@ -514,4 +514,8 @@ class Report:
             )
         count = len(self.plans)
         graphs = [f"graph {i} of {count}\n{plan.explain()}" for i, plan in enumerate(self.plans, 1)]
-        return "\n\n".join((*graphs, *map(str, self.breaks)))
+        apart = (
+            f"no graph break was seen between these {count} graphs, and each has the whole budget. If they are parts of one step, Dynamo left the "
+            "function that calls them to Python: TORCH_LOGS=graph_breaks says where."
+        )
+        return "\n\n".join((*graphs, *map(str, self.breaks), *([apart] if count > 1 and not self.breaks else [])))

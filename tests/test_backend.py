@@ -111,6 +111,21 @@ def test_a_report_says_where_to_look_if_dynamo_left_the_model_to_python() -> Non
     assert "TORCH_LOGS=graph_breaks" in str(backend.report())
 
 
+def test_a_report_says_if_graphs_may_be_parts_of_a_step_that_dynamo_left_to_python() -> None:
+    layers = nn.ModuleList([Net(), Net()])
+
+    def broken(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x.sum()
+
+    backend = fxckpt.Backend(inner="aot_eager")
+    torch.compile(broken, backend=backend)(torch.randn(4, 32)).backward()
+    assert len(backend.plans) > 1
+    assert "TORCH_LOGS=graph_breaks" in str(backend.report())
+
+
 def test_state_dict_keeps_its_keys() -> None:
     model = Net()
     keys = list(model.state_dict())

@@ -34,7 +34,8 @@ def _submit(kernel_body: str) -> None:
             call = ast.parse(kernel_body.strip(), mode="eval").body
         except SyntaxError:
             return  # Inductor meets it again when it runs the code, and says in which file it is.
-        assert isinstance(call, ast.Call)
-        argument_types, source = map(ast.literal_eval, call.args)
-        # Inductor keeps this by the source, and finds it when it asks for the same.
-        CppPythonBindingsCodeCache.load_pybinding_async(argument_types, source, submit_fn=AsyncCompile.submit)
+        # A call of another form, by a torch to come, is left to Inductor.
+        if isinstance(call, ast.Call) and len(call.args) == 2 and not call.keywords:
+            argument_types, source = map(ast.literal_eval, call.args)
+            # Inductor keeps this by the source, and finds it when it asks for the same.
+            CppPythonBindingsCodeCache.load_pybinding_async(argument_types, source, submit_fn=AsyncCompile.submit)

@@ -88,10 +88,15 @@ PLUGS = ("custom_partitioner_fn", "_pre_fusion_custom_pass")
 def configuration() -> str:
     """Return Inductor's and AOTAutograd's options as text, ours aside."""
     from torch._functorch import config as functorch
+
+    return repr(sorted((name, repr(value)) for name, value in functorch.get_config_copy().items())) + inductor_configuration()
+
+
+def inductor_configuration() -> str:
+    """Return Inductor's options as text, ours aside."""
     from torch._inductor import config as inductor
 
-    options = {**functorch.get_config_copy(), **{f"inductor.{name}": value for name, value in inductor.get_config_copy().items()}}
-    return repr(sorted((name, repr(value)) for name, value in options.items() if name.removeprefix("inductor.") not in PLUGS))
+    return repr(sorted((name, repr(value)) for name, value in inductor.get_config_copy().items() if name not in PLUGS))
 
 
 def changes_layout(half: fx.GraphModule) -> bool:

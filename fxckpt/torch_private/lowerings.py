@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from fxckpt.errors import FxckptError, PlanningFailed
 from fxckpt.torch_private import outside_trace
 from fxckpt.torch_private.early import compile_early
-from fxckpt.torch_private.inductor import KeepOrder, Layout, copied, no_compiler, wants_channels_last
+from fxckpt.torch_private.inductor import KeepOrder, Layout, copied, inductor_configuration, no_compiler, wants_channels_last
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ class _Kept:
     """Of the graph as it came, before Inductor's own passes."""
     given: Any
     """What identifies its inputs."""
+    configuration: str
+    """Inductor's when it was lowered."""
     graph: Any
     """What Inductor lowered and scheduled, its ``module`` after the passes."""
     counted: _Counted
@@ -117,6 +119,7 @@ class Lowerings:
         mode = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
         inputs = _laid_out(gm, strides)
         assert mode is not None, "a captured graph has fake values"
+        configured = inductor_configuration()
         is_timed = any(getattr(config, name) != value for name, value in AS_PLANNED.items())
         _mark_visible_outputs(gm, is_backward=donated is not None)
         compile_fx.view_to_reshape(gm)  # type: ignore[attr-defined]
@@ -129,7 +132,7 @@ class Lowerings:
                 compile_fx._recursive_post_grad_passes(gm, is_inference=False)
             graph, found = _scheduled(gm, inputs, mode.shape_env, donated)
         if not is_timed and not found.inside:
-            self._kept.append(_Kept(identity, _given(inputs, list(donated or ())), graph, counted))
+            self._kept.append(_Kept(identity, _given(inputs, list(donated or ())), configured, graph, counted))
         return found
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
@@ -142,10 +145,11 @@ class Lowerings:
         passes: Any = stock[0]
         lowering: Any = stock[1]
         passed: dict[fx.GraphModule, _Kept] = {}
+        configured = inductor_configuration()
         given_to_gm = _given(example_inputs, list(get_donated_idxs() or ()) if given.get("is_backward") else [])
 
         def offered_passes(gm: fx.GraphModule, is_inference: bool = False) -> None:
-            kept = self._same(gm, given_to_gm) if not is_inference else None
+            kept = self._same(gm, given_to_gm, configured) if not is_inference else None
             if kept is None:
                 passes(gm, is_inference)
             else:
@@ -157,11 +161,15 @@ class Lowerings:
             def __new__(cls, gm: fx.GraphModule, **given: Any) -> Any:
                 # No instance of this class, so that it is not initialized again.
                 kept = passed.get(gm)
-                return _handed_over(kept.graph, given) if kept is not None and _is_as_lowered(kept, given) else lowering(gm, **given)
+                if kept is not None and _is_as_lowered(kept, given):
+                    return _handed_over(kept.graph, given)
+                # What compile_fx_inner is told of layouts is in the cache's key, and goes no further.
+                forced = wants_channels_last(gm)
+                return lowering(gm, **(given if forced is None else {**given, "layout_opt": forced}))
 
         offered: list[Any] = [offered_passes, Offered]
-        vars(compile_fx).update(zip(names, offered, strict=True))
         try:
+            vars(compile_fx).update(zip(names, offered, strict=True))
             with config.patch(LETTING_GO if any(LETS_GO in node.meta for node in gm.graph.nodes) else {}):
                 return compile_fx.compile_fx_inner(gm, example_inputs, **{"layout_opt": wants_channels_last(gm), **given})
         finally:
@@ -191,11 +199,11 @@ class Lowerings:
         output = gm.graph.output_node().meta
         return nodes, output.get("user_visible_output_idxs"), str(output.get("original_output_strides"))
 
-    def _same(self, gm: fx.GraphModule, given: Any) -> _Kept | None:
+    def _same(self, gm: fx.GraphModule, given: Any, configured: str) -> _Kept | None:
         """Return what was lowered of a graph that Inductor is about to lower; None if nothing was. It is not returned again."""
         identity = self._identity(gm) if self._kept else None
         for kept in self._kept:
-            if kept.identity == identity and kept.given == given:
+            if kept.identity == identity and kept.given == given and kept.configuration == configured:
                 self._kept.remove(kept)
                 return kept
         return None
