@@ -14,7 +14,7 @@ from torch import fx
 
 from fxckpt.passes.kinds import tensors
 from fxckpt.passes.rematerialize import RECOMPUTE_OF, RUNS_AGAIN, Rematerialized
-from fxckpt.torch_private import storage_id
+from fxckpt.torch_private import is_surely_equal, is_symbolic, storage_id
 
 SHOWS = "fxckpt_shows"
 """Metadata of a saved view: the name of the value that it shows."""
@@ -57,9 +57,7 @@ def _read_as(value: fx.Node, nodes: Mapping[str, fx.Node]) -> Iterator[tuple[fx.
 
 def _shows(view: fx.Node, value: fx.Node) -> bool:
     """Return whether a node of the forward is a value in another shape, all of it, and made from nothing else."""
-    if value.op != "call_function" or view.all_input_nodes != [value]:
+    if value.op != "call_function" or [read for read in view.all_input_nodes if not is_symbolic(read)] != [value]:
         return False
     pair = [*tensors(value.meta.get("val")), *tensors(view.meta.get("val"))]
-    if len(pair) != 2 or any(not isinstance(n, int) for t in pair for n in t.shape):
-        return False
-    return storage_id(pair[0]) == storage_id(pair[1]) and pair[0].numel() == pair[1].numel()
+    return len(pair) == 2 and storage_id(pair[0]) == storage_id(pair[1]) and is_surely_equal(pair[0].numel(), pair[1].numel())

@@ -315,6 +315,15 @@ def test_the_workspace_of_a_convolution_is_that_of_the_layouts_it_is_called_with
     assert 0.99 * plan.compiled_peak_bytes <= measured <= plan.compiled_peak_bytes
 
 
+def test_without_a_budget_images_of_varying_sizes_take_no_more_than_stock() -> None:
+    def made() -> tuple[nn.Module, Tensor]:
+        images = torch.randn(8, 3, 64, 64)
+        torch._dynamo.mark_dynamic(images, 0)
+        return Grouped(48), images
+
+    assert peak_of(fxckpt.Backend(cost="flops"), made) <= peak_of("inductor", made)
+
+
 class Skips(nn.Module):
     """Two levels down and up: what goes around the lower one is joined with what comes out of it."""
 
