@@ -7,6 +7,7 @@ Peaks are the CPU allocator's (on a GPU, the caching allocator's), of one forwar
 
     python bench/inductor.py                # every model, a table each
     python bench/inductor.py gpt2 --steps 9
+    python bench/inductor.py --bars --steps 41    # few ways and many steps: how their times compare, within 1 or 2 %
     python bench/inductor.py --compile      # the time to compile, each in a fresh process with caches that know the processor alone
     python bench/inductor.py --compile --first    # with empty caches: the first compile on a machine
 """
@@ -234,7 +235,7 @@ def torch_budget(share: float) -> AbstractContextManager[Any]:
     return torch._functorch.config.patch(activation_memory_budget=share)  # type: ignore[no-any-return]
 
 
-def contenders(name: str, say: Callable[[str], object], *, with_least: bool) -> tuple[list[Contender], list[Row]]:
+def contenders(name: str, say: Callable[[str], object], *, with_least: bool, only_bars: bool) -> tuple[list[Contender], list[Row]]:
     """Compile every way; return those that run, and the rows of those that do not."""
     found: list[Contender] = []
     failed: list[Row] = []
@@ -250,11 +251,11 @@ def contenders(name: str, say: Callable[[str], object], *, with_least: bool) -> 
 
     torch._dynamo.reset()
     stock = add(Row("stock"))
-    for share in (0.5, 0.1, 0.0):
+    for share in () if only_bars else (0.5, 0.1, 0.0):
         add(Row(f"stock, activation_memory_budget={share:g}"), around=torch_budget(share))
     by_block = add(Row("stock, checkpoint by block"), by_block=True)
     add(Row("fxckpt"), fxckpt.Backend())
-    for share in (0.9, 0.7, 0.5):
+    for share in () if only_bars else (0.9, 0.7, 0.5):
         budget = int(share * stock.peak_bytes)
         add(Row(f"fxckpt at {share:.0%} of stock", budget), fxckpt.Backend(budget=budget))
     add(Row("fxckpt at checkpoint's peak", by_block.peak_bytes), fxckpt.Backend(budget=by_block.peak_bytes))
@@ -267,7 +268,7 @@ def contenders(name: str, say: Callable[[str], object], *, with_least: bool) -> 
     return found, failed
 
 
-def bench(name: str, steps: int, *, with_least: bool) -> list[Row]:
+def bench(name: str, steps: int, *, with_least: bool, only_bars: bool) -> list[Row]:
     """Compile every way, then time them in turn."""
     progress = tqdm(unit="way", leave=False)
 
@@ -275,7 +276,7 @@ def bench(name: str, steps: int, *, with_least: bool) -> list[Row]:
         progress.set_description(f"{name}: {what}")
         progress.update()
 
-    found, failed = contenders(name, say, with_least=with_least)
+    found, failed = contenders(name, say, with_least=with_least, only_bars=only_bars)
     order = random.Random(0)
     for _ in tqdm(range(steps), desc=f"{name}: steps", leave=False):
         # What ran before leaves the allocator with more or less memory: no way always runs after the same.
@@ -360,6 +361,11 @@ def main() -> None:
     parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="which; all by default")
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each")
     parser.add_argument("--least", action="store_true", help="look for the least peak too, which takes several lowerings")
+    parser.add_argument(
+        "--bars",
+        action="store_true",
+        help="only stock, per-block checkpoint, fxckpt without a budget and at checkpoint's peak, stock again",
+    )
     parser.add_argument("--compile", action="store_true", help="time compiles instead of steps")
     parser.add_argument("--first", action="store_true", help="with --compile: the first compile on a machine, with empty caches")
     parser.add_argument("--repeats", type=int, default=3, help="with --compile: processes of each")
@@ -370,7 +376,7 @@ def main() -> None:
         print(compile_table(names, arguments.repeats, arguments.budget, is_first=arguments.first))
         return
     for name in names:
-        rows = bench(name, arguments.steps, with_least=arguments.least)
+        rows = bench(name, arguments.steps, with_least=arguments.least, only_bars=arguments.bars)
         print(table(name, rows), end="\n\n", flush=True)
         (ROOT / "out").mkdir(exist_ok=True)
         with (ROOT / "out" / f"inductor-{DEVICE}.jsonl").open("a") as out:

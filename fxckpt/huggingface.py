@@ -17,7 +17,8 @@ def patch_transformers(model: M, **options: Any) -> M:
     """Turn gradient checkpointing on in a ``transformers`` model, by :func:`fxckpt.checkpoint` with ``options``; return the model.
 
     Every block that the model checkpoints is a region. Parameter names, and what is saved to disk, stay as they are;
-    ``model.gradient_checkpointing_disable()`` undoes it. Raises :class:`InvalidOption` for a model without gradient checkpointing.
+    ``model.activation_checkpointing_disable()`` (``gradient_checkpointing_disable`` in older versions) undoes it.
+    Raises :class:`InvalidOption` for a model without gradient checkpointing.
 
     Examples
     --------
@@ -27,13 +28,13 @@ def patch_transformers(model: M, **options: Any) -> M:
     >>> model.is_gradient_checkpointing
     True
     """
-    if not getattr(model, "supports_gradient_checkpointing", False) or not hasattr(model, "gradient_checkpointing_enable"):
+    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
         raise InvalidOption(
             f"{type(model).__name__} is no transformers model with gradient checkpointing. "
             "Wrap the calls of its blocks yourself: x = fxckpt.checkpoint(block, x)."
         )
-    enable: Any = model.gradient_checkpointing_enable
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable({"use_reentrant": False})
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
             setattr(module, "_gradient_checkpointing_func", functools.partial(checkpoint, **options))  # noqa: B010

@@ -305,7 +305,7 @@ def trained(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], prepare: Ca
     return outcome(model, lambda *_: model(**inputs, use_cache=False).loss, ())
 
 
-@pytest.mark.filterwarnings("ignore:.*use_cache:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*use_cache:UserWarning", "error:.*gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("make", [gpt2, t5])
 @pytest.mark.parametrize("options", [{}, {"policy": fxckpt.policies.save_matmuls}], ids=["plain", "policy"])
 def test_transformers_train_the_same(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], options: dict[str, Any]) -> None:
