@@ -85,6 +85,15 @@ def torch_budget(value: float) -> Iterator[None]:
         yield
 
 
+def step(run: Callable[[Tensor], Tensor], model: nn.Module, ids: Tensor) -> tuple[float, list[Tensor]]:
+    """Return the seconds of a forward and backward, and copies of its loss and gradients."""
+    start = time.perf_counter()
+    loss = run(ids)
+    loss.backward()
+    seconds = time.perf_counter() - start
+    return seconds, [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
 def train(name: str, model: Language, data: list[Tensor], prepare: Callable[[Language], Any], bar: tqdm[Any]) -> Result:
     """Train a copy of ``model``; ``prepare`` says how it is run."""
     torch._dynamo.reset()
@@ -93,35 +102,33 @@ def train(name: str, model: Language, data: list[Tensor], prepare: Callable[[Lan
     run = prepare(model)
     backend = getattr(run, "fxckpt_backend", None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    torch.manual_seed(1)
     first: list[Tensor] = []
-    seconds, plainly, loss = [], [], torch.zeros(())
-    for number, ids in enumerate(data):
+    last: list[Tensor] = []
+    ratios: list[float] = []
+
+    def plainly(ids: Tensor) -> float:
         with torch.random.fork_rng(devices=[]):
-            start = time.perf_counter()
-            plain(ids).backward()
-            plainly.append(time.perf_counter() - start)
+            seconds, _ = step(plain, plain, ids)
         plain.zero_grad(set_to_none=True)
-        optimizer.zero_grad(set_to_none=True)
-        start = time.perf_counter()
-        loss = run(ids)
-        loss.backward()
-        if number:
-            seconds.append(time.perf_counter() - start)
-        else:
-            first = [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        return seconds
+
+    torch.manual_seed(1)
+    for number, ids in enumerate(data):
+        # The second of the two finds warm memory: they take turns. Neither runs while the other holds gradients.
+        before = plainly(ids) if number % 2 else None
+        seconds, last = step(run, model, ids)
         optimizer.step()
-        bar.set_description(f"{name}: loss {loss.item():.3f}")
+        optimizer.zero_grad(set_to_none=True)
+        reference = plainly(ids) if before is None else before
+        if number:
+            ratios.append(seconds / reference)
+        else:
+            first = last
+        bar.set_description(f"{name}: loss {last[0].item():.3f}")
         bar.update()
-    last = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    final = loss.item()
-    last = [t.clone() for t in last]
-    del loss
-    optimizer.zero_grad(set_to_none=True)
     peak = fxckpt.measure_peak(lambda: run(data[0]).backward())
     predicted = backend.plans[0].peak_bytes if backend is not None else None
-    times = statistics.median(a / b for a, b in zip(seconds, plainly[1:], strict=True))
-    return Result(name, peak, predicted, times, final, first, last)
+    return Result(name, peak, predicted, statistics.median(ratios), last[0].item(), first, last)
 
 
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -192,15 +199,15 @@ def picture(results: list[Result], folder: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    kinds = (("fxckpt", "o", "fxckpt"), ("torch budget", "x", "torch activation_memory_budget"), ("", "s", "eager"))
+    kinds = (("fxckpt", "o", "fxckpt, budget"), ("torch budget", "x", "torch, activation_memory_budget"), ("", "s", "eager"))
     seen: set[str] = set()
     for result in results:
-        _, marker, label = next(k for k in kinds if result.name.startswith(k[0]))
+        kind, marker, label = next(k for k in kinds if result.name.startswith(k[0]))
         color = {"o": "tab:blue", "x": "tab:red", "s": "0.3"}[marker]
         axes.scatter(result.peak / MIB, result.times, marker=marker, color=color, s=60, label=None if label in seen else label)
         seen.add(label)
         axes.annotate(
-            result.name.removeprefix("eager, ").removeprefix("torch.utils."),
+            result.name.removeprefix(f"{kind or 'eager,'} ").removeprefix("torch.utils."),
             (result.peak / MIB, result.times),
             xytext=(0, -14 if marker == "x" else 7),  # below a torch budget: those lie beside checkpoint per block
             textcoords="offset points",
