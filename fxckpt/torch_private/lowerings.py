@@ -20,6 +20,7 @@ from fxckpt.errors import FxckptError, PlanningFailed
 from fxckpt.torch_private import outside_trace
 from fxckpt.torch_private.early import compile_early
 from fxckpt.torch_private.inductor import KeepOrder, Layout, copied, inductor_configuration, no_compiler, wants_channels_last
+from fxckpt.torch_private.local_buffers import whole_rows
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class Lowerings:
         offered: list[Any] = [offered_passes, Offered]
         try:
             vars(compile_fx).update(zip(names, offered, strict=True))
-            with config.patch(LETTING_GO if any(LETS_GO in node.meta for node in gm.graph.nodes) else {}):
+            with config.patch(LETTING_GO if any(LETS_GO in node.meta for node in gm.graph.nodes) else {}), whole_rows():
                 return compile_fx.compile_fx_inner(gm, example_inputs, **{"layout_opt": wants_channels_last(gm), **given})
         finally:
             vars(compile_fx).update(zip(names, stock, strict=True))
