@@ -26,7 +26,7 @@ def whole_rows() -> Iterator[None]:
         keeps_rows = bool(V.local_buffer_context.local_buffers)
         if keeps_rows and any(loop.steps != 1 for proxy in proxies for loop in proxy.loop_nest.loops[:depth]):
             return False
-        return check(node, proxies, depth)
+        return bool(check(node, proxies, depth))
 
     with mock.patch.object(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", checked):
         yield
