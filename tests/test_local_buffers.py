@@ -15,7 +15,6 @@ def image_norm_gradient(
     g: Tensor, x: Tensor, y: Tensor, gate: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor, more: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What a LayerNorm's backward computes where the values lie with their rows innermost."""
-    g, x, y, gate, mean, rstd, scale, more = values
     normal = (x.transpose(1, 2) + gate * y - mean) * rstd
     scaled = g * scale
     first, second = scaled.sum(-1, keepdim=True), (scaled * normal).sum(-1, keepdim=True)
