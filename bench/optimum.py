@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tabulate import tabulate
 
@@ -44,7 +44,9 @@ def training_graph(seed: int, ops: int) -> Program:
         storages.append(Storage(f"g{i}", storages[i - 1].bytes if i else 1, IN_BACKWARD))
         backward.append(Op(f"b{i}", Side.BACKWARD, 1.0, 1, tuple(sorted(reads)), (len(storages) - 1,)))
     backward.append(Op("output", Side.BACKWARD, 0.0, 0, backward[-1].writes, ()))
-    return Program(tuple(forward), tuple(backward), tuple(storages), 1)
+    storages.append(Storage("t", 1, IN_BACKWARD))
+    backward[0] = replace(backward[0], reads=(*backward[0].reads, len(storages) - 1))
+    return Program(tuple(forward), tuple(backward), tuple(storages), (len(storages) - 1,))
 
 
 @dataclass

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxckpt.passes.facts import Facts, Scratch, graph_outputs, replay_bytes, storage_bytes
+from fxckpt.passes.facts import Facts, Scratch, graph_outputs, is_held_by_caller, replay_bytes, storage_bytes, tangents_of
 from fxckpt.passes.kinds import tensors
 from fxckpt.passes.program import IntArray, Program
 from fxckpt.passes.rematerialize import RECOMPUTE_OF
@@ -59,14 +59,17 @@ def backward_bytes(
     left = _lies_in(forward, lowered_forward)
     held = _Held(len(lowered.kernels))
     given: set[int | str] = set()
+    tangents = tangents_of(backward.graph)
+    returned = {lies[0] for lies in lowered.outputs if lies is not None}
     for node in forward.graph.find_nodes(op="placeholder"):
         given |= {node.name, *(storage_id(t) for t in tensors(node.meta.get("val")))}
-    # The user holds what the forward returns, the autograd engine the incoming gradients.
+    # The user holds what the forward returns.
     for output in graph_outputs(forward.graph)[:num_fwd_outputs]:
         for tensor in tensors(output.meta.get("val")) if isinstance(output, fx.Node) else ():
             held.until(left.get(output.name, storage_id(tensor)), tensor, math.inf)
     for node, name in zip(inputs, lowered.last_read, strict=True):
-        last = math.inf if str(node.target).startswith("tangents") else lowered.last_read[name]
+        stays = node in tangents and (lowered.last_read[name] < 0 or name in returned or is_held_by_caller(node))
+        last = math.inf if stays else lowered.last_read[name]
         for tensor in tensors(node.meta.get("val")):
             if node.name in left:
                 held.until(left[node.name], tensor, last)
@@ -86,6 +89,7 @@ def learned(facts: Facts, lowered: LoweredHalf, backward: fx.GraphModule, scratc
     """
     program = facts.program
     last = {s: k for k, op in enumerate(program.backward) for s in op.reads}
+    owned = _may_be_written_over(program)
     by_node: dict[str, list[int]] = {}
     for k, op in enumerate(program.backward):
         for name in _loop(facts, op.name):
@@ -98,7 +102,7 @@ def learned(facts: Facts, lowered: LoweredHalf, backward: fx.GraphModule, scratc
         for k, _ in likely.most_common():
             op = program.backward[k]
             read, written = ([s for s in each if program.storages[s].bytes == nbytes and s not in taken] for each in (op.reads, op.writes))
-            dying = [s for s in read if last[s] == k and not program.storages[s].is_output]
+            dying = [s for s in read if last[s] == k and s in owned]
             if dying and written:
                 taken |= {dying[0], written[0]}
                 spared[k] = spared.get(k, 0) + nbytes
@@ -113,15 +117,20 @@ def at_best(facts: Facts, is_library_call: Callable[[fx.Node], bool]) -> Program
     """Return the program of a step whose backward's loops write over whatever they are the last to read."""
     program = facts.program
     last = {s: k for k, op in enumerate(program.backward) for s in op.reads}
+    owned = _may_be_written_over(program)
     seen = []
     for k, op in enumerate(program.backward):
         node = facts.op_node.get(op.name)
         is_loop = node is not None and not is_library_call(node)
-        dying = [program.storages[s] for s in op.reads if last[s] == k] if is_loop else []
-        read = Counter(s.bytes for s in dying if not s.is_output)
+        read = Counter(program.storages[s].bytes for s in op.reads if is_loop and last[s] == k and s in owned)
         spared = read & Counter(program.storages[s].bytes for s in op.writes)
         seen.append(replace(op, scratch_bytes=op.scratch_bytes - sum(spared.elements())))
     return replace(program, backward=tuple(seen))
+
+
+def _may_be_written_over(program: Program) -> frozenset[int]:
+    """Return the storages that nobody outside the backward may look at: neither what the user holds nor the incoming gradients."""
+    return frozenset(s for s, storage in enumerate(program.storages) if not storage.is_output and s not in program.tangents)
 
 
 def _loop(facts: Facts, name: str) -> dict[str, None]:

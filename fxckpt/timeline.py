@@ -34,7 +34,7 @@ class Held(NamedTuple):
     """``bytes`` held by one value from tick ``first`` to tick ``last``, both included."""
 
     name: str
-    """The node that owns it; ``"(gradients from outside)"`` or ``"(workspace)"`` for what no node does."""
+    """The node that owns it; ``"(workspace)"`` for what no node does."""
     module: str
     holder: Holder
     first: int
@@ -122,7 +122,6 @@ def _tick(step: Step, moment: Moment, live: int, without: int) -> Tick:
 
 def _held(step: Step, interval: Lifetime) -> Held:
     if interval.storage == NO_STORAGE:
-        name = "(workspace)" if interval.holder is Holder.TEMPORARY else "(gradients from outside)"
-        return Held(name, "", interval.holder, interval.first, interval.last, interval.bytes)
+        return Held("(workspace)", "", interval.holder, interval.first, interval.last, interval.bytes)
     name, owner = step.storage_names[interval.storage], step.owners[interval.storage]
     return Held(name, owner.module, interval.holder, interval.first, interval.last, interval.bytes, owner.op)

@@ -32,6 +32,7 @@ from fxckpt.torch_private import (
     HigherOrderOperator,
     OpOverload,
     allocated_bytes,
+    frees_incoming_gradients,
     is_symbolic,
     partitioner_tag,
     run_with_rng_state,
@@ -117,6 +118,15 @@ def _device_type(node: fx.Node) -> str:
 def tangents_of(graph: fx.Graph) -> list[fx.Node]:
     """Return the incoming gradients of a joint graph (strictly cotangents; AOTAutograd calls them tangents)."""
     return [n for n in graph.find_nodes(op="placeholder") if str(n.target).startswith("tangents")]
+
+
+def is_held_by_caller(tangent: fx.Node) -> bool:
+    """Return whether an incoming gradient is there until the backward returns, whoever reads it.
+
+    ``loss.backward()`` holds the gradient it makes, of no dimensions. The autograd engine hands any other over, to be let go of after its last read;
+    engines that keep a reference of their own hold all.
+    """
+    return not frees_incoming_gradients() or all(t.dim() == 0 for t in tensors(tangent.meta.get("val")))
 
 
 def backward_closure(graph: fx.Graph) -> set[fx.Node]:
@@ -257,6 +267,7 @@ class _Reader:
         self.mutated = set(written_storages(n for n in (*effects, *self.closure) if is_mutating(n)))
         self.mutated |= {storage_id(t) for n in written_after(graph) for t in tensors(n.meta.get("val"))}
         self.storages: list[Storage] = []
+        self.tangents: list[int] = []
         self.holds: dict[fx.Node, tuple[int, ...]] = {}
         self.index: dict[int, int] = {}
         self.stands_for: dict[int, tuple[int, ...]] = {}
@@ -269,13 +280,13 @@ class _Reader:
         self.backward: list[Op] = []
 
     def run(self) -> Facts:
-        tangent_storages: dict[int, int] = {}
         for node in self.graph.find_nodes(op="placeholder"):
-            self.holds[node] = ()
             for tensor in tensors(node.meta.get("val")):
-                self.free.add(storage_id(tensor))
                 if node in self.closure:
-                    tangent_storages[storage_id(tensor)] = storage_bytes(tensor)
+                    self._add_tangent(node, tensor)
+                else:
+                    self.free.add(storage_id(tensor))
+            self.holds[node] = self._held(node.meta.get("val"))
         for node in self.graph.nodes:
             if node.op == "get_attr":
                 self.holds[node] = ()
@@ -292,15 +303,24 @@ class _Reader:
         for position in {i for o in self.fwd_outputs for i in self.holds[o]}:
             old = self.storages[position]
             self.storages[position] = replace(old, is_output=True, is_savable=True)
-        program = Program(tuple(self.ops), tuple(self.backward), tuple(self.storages), sum(tangent_storages.values()))
+        program = Program(tuple(self.ops), tuple(self.backward), tuple(self.storages), tuple(self.tangents))
         views = frozenset(self.views)
         return Facts(program, self.owner, self.op_node, views, frozenset(self.closure), self.never_stored & views)
 
     def _finish(self) -> None:
-        reads = sorted({i for o in self.bwd_outputs for i in self.holds[o]})
+        read = {i for op in self.backward for i in op.reads}
+        # Compiled code lets go of an input when its last reader has run, and else when it returns.
+        stays = {i for n in tangents_of(self.graph) for i in self.holds[n] if i not in read or is_held_by_caller(n)}
+        reads = sorted(stays.union(*(self.holds[o] for o in self.bwd_outputs)))
         inputs = [n for n in self.graph.find_nodes(op="placeholder") if n not in self.closure]
         accumulated = accumulation_bytes(inputs, self.gradients)
         self.backward.append(Op("output", Side.BACKWARD, 0.0, 0, tuple(reads), (), scratch_bytes=accumulated))
+
+    def _add_tangent(self, node: fx.Node, tensor: torch.Tensor) -> None:
+        if storage_id(tensor) not in self.index:
+            self.index[storage_id(tensor)] = len(self.storages)
+            self.tangents.append(len(self.storages))
+            self.storages.append(Storage(node.name, storage_bytes(tensor), IN_BACKWARD))
 
     def _is_plain(self, node: fx.Node) -> bool:
         if node.target not in self.plain:

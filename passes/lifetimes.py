@@ -36,7 +36,7 @@ class Lifetime(NamedTuple):
     """``bytes`` are live during the positions ``first`` to ``last`` of the profile, both included."""
 
     storage: int
-    """Index into the program; ``NO_STORAGE`` for incoming gradients and the workspace of kernels."""
+    """Index into the program; ``NO_STORAGE`` for the workspace of kernels."""
     holder: Holder
     first: int
     last: int
@@ -71,7 +71,7 @@ def lifetimes(program: Program, schedule: Schedule) -> list[Lifetime]:
     saved = set(schedule.saved)
     backward_at = sum(moment.is_forward for moment in order)
     last = len(order) - 1
-    open_: dict[int, Lifetime] = {}
+    open_ = {s: Lifetime(s, Holder.GRADIENT, backward_at, backward_at, program.storages[s].bytes) for s in program.tangents}
     closed: list[Lifetime] = []
     workspace: list[Lifetime] = []
     for at, (op, is_forward, is_again) in enumerate(order):
@@ -90,9 +90,7 @@ def lifetimes(program: Program, schedule: Schedule) -> list[Lifetime]:
             workspace.append(Lifetime(NO_STORAGE, Holder.TEMPORARY, at, at, scratch))
     closed.extend(open_.values())
     stay = (_stay(interval, backward_at - 1, last) for interval in closed)
-    tangents = Lifetime(NO_STORAGE, Holder.GRADIENT, backward_at, last, program.tangent_bytes)
-    every = [*stay, *workspace, *([tangents] if program.tangent_bytes and last >= backward_at else [])]
-    return sorted(every, key=lambda i: (i.first, i.storage, i.last))
+    return sorted([*stay, *workspace], key=lambda i: (i.first, i.storage, i.last))
 
 
 def _stay(interval: Lifetime, end_of_forward: int, last: int) -> Lifetime:

@@ -10,7 +10,7 @@ import operator
 
 from torch import fx
 
-from fxckpt.passes.facts import replay_bytes, storage_bytes
+from fxckpt.passes.facts import is_held_by_caller, replay_bytes, storage_bytes, tangents_of
 from fxckpt.passes.kinds import tensors
 from fxckpt.torch_private import storage_id
 
@@ -103,6 +103,6 @@ def emitted_peak(
     held = {sid: n for sid, n in owned.items() if sid not in free_ids}
     inputs = backward.graph.find_nodes(op="placeholder")
     same = frozenset(n.name for n in inputs if any(storage_id(t) in owned or storage_id(t) in free_ids for t in tensors(n.meta.get("val"))))
-    tangents = frozenset(n.name for n in inputs if str(n.target).startswith("tangents"))
-    second, _ = live_bytes(backward.graph, start=sum(held.values()), free=primals | same | uncounted, pinned=tangents)
+    stays = frozenset(n.name for n in tangents_of(backward.graph) if not n.users or is_held_by_caller(n))
+    second, _ = live_bytes(backward.graph, start=sum(held.values()), free=primals | same | uncounted, pinned=stays)
     return max([*first, *second, 0])

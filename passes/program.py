@@ -79,8 +79,13 @@ class Program:
     ops: tuple[Op, ...]
     backward: tuple[Op, ...]
     storages: tuple[Storage, ...]
-    tangent_bytes: int
-    """Storages of the incoming gradients, held by the autograd engine throughout the backward."""
+    tangents: tuple[int, ...]
+    """Storages of the incoming gradients: there when the backward begins, whatever is planned. Each is read by some backward op."""
+
+    @cached_property
+    def tangent_bytes(self) -> int:
+        """Bytes of the incoming gradients."""
+        return sum(self.storages[s].bytes for s in self.tangents)
 
     @cached_property
     def forward_reads(self) -> tuple[tuple[int, ...], ...]:

@@ -1,7 +1,7 @@
 """Simulator: storage-exact liveness of a forward and a backward in their node order. The judge of every plan.
 
 During an op what it reads and what it writes are live together; after it, what nobody reads any more is free. Forward outputs live to the
-end (the user holds them), incoming gradients throughout the backward (the autograd engine holds them), parameters and inputs are not
+end (the user holds them), incoming gradients from the start of the backward to their last read, parameters and inputs are not
 counted. A recomputed value is a new version of its storage: it lives from its run to its last read.
 """
 
@@ -53,6 +53,7 @@ def simulate(program: Program, schedule: Schedule) -> Simulation:
     runs = np.asarray(schedule.runs, dtype=np.int64)
     before = np.asarray(schedule.before, dtype=np.int64)
     forward, live = _forward_profile(tables, order, held)
+    held[list(program.tangents)] = True
     backward = _backward_profile(tables, held, runs, before, len(program.backward), live + program.tangent_bytes)
     times = np.bincount(np.concatenate((order, runs)), minlength=len(program.ops))
     again = np.maximum(times - 1, 0)
@@ -131,6 +132,9 @@ def backward_own_profile(program: Program) -> list[int]:
     """Return, for each backward op, the bytes of the backward's own values live during it, whatever is planned."""
     tables, length = program.tables, len(program.backward)
     order = len(program.ops) + np.arange(length)
-    last, own = last_touches(tables, order), np.unique(tables.writes.rows(order)[0])
+    last, own = (
+        last_touches(tables, order),
+        np.unique(np.append(tables.writes.rows(order)[0], np.asarray(program.tangents, dtype=np.int64))),
+    )
     died = _sum_at(last[own], tables.bytes[own], length)
     return list((program.tangent_bytes + np.cumsum(tables.written_bytes[order] - died) + died).tolist())

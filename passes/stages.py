@@ -60,7 +60,7 @@ class NarrowPlaces:
 
 def crossing_bytes(program: Program) -> IntArray:
     """Return :attr:`NarrowPlaces.width`."""
-    first: dict[int, int] = {}
+    first = dict.fromkeys(program.tangents, -1)
     last: dict[int, int] = {}
     for j, op in enumerate(program.backward):
         for s in op.writes:

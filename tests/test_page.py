@@ -92,7 +92,7 @@ def chain(length: int) -> fxckpt.Plan:
     ops = tuple(Op(f"f{i}", Side.FORWARD, 1e-6, 1, (i - 1,) if i else (), (i,)) for i in range(half))
     backward = tuple(Op(f"b{j}", Side.BACKWARD, 1e-6, 1, (half - 1 - j, *((half + j - 1,) if j else ())), (half + j,)) for j in range(half))
     storages = (*(Storage(f"f{i}", 1024, i) for i in range(half)), *(Storage(f"b{j}", 1024, IN_BACKWARD) for j in range(half)))
-    program = Program(ops, (*backward, Op("output", Side.BACKWARD, 0.0, 0, (2 * half - 1,), ())), storages, 0)
+    program = Program(ops, (*backward, Op("output", Side.BACKWARD, 0.0, 0, (2 * half - 1,), ())), storages, ())
 
     def label(at: int) -> Label:
         is_backward = at >= half

@@ -46,6 +46,7 @@ __all__ = [
     "aot_autograd",
     "boxed",
     "errors_told_once",
+    "frees_incoming_gradients",
     "has_effect",
     "is_recording",
     "is_symbolic",
@@ -196,6 +197,11 @@ def written_after(graph: fx.Graph) -> list[fx.Node]:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's storage; fake tensors of one trace share storages as real ones would."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def frees_incoming_gradients() -> bool:
+    """Return whether the autograd engine hands over its only reference to a gradient, so that the compiled backward can let go of it."""
+    return hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 def remember_storage(tensor: torch.Tensor) -> int:

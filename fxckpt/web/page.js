@@ -108,7 +108,7 @@ fx.start = async function () {
   function tickPanel(tick, live) {
     const op = plan.ops[tick];
     const when = tick < plan.forward ? "forward" : plan.again[tick] === "1" ? "runs again in the backward" : "backward";
-    const name = (l) => (l.storage < 0 ? (model.holders[l.holder].name === "gradients" ? "gradients from outside" : "workspace of the kernel") : link(model.nodes.owner[l.storage], model.nodes.storage_names[l.storage]));
+    const name = (l) => (l.storage < 0 ? "workspace of the kernel" : link(model.nodes.owner[l.storage], model.nodes.storage_names[l.storage]));
     const line = (l) => `<tr><td>${name(l)}</td><td>${model.holders[l.holder].label}</td><td class="number">${fx.formatBytes(l.bytes)}</td></tr>`;
     const shown = live.filter((l) => l.bytes).slice(0, 2 * fx.MOST_LISTED);
     return `<h2>${op >= 0 ? link(op) : "end of the step"}</h2><p>op ${tick + 1} of ${plan.ops.length}, ${when}${op >= 0 && model.module(op) ? `, in ${fx.escape(model.module(op))}` : ""}</p>

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -50,9 +50,19 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
         storages.append(Storage(f"g{j}", draw(st.integers(0, 20)), IN_BACKWARD))
         own.append(len(storages) - 1)
         backward.append(Op(f"b{j}", Side.BACKWARD, 1.0, 1, tuple(sorted(reads)), (own[-1],), scratch_bytes=draw(st.sampled_from([0, 5]))))
-    returned = draw(st.sets(st.sampled_from(own)))
+    tangents = []
+    for i in range(draw(st.sampled_from([0, 1, 1, 2]))):
+        tangents.append(len(storages))
+        storages.append(Storage(f"t{i}", draw(st.integers(0, 20)), IN_BACKWARD))
+    returned = draw(st.sets(st.sampled_from([*own, *tangents])))
+    for t in tangents:
+        readers = draw(st.sets(st.integers(0, len(backward) - 1)))
+        for j in readers:
+            backward[j] = replace(backward[j], reads=(*backward[j].reads, t))
+        if not readers:
+            returned.add(t)
     backward.append(Op("output", Side.BACKWARD, 0.0, 0, tuple(sorted(returned)), ()))
-    return Program(tuple(ops), tuple(backward), tuple(storages), draw(st.sampled_from([0, 4])))
+    return Program(tuple(ops), tuple(backward), tuple(storages), tuple(tangents))
 
 
 Event = tuple[set[int], set[int], int]
@@ -86,7 +96,7 @@ def interpret(program: Program, schedule: Schedule) -> Outcome:
             backward.append((set(again.needs), set(again.writes), again.scratch_bytes + STATE_BYTES * (again.rng_state is not None)))
         backward.append((set(op.reads), set(op.writes), op.scratch_bytes))
     first, live = _play(program, forward, set(), kept, set(), 0)
-    second, _ = _play(program, backward, live - outputs, set(), outputs, program.tangent_bytes)
+    second, _ = _play(program, backward, live - outputs | set(program.tangents), set(), outputs, 0)
     return Outcome(first + second, sum((n - 1) * program.ops[o].seconds for o, n in times.items() if n > 1))
 
 

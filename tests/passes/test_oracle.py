@@ -19,7 +19,7 @@ def two_values() -> Program:
         ops=(Op("cheap", Side.FORWARD, 1.0, 1, (), (0,)), Op("dear", Side.FORWARD, 9.0, 9, (), (1,))),
         backward=(Op("b0", Side.BACKWARD, 1.0, 1, (1,), (2,)), Op("b1", Side.BACKWARD, 1.0, 1, (0,), (3,))),
         storages=(Storage("cheap", 10, 0), Storage("dear", 10, 1), Storage("g0", 1, IN_BACKWARD), Storage("g1", 1, IN_BACKWARD)),
-        tangent_bytes=0,
+        tangents=(),
     )
 
 
@@ -59,7 +59,7 @@ def test_the_planner_finds_the_optimum_of_tiny_programs(search: PriceSearch, pro
 
 def test_an_op_on_either_side_is_refused() -> None:
     program = two_values()
-    either = Program((Op("cheap", Side.EITHER, 1.0, 1, (), (0,)), program.ops[1]), program.backward, program.storages, 0)
+    either = Program((Op("cheap", Side.EITHER, 1.0, 1, (), (0,)), program.ops[1]), program.backward, program.storages, ())
     with pytest.raises(ValueError, match="in_forward"):
         optimum(either, 100)
     assert optimum(in_forward(either), 21).seconds == 0.0

@@ -78,7 +78,7 @@ def test_trimming_gives_up_what_is_cheapest_to_make_again() -> None:
         ops=(Op("cheap", Side.FORWARD, 1.0, 1, (), (0,)), Op("dear", Side.FORWARD, 9.0, 9, (), (1,))),
         backward=(Op("b0", Side.BACKWARD, 1.0, 1, (1,), (2,)), Op("b1", Side.BACKWARD, 1.0, 1, (0,), (3,))),
         storages=(Storage("cheap", 10, 0), Storage("dear", 10, 1), Storage("g0", 1, IN_BACKWARD), Storage("g1", 1, IN_BACKWARD)),
-        tangent_bytes=0,
+        tangents=(),
     )
     everything = save_all(program)
     trimmed = Trim(12)(program, everything, simulate(program, everything))
@@ -94,7 +94,7 @@ def test_bound_holds_whatever_the_range_of_times(dear: float) -> None:
     ops = (*cheap, Op("dear", Side.FORWARD, dear, 1, (), (3,)))
     storages = tuple(Storage(f"v{i}", 4, i) for i in range(4)) + tuple(Storage(f"g{i}", 1, IN_BACKWARD) for i in range(4))
     backward = tuple(Op(f"b{i}", Side.BACKWARD, 1e-6, 1, (3 - i, *((3 + i,) if i else ())), (4 + i,)) for i in range(4))
-    program = Program(ops, backward, storages, 0)
+    program = Program(ops, backward, storages, ())
     for limit in range(5, 20):
         best = exhaustive(program, limit)
         found = SEARCH(program, functools.partial(lambda limit, baseline: limit, limit))

@@ -1,0 +1,78 @@
+"""Gradients that come into the backward from outside: autograd lets go of them when they were read for the last time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxckpt
+from fxckpt.torch_private import frees_incoming_gradients
+
+MODEL = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 32), nn.Tanh(), nn.Linear(32, 256))
+"""The gradient of the output is read long before the peak."""
+
+INPUTS = torch.randn(512, 1024)
+
+OUTPUT_BYTES = 512 * 256 * 4
+
+
+def loss_outside(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The gradient of the output is made outside, by the backward of the product."""
+    output = forward(x)
+    (2 * output).sum().backward()
+    return output
+
+
+def measured(step: Callable[[], object]) -> int:
+    MODEL.zero_grad(set_to_none=True)
+    step()
+    MODEL.zero_grad(set_to_none=True)
+    return fxckpt.measure_peak(step)
+
+
+def as_compiled(backend: fxckpt.Backend) -> int:
+    (plan,) = backend.plans
+    return plan.peak_bytes if plan.compiled_peak_bytes is None else plan.compiled_peak_bytes
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_it_counts_until_it_was_read(inner: str) -> None:
+    torch._dynamo.reset()
+    backend = fxckpt.Backend(inner=inner)
+    compiled = torch.compile(MODEL, backend=backend)
+    outside = measured(lambda: loss_outside(compiled, INPUTS)) - as_compiled(backend)
+    assert 0 <= outside <= 16  # the sum and its gradient
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_the_zeros_for_an_output_without_one_count_until_they_were_read(inner: str) -> None:
+    def loss_and_output(x: Tensor) -> tuple[Tensor, Tensor]:
+        output = MODEL(x)
+        return output.square().mean(), output
+
+    torch._dynamo.reset()
+    backend = fxckpt.Backend(inner=inner)
+    compiled = torch.compile(loss_and_output, backend=backend)
+
+    def step() -> Tensor:
+        loss, output = compiled(INPUTS)
+        loss.backward()
+        return output
+
+    assert measured(step) == as_compiled(backend)
+
+
+def test_where_autograd_holds_it_it_counts_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak() -> int:
+        torch._dynamo.reset()
+        backend = fxckpt.Backend(inner="aot_eager")
+        loss_outside(torch.compile(MODEL, backend=backend), INPUTS)
+        return backend.plans[0].peak_bytes
+
+    assert frees_incoming_gradients()
+    let_go = peak()
+    monkeypatch.setattr("fxckpt.passes.facts.frees_incoming_gradients", lambda: False)
+    assert peak() == let_go + OUTPUT_BYTES
