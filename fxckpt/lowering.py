@@ -68,7 +68,8 @@ def backward_bytes(
         for tensor in tensors(output.meta.get("val")) if isinstance(output, fx.Node) else ():
             held.until(left.get(output.name, storage_id(tensor)), tensor, math.inf)
     for node, name in zip(inputs, lowered.last_read, strict=True):
-        stays = node in tangents and (lowered.last_read[name] < 0 or name in returned or is_held_by_caller(node))
+        # What no kernel reads, though an op of the graph did (a pooling's backward, for the sizes alone), is never let go of.
+        stays = lowered.last_read[name] < 0 or (node in tangents and (name in returned or is_held_by_caller(node)))
         last = math.inf if stays else lowered.last_read[name]
         for tensor in tensors(node.meta.get("val")):
             if node.name in left:

@@ -245,9 +245,22 @@ class Next(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Pooled(nn.Module):
+    """The backward of the pooling takes its image for the sizes alone: no kernel reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(48, 64 * 48), nn.Linear(48 * 16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.layer(x[:128]).tanh().unflatten(1, (48, 8, 8)).sin()
+        return self.head(F.avg_pool2d(image, 2).flatten(1)).square().mean()
+
+
 @pytest.mark.parametrize(
     ("model", "budget", "least_share"),
     [
+        (Pooled, None, 0.97),
         (Regions, None, 0.97),
         (Regions, 0.85, 0.97),
         (Branches, None, 0.97),
