@@ -281,7 +281,7 @@ class _Fit:
         """
         aim, floor = found.limit or limit, found.floor
         # Of what is written over the model only learns from what is lowered.
-        is_early = self.stock is not None and simulate(at_best(self.facts, is_library_call), self.stock.schedule).peak_bytes <= limit
+        is_early = self.stock is not None and self._least_peak(self.stock) <= limit
         if self.stock is not None and is_early:
             yield self.stock, True
             if self.program is not self.facts.program:
@@ -325,6 +325,10 @@ class _Fit:
     def planned(self, schedule: Schedule) -> int:
         """Return the peak of a schedule by what is known by now."""
         return simulate(self.program, schedule).peak_bytes
+
+    def _least_peak(self, chosen: Candidate) -> int:
+        """Return what a candidate takes if the compiler does its best."""
+        return simulate(at_best(self.facts, is_library_call, self.scratch), chosen.schedule).peak_bytes
 
     def describe(self, found: Found, chosen: Candidate, limit: int | None) -> Plan:
         plan = describe(self.step, found, chosen, budget_bytes=limit, cost=self.cost)

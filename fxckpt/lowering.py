@@ -21,7 +21,7 @@ from fxckpt.passes.kinds import tensors
 from fxckpt.passes.program import IntArray, Program
 from fxckpt.passes.rematerialize import RECOMPUTE_OF
 from fxckpt.torch_private import size_hint, storage_id
-from fxckpt.torch_private.inductor import laid_out, may_donate
+from fxckpt.torch_private.inductor import is_convolution, laid_out, may_donate
 from fxckpt.torch_private.lowerings import LoweredHalf, live_bytes
 
 Lower = Callable[[fx.GraphModule, Sequence[int] | None, Mapping[str, tuple[int, ...]]], LoweredHalf]
@@ -114,8 +114,11 @@ def learned(facts: Facts, lowered: LoweredHalf, backward: fx.GraphModule, scratc
     return replace(program, backward=seen) if seen != program.backward else program
 
 
-def at_best(facts: Facts, is_library_call: Callable[[fx.Node], bool]) -> Program:
-    """Return the program of a step whose backward's loops write over whatever they are the last to read."""
+def at_best(facts: Facts, is_library_call: Callable[[fx.Node], bool], scratch: Scratch) -> Program:
+    """Return the program of a step whose backward's loops write over whatever they are the last to read.
+
+    Its convolutions are given their images as they were traced, where that takes less ``scratch``, as Inductor does where none runs again.
+    """
     program = facts.program
     last = {s: k for k, op in enumerate(program.backward) for s in op.reads}
     owned = _may_be_written_over(program)
@@ -125,7 +128,8 @@ def at_best(facts: Facts, is_library_call: Callable[[fx.Node], bool]) -> Program
         is_loop = node is not None and not is_library_call(node)
         read = Counter(program.storages[s].bytes for s in op.reads if is_loop and last[s] == k and s in owned)
         spared = read & Counter(program.storages[s].bytes for s in op.writes)
-        seen.append(replace(op, scratch_bytes=op.scratch_bytes - sum(spared.elements())))
+        own = min(op.scratch_bytes, scratch(node)) if node is not None and is_convolution(node) else op.scratch_bytes
+        seen.append(replace(op, scratch_bytes=own - sum(spared.elements())))
     return replace(program, backward=tuple(seen))
 
 

@@ -89,6 +89,29 @@ def test_where_torchs_own_choice_is_taken_the_step_calls_what_torchs_does() -> N
     assert len(forward) > 10 and len(backward) > 10
 
 
+class Depthwise(nn.Module):
+    """Convolutions of single channels of small images: channels last, their backward takes 16 MiB of workspace, as traced half of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(*(nn.Sequential(nn.Conv2d(64, 64, 1), nn.SiLU()) for _ in range(3)))
+        self.head = nn.Sequential(nn.Conv2d(64, 672, 1), nn.Conv2d(672, 672, 5, padding=2, groups=672), nn.SiLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x)[:, :, ::21, ::21]).square().mean()
+
+
+def test_torchs_own_choice_is_looked_at_in_the_layouts_it_runs_in() -> None:
+    def make() -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        return Depthwise(), torch.randn(4, 64, 63, 63)
+
+    stock = peak_of("inductor", make)
+    backend = fxckpt.Backend(budget=stock + (1 << 10), cost="flops")
+    assert peak_of(backend, make) <= stock
+    assert not backend.plans[0].keeps_order
+
+
 def test_the_least_peak_of_convolutions_can_be_had() -> None:
     model, x = images()
     joint, count = inductor_joint(model, x)
