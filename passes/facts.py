@@ -123,10 +123,11 @@ def tangents_of(graph: fx.Graph) -> list[fx.Node]:
 def is_held_by_caller(tangent: fx.Node) -> bool:
     """Return whether an incoming gradient is there until the backward returns, whoever reads it.
 
-    ``loss.backward()`` holds the gradient it makes, of no dimensions. The autograd engine hands any other over, to be let go of after its last read;
+    ``loss.backward()`` holds the gradient it makes, of one element. The autograd engine hands any other over, to be let go of after its last read;
     engines that keep a reference of their own hold all.
     """
-    return not frees_incoming_gradients() or all(t.dim() == 0 for t in tensors(tangent.meta.get("val")))
+    is_loss = all(type(n) is int and n == 1 for t in tensors(tangent.meta.get("val")) for n in t.shape)
+    return is_loss or not frees_incoming_gradients()
 
 
 def backward_closure(graph: fx.Graph) -> set[fx.Node]:
