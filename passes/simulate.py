@@ -132,9 +132,7 @@ def backward_own_profile(program: Program) -> list[int]:
     """Return, for each backward op, the bytes of the backward's own values live during it, whatever is planned."""
     tables, length = program.tables, len(program.backward)
     order = len(program.ops) + np.arange(length)
-    last, own = (
-        last_touches(tables, order),
-        np.unique(np.append(tables.writes.rows(order)[0], np.asarray(program.tangents, dtype=np.int64))),
-    )
+    last = last_touches(tables, order)
+    own = np.unique(np.append(tables.writes.rows(order)[0], np.asarray(program.tangents, dtype=np.int64)))
     died = _sum_at(last[own], tables.bytes[own], length)
     return list((program.tangent_bytes + np.cumsum(tables.written_bytes[order] - died) + died).tolist())
