@@ -53,6 +53,7 @@ __all__ = [
     "is_traced",
     "laid_over",
     "leave_capture",
+    "let_autograd_own",
     "name_op",
     "overloads_of",
     "partitioner_tag",
@@ -421,6 +422,15 @@ def overloads_of(op: Any) -> list[OpOverload]:
     if isinstance(op, OpOverloadPacket):
         return [getattr(op, name) for name in op.overloads()]
     return [op._opoverload] if isinstance(op, CustomOpDef) else []
+
+
+def let_autograd_own(node: fx.Node) -> None:
+    """Have a value saved by ``save_for_backward``, though a user's ``autograd.Function`` kept it on its ``ctx``.
+
+    What AOTAutograd keeps on a ``ctx``, so that it may be written to before the backward, is there until the backward's graph dies. A value that
+    nobody outside the compiled graphs can write to needs none of that.
+    """
+    node.meta.pop("saved_tensor_with_no_vc_check", None)
 
 
 def split(
