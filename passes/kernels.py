@@ -39,7 +39,11 @@ class KernelGraph:
     """A value that is made from more bytes than this many times its own is planned as stored."""
 
     def __call__(self, graph: fx.Graph, stored: Collection[str] = ()) -> frozenset[fx.Node]:
-        """Return the values that are never stored; those in ``stored`` are whatever the rules say."""
+        """Return the values that are never stored.
+
+        Those in ``stored`` are stored whatever the rules say, but for masks and indices that loops make from nothing but their own counters: to make
+        them again takes less than to read them, and loops that read one mask would be fused for it, however far apart they are.
+        """
         reader = _Reader(self, graph)
         return frozenset(node for node in graph.nodes if node.op == "call_function" and reader.read(node, node.name in stored))
 
@@ -62,6 +66,7 @@ class _Reader:
         for arg in node.all_input_nodes:
             below.update(self.sources[arg] if arg in self.sources else {storage_id(t): 0 for t in tensors(arg.meta.get("val"))})
         own = {storage_id(t): storage_bytes(t) for t in tensors(node.meta.get("val"))}
+        is_stored = is_stored and not (_is_index(node) and not below and self._is_taken_in(node, own, below))
         if not is_stored and own and not is_symbolic(node) and self._is_view(node, own):
             self.sources[node] = below
             if any(arg in self.heavy for arg in node.all_input_nodes):
@@ -124,6 +129,11 @@ REDUCTIONS = frozenset(
 
 def _is_heavy(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._opname in HEAVY
+
+
+def _is_index(node: fx.Node) -> bool:
+    dtypes = [t.dtype for t in tensors(node.meta.get("val"))]
+    return bool(dtypes) and not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:

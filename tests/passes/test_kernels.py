@@ -45,6 +45,18 @@ def test_what_torch_saves_is_stored() -> None:
     assert "sin" not in never_stored(chain, x(), x(), stored=("sin",))
 
 
+def test_a_mask_made_from_nothing_is_not() -> None:
+    def masked(a: Tensor) -> Tensor:
+        places = torch.ops.prims.iota(64, start=0, step=1, dtype=torch.int64, device="cpu", requires_grad=False)
+        return a.where(places[:, None] <= places, 0.0).softmax(-1).sum()
+
+    def masked_by_values(a: Tensor) -> Tensor:
+        return a.where(a <= 0, 0.0).softmax(-1).sum()
+
+    assert "le" in never_stored(masked, x(), stored=("le",))
+    assert "le" not in never_stored(masked_by_values, x(), stored=("le",))
+
+
 def test_what_the_caller_gets_is_stored() -> None:
     assert "sin" not in never_stored(lambda a: (a.sin(), a.sin().cos().sum()), x())
 
