@@ -79,7 +79,7 @@ class FusedPlanner:
         """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is normalized; raises :class:`BudgetInfeasible`."""
         planner = self.planner
         begin = time.perf_counter()
-        normalize(joint)
+        normalize(joint, makes_kernels=True)
         unflatten(joint.graph)
         # What the trace unpacked its arguments by is not needed here, and torch warns when it is copied.
         joint.graph.set_codegen(fx.graph.CodeGen())

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from fxckpt.passes.facts import graph_outputs
 from fxckpt.passes.kinds import has_hidden_effect, is_known_pure, is_mutating, is_random, tensors
-from fxckpt.torch_private import OpOverload, laid_over, name_op, storage_id
+from fxckpt.passes.storages import copy_whole_storages, retie
+from fxckpt.torch_private import OpOverload, name_op, storage_id
 
 NAME = "fxckpt_name"
 """Metadata of an op or an input: what the user calls its value, a tuple of texts."""
@@ -61,7 +62,7 @@ def merge_common_subexpressions(graph: fx.Graph) -> None:
     """Tensors that stand for the storages of merged ones."""
     for node in list(graph.nodes):
         if moved and node.op == "call_function":
-            _retie(node, moved)
+            retie(node, moved)
         if not _can_merge(node, apart):
             continue
         key = _key(node)
@@ -71,15 +72,6 @@ def merge_common_subexpressions(graph: fx.Graph) -> None:
             moved.update((storage_id(old), new) for old, new in merged if storage_id(old) != storage_id(new))
             node.replace_all_uses_with(first)
             graph.erase_node(node)
-
-
-def _retie(node: fx.Node, moved: dict[int, Tensor]) -> None:
-    """Let the fake values of a node share storages with those that its inputs were merged with: who shares what is read from them."""
-    value = node.meta.get("val")
-    if any(storage_id(t) in moved for t in tensors(value)):
-        node.meta["val"] = pytree.tree_map_only(
-            Tensor, lambda t: laid_over(moved[storage_id(t)], t) if storage_id(t) in moved else t, value
-        )
 
 
 def _is_sparse(node: fx.Node) -> bool:
@@ -113,11 +105,13 @@ def raise_getitems(graph: fx.Graph) -> None:
                 parent.append(node)
 
 
-def normalize(joint: fx.GraphModule) -> None:
-    """Normalize a joint graph in place."""
+def normalize(joint: fx.GraphModule, *, makes_kernels: bool = False) -> None:
+    """Normalize a joint graph in place, for ops that are called as they are, or for a compiler that ``makes_kernels`` of its own of them."""
     take_names(joint.graph)
     eliminate_dead_code(joint.graph)
     merge_common_subexpressions(joint.graph)
     raise_getitems(joint.graph)
+    if not makes_kernels:
+        copy_whole_storages(joint.graph)
     joint.graph.lint()
     joint.recompile()

@@ -1,0 +1,95 @@
+"""Storages as large as real ones; the oracle is what the ops really allocate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxckpt
+from fxckpt.passes.kinds import tensors
+from fxckpt.passes.storages import copy_whole_storages
+from fxckpt.torch_private import size_hint, storage_id
+
+aten = torch.ops.aten
+WRITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "copy": lambda view, row: aten.copy.default(view, row),
+    "copy into a transposed view": lambda view, row: aten.copy.default(view.t(), row),
+    "copy into what shows an element twice": lambda view, row: aten.copy.default(view[:1].expand(4, 4), row),
+    "copy into other dtypes' memory": lambda view, row: aten.copy.default(view.view(torch.int32), row).view(torch.float32),
+    "select_scatter": lambda view, row: aten.select_scatter.default(view, row, 0, 1),
+    "slice_scatter": lambda view, row: aten.slice_scatter.default(view, row[None], 0, 1, 2),
+    "diagonal_scatter": lambda view, row: aten.diagonal_scatter.default(view, row),
+    "as_strided_scatter": lambda view, row: aten.as_strided_scatter.default(view, row, [4], [1], 8),
+    "index_put": lambda view, row: aten.index_put.default(view, [torch.tensor([1])], row),
+    "a write into what was written": lambda view, row: aten.select_scatter.default(
+        aten.copy.default(view, row)[1:3].t()[1:], row[:2], 0, 0
+    ),
+}
+
+
+class Allocates(fx.Interpreter):
+    """Runs a graph, and finds where the storages of its values are not as the trace has them: their sizes, and who shares one."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.places: dict[int, int] = {}
+        self.kept: list[object] = []
+
+    def run_node(self, node: fx.Node) -> object:
+        result = super().run_node(node)
+        self.kept.append(result)
+        if node.op != "call_function":
+            return result
+        for real, traced in zip(tensors(result), tensors(node.meta.get("val")), strict=True):
+            assert real.untyped_storage().nbytes() == size_hint(traced.untyped_storage().nbytes()), node.format_node()
+            assert self.places.setdefault(real.untyped_storage().data_ptr(), storage_id(traced)) == storage_id(traced), node.format_node()
+        return result
+
+
+@pytest.mark.parametrize("tracing", ["fake", "symbolic"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_storages_are_as_large_as_real_ones(write: Callable[[Tensor, Tensor], Tensor], tracing: str) -> None:
+    def f(x: Tensor, row: Tensor) -> Tensor:
+        written = write((x * 2)[2], row)
+        return written.view(-1) + 1 if written.is_contiguous() else written.sum()
+
+    x, row = torch.rand(8, 4, 4), torch.rand(4)
+    traced = make_fx(f, tracing_mode=tracing)(x, row)
+    copy_whole_storages(traced.graph)
+    assert torch.equal(Allocates(traced).run(x, row), f(x, row))
+
+
+class Writes(nn.Module):
+    """Collects what its layers give in one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        collected = x.new_empty(5, *x.shape)
+        for i, layer in enumerate(self.layers):
+            x = layer(x).relu().clone()
+            x[:, ::2] += 1
+            collected[i] = x * torch.sigmoid(x.sum(-1, keepdim=True))
+            collected[i, 2:4] = 0.5
+        return collected.cumsum(0).square().mean()
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("budget", [None, 0.9, 0.82])
+def test_a_model_that_writes_into_slices_stays_within_its_budget(budget: float | None, inner: str) -> None:
+    torch._dynamo.reset()
+    backend = fxckpt.Backend(budget=budget, inner=inner)
+    model, x = Writes(), torch.randn(512, 128)
+    compiled = torch.compile(model, backend=backend)
+    compiled(x).backward()
+    model.zero_grad(set_to_none=True)
+    measured = fxckpt.measure_peak(lambda: compiled(x).backward())
+    (plan,) = backend.plans
+    assert measured == (plan.compiled_peak_bytes or plan.peak_bytes)
+    assert plan.budget_bytes is None or measured <= plan.budget_bytes
