@@ -29,6 +29,8 @@ RECOMPUTE_OF = "fxckpt_recompute_of"
 """Metadata of a copy in the backward: the name of the forward node it repeats."""
 RUNS_AGAIN = "fxckpt_runs_again"
 """Metadata of a copy that does work, not of a view."""
+NEVER_STORED = "fxckpt_never_stored"
+"""Metadata of a node in the backward that was planned to be no more than a part of the loops that read it."""
 FIRST_RUN_OF = "fxckpt_first_run_of"
 """Metadata of the run that gives out its generator state: the name of the op."""
 DIGEST_OF = "fxckpt_digest_of"
@@ -176,10 +178,13 @@ class _Rewriter:
                 fx.map_arg(node.kwargs, self._resolve),
                 name=node.name if node in self.taken_in else f"{node.name}_recompute",
             )
-        if node not in self.taken_in:
-            return self._mark(made, node)
-        made.meta = copy.copy(node.meta)
-        tag_side(made, backward=True)
+        if node in self.taken_in:
+            made.meta = copy.copy(node.meta)
+            tag_side(made, backward=True)
+        else:
+            self._mark(made, node)
+        if node in self.facts.never_stored:
+            made.meta[NEVER_STORED] = True
         return made
 
     def _mark(self, made: fx.Node, node: fx.Node) -> fx.Node:

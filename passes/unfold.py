@@ -4,6 +4,9 @@ A weight that is used twice (an embedding that is also the head) gets its gradie
 Inductor makes sum and product one call, at the place of the sum: the head's operands, the gradient of the logits among them, would live as
 long as the backward. Seen through a view the product is no part of the pattern.
 
+The one call reads from memory what it adds to the product. Of the gradient of a slice that would be all the zeros around it too, which loops
+never store.
+
 Expects an emitted backward. Leaves one that computes the same.
 """
 
@@ -16,13 +19,14 @@ from torch import fx
 
 from fxckpt.passes.facts import graph_outputs, storage_bytes
 from fxckpt.passes.kinds import tensors
+from fxckpt.passes.rematerialize import NEVER_STORED
 from fxckpt.torch_private import storage_id
 
 ADD, PRODUCT = torch.ops.aten.add.Tensor, torch.ops.aten.mm.default
 
 
 def unfold(backward: fx.GraphModule, *, is_library_call: Callable[[fx.Node], bool]) -> None:
-    """Take products out of sums that come after another library call, where that frees more than the product takes."""
+    """Take products out of sums that come after another library call or add what is never stored, where that frees more than the product takes."""
     graph = backward.graph
     sums = [(node, product) for node in graph.find_nodes(op="call_function", target=ADD) for product in _folded(node)]
     if not sums:
@@ -37,6 +41,13 @@ def unfold(backward: fx.GraphModule, *, is_library_call: Callable[[fx.Node], boo
             for storage, nbytes in lives.storages(arg)
             if any(lives.last[storage] < call < here for call in calls)
         }
+        freed.update(
+            (storage, nbytes)
+            for arg in node.all_input_nodes
+            for maker in _makers(arg)
+            if maker.meta.get(NEVER_STORED)
+            for storage, nbytes in lives.storages(maker)
+        )
         if sum(freed.values()) > sum(nbytes for _, nbytes in lives.storages(product)):
             _hide(node, product)
 
@@ -44,6 +55,17 @@ def unfold(backward: fx.GraphModule, *, is_library_call: Callable[[fx.Node], boo
 def _folded(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the products that a sum alone reads."""
     return (arg for arg in node.all_input_nodes if arg.target is PRODUCT and len(arg.users) == 1)
+
+
+def _makers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield what fills the storages that a value lies in, if that is an op."""
+    held = {storage_id(t) for t in tensors(node.meta.get("val"))}
+    todo = [node]
+    for each in todo:
+        below = [arg for arg in each.all_input_nodes if any(storage_id(t) in held for t in tensors(arg.meta.get("val")))]
+        todo.extend(below)
+        if not below and each.op == "call_function":
+            yield each
 
 
 class _Lives:

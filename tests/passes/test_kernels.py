@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -35,6 +36,18 @@ def chain(a: Tensor, b: Tensor) -> Tensor:
 
 def test_a_loop_is_taken_into_the_loop_that_reads_it() -> None:
     assert "sin" in never_stored(chain, x(), x())
+
+
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [
+        ("repeat", lambda a: a.repeat(2, 1)),
+        ("flip", lambda a: a.flip(0)),
+        ("constant_pad_nd", lambda a: torch.nn.functional.pad(a, (1, 1))),
+    ],
+)
+def test_what_moves_elements_is_taken_into_the_loop_that_reads_it(name: str, moved: Callable[[Tensor], Tensor]) -> None:
+    assert name in never_stored(lambda a, b: moved(a @ b).sin().sum(), x(), x())
 
 
 def test_what_a_library_call_reads_is_stored() -> None:

@@ -1,22 +1,28 @@
-"""Unfold: a product whose operands die long before the sum that it is part of stays a call of its own."""
+"""Unfold: a product stays a call of its own if its operands die long before the sum, or the sum adds a part of what is never stored."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fxckpt
 from fxckpt.fused import is_library_call
+from fxckpt.passes.rematerialize import NEVER_STORED
 from fxckpt.passes.unfold import unfold
 
 aten = torch.ops.aten
 
 
-def unfolded(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[fx.GraphModule, bool]:
+def unfolded(
+    function: Callable[..., Tensor], *inputs: Tensor, mark: Callable[[fx.Graph], None] = lambda graph: None
+) -> tuple[fx.GraphModule, bool]:
     """The graph, and whether its sum reads the product through a view."""
     gm = make_fx(function, tracing_mode="fake")(*inputs)
+    mark(gm.graph)
     unfold(gm, is_library_call=is_library_call)
     gm.graph.lint()
     gm.recompile()
@@ -55,3 +61,50 @@ def test_a_scalar_stays_a_scalar() -> None:
 
 def test_a_product_right_before_its_sum_is_left_alone() -> None:
     assert not unfolded(lambda x, y: x.exp() + x.exp().relu() @ y, torch.randn(32, 32), torch.randn(32, 32))[1]
+
+
+def gradient_of_a_slice(gradients: Tensor, w: Tensor, zeros: Tensor) -> Tensor:
+    """What flows back through a product, and through all that was collected in one buffer once a row of it is written."""
+    below = aten.select_scatter.default(gradients.exp(), zeros, 0, 1)
+    return zeros @ w + below[0]
+
+
+@pytest.mark.parametrize("is_never_stored", [True, False])
+def test_a_product_is_kept_apart_from_a_small_part_of_what_no_loop_would_store(*, is_never_stored: bool) -> None:
+    def mark(graph: fx.Graph) -> None:
+        (below,) = graph.find_nodes(op="call_function", target=aten.select_scatter.default)
+        below.meta[NEVER_STORED] = is_never_stored
+
+    _, is_apart = unfolded(gradient_of_a_slice, torch.randn(8, 16, 16), torch.randn(16, 16), torch.randn(16, 16), mark=mark)
+    assert is_apart == is_never_stored
+
+
+class Collects(nn.Module):
+    """Writes what its layers give into one buffer, and reads all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        collected = x.new_empty(5, *x.shape)
+        for i, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            collected[i] = x
+        return collected.cumsum(0).square().mean()
+
+
+def test_gradients_of_slices_are_not_stored_with_the_zeros_around_them() -> None:
+    """Of each of five writes there would be a gradient as large as the buffer."""
+    torch._dynamo.reset()
+    x = torch.randn(512, 128)
+    with pytest.raises(fxckpt.BudgetInfeasible) as refused:
+        torch.compile(Collects(), backend=fxckpt.Backend(budget=0.3))(x)
+    backend = fxckpt.Backend(budget=refused.value.floor_bytes)
+    model = Collects()
+    compiled = torch.compile(model, backend=backend)
+    compiled(x).backward()
+    model.zero_grad(set_to_none=True)
+    measured = fxckpt.measure_peak(lambda: compiled(x).backward())
+    buffer = 5 * x.nbytes
+    assert measured <= refused.value.floor_bytes <= 2.1 * buffer
