@@ -764,6 +764,20 @@ def test_a_concatenation_is_allocated_with_its_first_part() -> None:
     assert lowered.kernels[first] == ("mm_1",)
 
 
+def test_a_loop_does_not_write_over_a_concatenation() -> None:
+    """Its parts filled it, and no kernel made it as a whole."""
+
+    def scaled(x: Tensor, narrow: Tensor, wide: Tensor, last: Tensor) -> Tensor:
+        return (torch.cat([x @ narrow, x @ wide]) * 2) @ last
+
+    inputs = [torch.randn(shape) for shape in ((64, 32), (32, 48), (32, 48), (48, 8))]
+    lowered = Lowerings(None).lower(make_fx(scaled, tracing_mode="fake")(*inputs), None, {})
+    torch._dynamo.reset()
+    _, (code,) = run_and_get_code(torch.compile(scaled), *inputs)
+    assert len(lowered.allocated) == code.count(" = empty_strided_cpu(") == 3
+    assert lowered.written_over == ()
+
+
 class Noise(nn.Module):
     """Draws of several kinds."""
 

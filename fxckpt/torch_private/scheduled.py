@@ -11,7 +11,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch._inductor import config, ir
 from torch._inductor.codegen.wrapper import EfficientPeakEstimate, buffer_reuse_key, can_match_buffer_size
-from torch._inductor.scheduler import OutputNode, SchedulerNode
+from torch._inductor.scheduler import NopKernelSchedulerNode, OutputNode, SchedulerNode
 from torch._inductor.virtualized import V
 
 from fxckpt.torch_private import allocated_bytes, greatest
@@ -214,6 +214,8 @@ class _Schedule:
             read = donated or self.scheduler.name_to_buf.get(dep.name)
             if read is None or read.node is None or dep.name in self.outputs or dep.name in V.graph.never_reuse_buffers:
                 continue
+            if _is_made_elsewhere(read):
+                continue
             done = node.ancestors | self.ran
             users = [user for user in read.users or () if user.node.get_name() not in done]
             layout = read.node.get_output_spec()
@@ -292,6 +294,15 @@ def _calls(nodes: Sequence[Any]) -> Iterator[list[int]]:
             group = []
     if group:
         yield group
+
+
+def _is_made_elsewhere(buffer: Any) -> bool:
+    """Return whether a buffer is filled through others, as the parts of a concatenation, or lies in what a library call was given."""
+    made_by = buffer.defining_op
+    if isinstance(made_by, NopKernelSchedulerNode):
+        return True
+    is_result = made_by is not None and isinstance(made_by.node, (ir.FallbackKernel, ir.MultiOutput))
+    return is_result and len(buffer.node.get_inputs_that_alias_output()) > 0
 
 
 def _loops(node: Any) -> list[Any]:
