@@ -72,7 +72,7 @@ class FusedPlanner:
     """this share of the step: near the least peak every byte is dear."""
     margin: float = 0.001
     """Share of the budget that a first plan leaves over."""
-    last_resorts: tuple[float, ...] = (1.1, 1.25, 1.5)
+    last_resorts: tuple[float, ...] = (1.03, 1.1, 1.25, 1.5)
     """Multiples of the model's least peak whose plans are tried in the end, after that of the least peak."""
 
     def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) -> Halves:
@@ -298,8 +298,8 @@ class _Fit:
             found = self.search(aim)
         self.doubt, taken = 0.0, None
         for least in self.last_resorts(floor):
-            # What is planned to take more than another was compiled to takes less only where the model is as wrong as that.
-            if taken is None or self.planned(least.schedule) <= (1 + self.doubt) * taken:
+            # What is planned to take more than another was compiled to takes less only where the model is as wrong, here that way and there this way.
+            if taken is None or self.planned(least.schedule) <= (1 + 2 * self.doubt) * taken:
                 yield least, True
                 compiled = limit + self.wrong_by
                 taken = compiled if taken is None else min(taken, compiled)

@@ -234,7 +234,7 @@ def infeasible(budget: budgets.Budget, budget_bytes: int, floor_bytes: int, base
     """Return the error for a budget below the floor."""
     return BudgetInfeasible(
         f"budget={budget!r} is {budget_bytes} bytes ({budgets.format_bytes(budget_bytes)}), below the least peak "
-        f"of this graph, {floor_bytes} bytes ({budgets.format_bytes(floor_bytes)}); its uncheckpointed peak is "
+        f"found for this graph, {floor_bytes} bytes ({budgets.format_bytes(floor_bytes)}); its uncheckpointed peak is "
         f"{budgets.format_bytes(baseline_peak_bytes)}. Raise the budget to at least '{floor_bytes}B', or make the batch smaller.",
         floor_bytes=floor_bytes,
         budget_bytes=budget_bytes,

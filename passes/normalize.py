@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fxckpt.passes.facts import graph_outputs
 from fxckpt.passes.kinds import has_hidden_effect, is_known_pure, is_mutating, is_random, tensors
-from fxckpt.passes.storages import copy_whole_storages, retie
+from fxckpt.passes.storages import copy_views_alone, copy_whole_storages, retie
 from fxckpt.torch_private import OpOverload, name_op, storage_id
 
 NAME = "fxckpt_name"
@@ -111,7 +111,9 @@ def normalize(joint: fx.GraphModule, *, makes_kernels: bool = False) -> None:
     eliminate_dead_code(joint.graph)
     merge_common_subexpressions(joint.graph)
     raise_getitems(joint.graph)
-    if not makes_kernels:
+    if makes_kernels:
+        copy_views_alone(joint.graph)
+    else:
         copy_whole_storages(joint.graph)
     joint.graph.lint()
     joint.recompile()

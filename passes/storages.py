@@ -1,17 +1,20 @@
 """Storages: fake values share them, and have them of a size, as real ones will.
 
 Some ops copy the whole storage of the view that they are given, and return a view of the copy: what is written into a slice by ``x[i] = y``
-becomes one. Their traces are as small as the slice. A compiler that makes kernels of such ops copies the slice alone.
+becomes one. Their traces are smaller. A compiler that makes kernels of such ops copies the slice alone.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fxckpt.passes.kinds import tensors
-from fxckpt.torch_private import fake_like, laid_over, size_hint, storage_id
+from fxckpt.torch_private import fake_like, laid_over, shown, size_hint, storage_id
 
 COPIES_STORAGE = frozenset(
     (
@@ -27,31 +30,58 @@ COPIES_STORAGE = frozenset(
 
 def copy_whole_storages(graph: fx.Graph) -> None:
     """Let the values of ops that copy the storage of their first argument have storages as large as it."""
+    _store(graph, lambda node: _whole(node.args[0].meta["val"]), lambda value: 0)
+
+
+def copy_views_alone(graph: fx.Graph) -> None:
+    """Let the values of those ops have storages as large as what they show, and begin where these do.
+
+    Traces differ in it: one that finds the op in the cache of fake tensors has a smaller storage than the first of its kind.
+    """
+    _store(graph, lambda node: _alone(node.meta["val"]), lambda value: value.storage_offset() * value.element_size())
+
+
+def _store(graph: fx.Graph, stored: Callable[[fx.Node], Tensor | None], start: Callable[[Tensor], int | torch.SymInt]) -> None:
     moved: dict[int, Tensor] = {}
+    starts: dict[int, int | torch.SymInt] = {}
     replaced = []
     """Values whose storages' places must not be given to new ones here."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         if moved:
-            retie(node, moved)
-        whole = _copied(node.args[0].meta["val"]) if node.target in COPIES_STORAGE else None
-        if whole is not None:
-            replaced.append(node.meta["val"])
-            moved[storage_id(node.meta["val"])] = whole
-            retie(node, moved)
+            retie(node, moved, starts)
+        new = stored(node) if node.target in COPIES_STORAGE else None
+        if new is not None:
+            value = node.meta["val"]
+            replaced.append(value)
+            moved[storage_id(value)], starts[storage_id(value)] = new, start(value)
+            retie(node, moved, starts)
 
 
-def retie(node: fx.Node, moved: dict[int, Tensor]) -> None:
-    """Let the fake values of a node share storages with what stands for those they lie in, as ``moved`` has it by storage."""
+def retie(node: fx.Node, moved: Mapping[int, Tensor], starts: Mapping[int, int | torch.SymInt] = MappingProxyType({})) -> None:
+    """Let the fake values of a node share storages with what stands for those they lie in, as ``moved`` has it by storage.
+
+    ``starts`` tells where in the old storage the new one begins, in bytes.
+    """
     value = node.meta.get("val")
     if any(storage_id(t) in moved for t in tensors(value)):
-        node.meta["val"] = pytree.tree_map_only(
-            Tensor, lambda t: laid_over(moved[storage_id(t)], t) if storage_id(t) in moved else t, value
-        )
+
+        def laid(t: Tensor) -> Tensor:
+            place = storage_id(t)
+            return laid_over(moved[place], t, starts.get(place, 0)) if place in moved else t
+
+        node.meta["val"] = pytree.tree_map_only(Tensor, laid, value)
 
 
-def _copied(view: Tensor) -> Tensor | None:
+def _alone(value: Tensor) -> Tensor | None:
+    """Return a row as long as what a value shows; None if its storage is no larger."""
+    count = shown(value)
+    is_larger = size_hint(value.untyped_storage().nbytes()) > size_hint(count) * value.element_size()
+    return fake_like(value, (count,), value.dtype) if is_larger else None
+
+
+def _whole(view: Tensor) -> Tensor | None:
     """Return a copy of the storage of a view, as a row; None if the view alone is copied, as one that shows an element twice."""
     if view.layout is not torch.strided:
         return None

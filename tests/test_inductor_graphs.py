@@ -172,6 +172,32 @@ def test_the_least_peak_is_no_more_than_what_stock_saves_takes() -> None:
     assert stock.compiled_peak_bytes is not None and caught.value.floor_bytes <= stock.compiled_peak_bytes
 
 
+class Collects(nn.Module):
+    """Layers whose masks and values are collected: what would make them again is taken into loops that read much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        masks, kept = torch.zeros(4, *x.shape, dtype=torch.bool), torch.zeros(4, *x.shape)
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            masks[i], kept[i] = x > 0, x.detach()
+            x = x * masks[i].clone() + kept[i] * 0.1
+            masks[i, ::2] = False
+        return (x * masks.sum(0)).square().mean()
+
+
+def test_no_plan_for_more_takes_less_than_the_least_peak_that_an_error_names() -> None:
+    joint, count = inductor_joint(Collects(), torch.randn(1024, 64))
+    with pytest.raises(fxckpt.BudgetInfeasible) as caught:
+        FusedPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
+    for share in (0.75, 0.85):
+        plan = FusedPlanner(Planner(budget=share, cost="flops")).partition(joint, num_fwd_outputs=count)[2]
+        assert plan.compiled_peak_bytes is not None and plan.compiled_peak_bytes >= caught.value.floor_bytes
+
+
 class Regions(nn.Module):
     """Dropout in checkpoint regions, every other one selective: draws that loops write over."""
 

@@ -23,6 +23,7 @@ from torch._higher_order_ops.effects import _get_effect
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._prims_common import compute_required_storage_length
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -59,6 +60,7 @@ __all__ = [
     "partitioner_tag",
     "run_and_save_rng_state",
     "run_with_rng_state",
+    "shown",
     "size_hint",
     "split",
     "storage_id",
@@ -511,12 +513,17 @@ def fake_like(value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -
         return torch.empty(shape, dtype=dtype, device=value.device)
 
 
-def laid_over(base: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor with the geometry of ``tensor`` over the storage of ``base``."""
+def shown(tensor: torch.Tensor) -> int:
+    """Return the elements from the first that a tensor shows to the last, whatever lies before and between."""
+    return compute_required_storage_length(tensor.shape, tensor.stride(), 0)
+
+
+def laid_over(base: torch.Tensor, tensor: torch.Tensor, start: int | torch.SymInt = 0) -> torch.Tensor:
+    """Return a fake tensor with the geometry of ``tensor`` over the storage of ``base``, which begins ``start`` bytes into that of ``tensor``."""
     with base.fake_mode if isinstance(base, FakeTensor) else contextlib.nullcontext():
         if tensor.dtype != base.dtype:
             base = torch.view_as_real(base) if base.is_complex() and not tensor.is_complex() else base.view(tensor.dtype)
-        return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - start // tensor.element_size())
 
 
 def fake_rng_state(drawn: torch.Tensor) -> torch.Tensor:

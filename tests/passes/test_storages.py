@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxckpt
 from fxckpt.passes.kinds import tensors
-from fxckpt.passes.storages import copy_whole_storages
+from fxckpt.passes.storages import COPIES_STORAGE, copy_views_alone, copy_whole_storages
 from fxckpt.torch_private import size_hint, storage_id
 
 aten = torch.ops.aten
@@ -61,6 +61,30 @@ def test_storages_are_as_large_as_real_ones(write: Callable[[Tensor, Tensor], Te
     traced = make_fx(f, tracing_mode=tracing)(x, row)
     copy_whole_storages(traced.graph)
     assert torch.equal(Allocates(traced).run(x, row), f(x, row))
+
+
+@pytest.mark.parametrize("tracing", ["fake", "symbolic"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_compiler_copies_what_is_shown_alone(write: Callable[[Tensor, Tensor], Tensor], tracing: str) -> None:
+    def f(x: Tensor, row: Tensor) -> Tensor:
+        return write((x * 2)[2], row)[1:].cos()
+
+    def storages() -> list[tuple[int, ...]]:
+        traced = make_fx(f, tracing_mode=tracing)(torch.rand(8, 4, 4), torch.rand(4))
+        copy_views_alone(traced.graph)
+        found: list[tuple[int, ...]] = []
+        places: dict[int, int] = {}
+        for node in (n for n in traced.graph.nodes if n.op == "call_function"):
+            value = node.meta["val"]
+            place = places.setdefault(storage_id(value), len(places))
+            found.append((place, size_hint(value.untyped_storage().nbytes()), size_hint(value.storage_offset())))
+            if node.target in COPIES_STORAGE:
+                fresh = torch.empty_strided([*map(size_hint, value.shape)], [*map(size_hint, value.stride())], dtype=value.dtype)
+                assert found[-1][1:] == (fresh.untyped_storage().nbytes(), 0)
+        return found
+
+    # The second trace finds its ops in the cache of fake tensors.
+    assert storages() == storages()
 
 
 class Writes(nn.Module):
