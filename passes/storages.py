@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from fxckpt.passes.kinds import tensors
 from fxckpt.torch_private import fake_like, laid_over, shown, size_hint, storage_id
 
+as_strided = torch.ops.aten.as_strided.default
 COPIES_STORAGE = frozenset(
     (
         torch.ops.aten.copy.default,
@@ -30,7 +31,7 @@ COPIES_STORAGE = frozenset(
 
 def copy_whole_storages(graph: fx.Graph) -> None:
     """Let the values of ops that copy the storage of their first argument have storages as large as it."""
-    _store(graph, lambda node: _whole(node.args[0].meta["val"]), lambda value: 0)
+    _store(graph, lambda node: _whole(node.all_input_nodes[0].meta["val"]), lambda value: 0)
 
 
 def copy_views_alone(graph: fx.Graph) -> None:
@@ -38,7 +39,13 @@ def copy_views_alone(graph: fx.Graph) -> None:
 
     Traces differ in it: one that finds the op in the cache of fake tensors has a smaller storage than the first of its kind.
     """
-    _store(graph, lambda node: _alone(node.meta["val"]), lambda value: value.storage_offset() * value.element_size())
+    # What is read by its place in the storage stays in its place.
+    placed = {storage_id(t) for n in graph.find_nodes(op="call_function", target=as_strided) for t in tensors(n.meta.get("val"))}
+
+    def stored(node: fx.Node) -> Tensor | None:
+        return None if storage_id(node.meta["val"]) in placed else _alone(node.meta["val"])
+
+    _store(graph, stored, lambda value: value.storage_offset() * value.element_size())
 
 
 def _store(graph: fx.Graph, stored: Callable[[fx.Node], Tensor | None], start: Callable[[Tensor], int | torch.SymInt]) -> None:

@@ -87,6 +87,16 @@ def test_a_compiler_copies_what_is_shown_alone(write: Callable[[Tensor, Tensor],
     assert storages() == storages()
 
 
+def test_what_is_read_by_its_place_stays_in_it() -> None:
+    def f(x: Tensor, row: Tensor) -> Tensor:
+        return aten.copy.default((x * 2)[2], row).as_strided([4], [1], 0).cos()
+
+    traced = make_fx(f, tracing_mode="fake")(torch.rand(8, 4, 4), torch.rand(4))
+    traces = [str(n.meta["val"].storage_offset()) for n in traced.graph.nodes if n.op == "call_function"]
+    copy_views_alone(traced.graph)
+    assert [str(n.meta["val"].storage_offset()) for n in traced.graph.nodes if n.op == "call_function"] == traces
+
+
 class Writes(nn.Module):
     """Collects what its layers give in one buffer."""
 
