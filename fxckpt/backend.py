@@ -17,7 +17,7 @@ from torch import fx
 
 from fxckpt import budget as budgets
 from fxckpt.cost import CostModel
-from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed
+from fxckpt.errors import BudgetInfeasible, FxckptError, InvalidOption, PlanningFailed
 from fxckpt.fused import FusedPlanner
 from fxckpt.passes.order import ORDER
 from fxckpt.pipeline import planner_of
@@ -170,6 +170,9 @@ class Backend:
                 keep_inference_input_mutations=True,
             )
             return compile_graph(gm, example_inputs)  # type: ignore[no-any-return]
+        except BudgetInfeasible as error:
+            broke = is_cut_short(gm) or self._breaks
+            raise through_dynamo(error.among(len(self._plans) + 1) if broke else error) from error
         except FxckptError as error:
             raise through_dynamo(error) from error
 

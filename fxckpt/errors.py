@@ -71,6 +71,15 @@ class BudgetInfeasible(FxckptError):
         self.floor_bytes = floor_bytes
         self.budget_bytes = budget_bytes
 
+    def among(self, graph: int) -> BudgetInfeasible:
+        """Return the error for a model that broke into several graphs, of which the budget does not fit this one, counted from 1."""
+        return BudgetInfeasible(
+            f"{self} This is graph {graph} of those that the model broke into, and a budget is for each of them: a share is of that graph's own "
+            "peak. Bytes, as many as the largest needs, hold for the small ones too.",
+            floor_bytes=self.floor_bytes,
+            budget_bytes=self.budget_bytes,
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_infeasible, (str(self), self.floor_bytes, self.budget_bytes))
 

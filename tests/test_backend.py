@@ -158,6 +158,22 @@ def test_budget_below_the_floor_says_what_would_do() -> None:
     assert backend.plans[0].peak_bytes <= error.value.floor_bytes
 
 
+def test_an_infeasible_share_of_a_small_graph_says_that_the_model_broke() -> None:
+    model = Net()
+
+    def broken(x: Tensor) -> Tensor:
+        y = model(x)
+        torch._dynamo.graph_break()
+        return y.sin().sum()
+
+    with pytest.raises(fxckpt.BudgetInfeasible, match="This is graph 2 of those that the model broke into") as error:
+        torch.compile(broken, backend=fxckpt.Backend(budget=0.9, inner="aot_eager"))(torch.randn(512, 32))
+    torch._dynamo.reset()
+    with pytest.raises(fxckpt.BudgetInfeasible, match="This is graph 1 of those"):
+        torch.compile(broken, backend=fxckpt.Backend(budget="1B", inner="aot_eager"))(torch.randn(512, 32))
+    assert error.value.floor_bytes > error.value.budget_bytes
+
+
 def test_infeasible_pickles() -> None:
     error = pickle.loads(pickle.dumps(fxckpt.BudgetInfeasible("no", floor_bytes=7, budget_bytes=3)))
     assert (str(error), error.floor_bytes, error.budget_bytes) == ("no", 7, 3)
