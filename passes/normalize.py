@@ -58,8 +58,8 @@ def merge_common_subexpressions(graph: fx.Graph) -> None:
     apart = {storage_id(t) for n in kept if isinstance(n, fx.Node) for t in tensors(n.meta.get("val"))}
     apart -= {storage_id(t) for n in graph.find_nodes(op="placeholder") if n not in written for t in tensors(n.meta.get("val"))}
     seen: dict[Any, fx.Node] = {}
-    moved: dict[int, Tensor] = {}
-    """Tensors that stand for the storages of merged ones."""
+    moved: dict[int, tuple[Tensor, Tensor]] = {}
+    """Merged values, and those that stand for them, by the storages of the merged."""
     for node in list(graph.nodes):
         if moved and node.op == "call_function":
             retie(node, moved)
@@ -69,7 +69,7 @@ def merge_common_subexpressions(graph: fx.Graph) -> None:
         first = seen.setdefault(key, node)
         if first is not node:
             merged = zip(tensors(node.meta.get("val")), tensors(first.meta.get("val")), strict=True)
-            moved.update((storage_id(old), new) for old, new in merged if storage_id(old) != storage_id(new))
+            moved.update((storage_id(old), (old, new)) for old, new in merged if storage_id(old) != storage_id(new))
             node.replace_all_uses_with(first)
             graph.erase_node(node)
 

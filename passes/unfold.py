@@ -44,9 +44,8 @@ def unfold(backward: fx.GraphModule, *, is_library_call: Callable[[fx.Node], boo
         freed.update(
             (storage, nbytes)
             for arg in node.all_input_nodes
-            for maker in _makers(arg)
-            if maker.meta.get(NEVER_STORED)
-            for storage, nbytes in lives.storages(maker)
+            for storage, nbytes in lives.storages(arg)
+            if lives.made_by[storage].meta.get(NEVER_STORED)
         )
         if sum(freed.values()) > sum(nbytes for _, nbytes in lives.storages(product)):
             _hide(node, product)
@@ -57,24 +56,16 @@ def _folded(node: fx.Node) -> Iterator[fx.Node]:
     return (arg for arg in node.all_input_nodes if arg.target is PRODUCT and len(arg.users) == 1)
 
 
-def _makers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield what fills the storages that a value lies in, if that is an op."""
-    held = {storage_id(t) for t in tensors(node.meta.get("val"))}
-    todo = [node]
-    for each in todo:
-        below = [arg for arg in each.all_input_nodes if any(storage_id(t) in held for t in tensors(arg.meta.get("val")))]
-        todo.extend(below)
-        if not below and each.op == "call_function":
-            yield each
-
-
 class _Lives:
-    """Where a backward's storages are read for the last time; what the caller holds is read at the end."""
+    """Which node gives a backward's storages, and where they are read for the last time; what the caller holds is read at the end."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.place = {node: i for i, node in enumerate(graph.nodes)}
         self.last: dict[int, int] = {}
+        self.made_by: dict[int, fx.Node] = {}
         for node, i in self.place.items():
+            for storage, _ in self.storages(node):
+                self.made_by.setdefault(storage, node)
             self.last.update((storage, i) for arg in node.all_input_nodes for storage, _ in self.storages(arg))
         held = [n for n in graph.find_nodes(op="placeholder") if not self._may_die(n)]
         self.last.update((storage, len(self.place)) for node in (*held, *graph_outputs(graph)) for storage, _ in self.storages(node))

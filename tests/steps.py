@@ -61,6 +61,18 @@ def identical(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True).all())
 
 
+def peak_of(backend: Any, make: Callable[[], tuple[nn.Module, Tensor]]) -> int:
+    """The measured peak of a second step."""
+    torch._dynamo.reset()
+    model, x = make()
+    compiled = torch.compile(model, backend=backend)
+    compiled(x).backward()
+    model.zero_grad(set_to_none=True)
+    measured = fxckpt.measure_peak(lambda: compiled(x).backward())
+    model.zero_grad(set_to_none=True)
+    return measured
+
+
 UNCHECKPOINTED = "aot_eager_default_partitioner"
 """The backend that runs the same ops and saves everything: for models whose gradients torch adds up in another order when it compiles."""
 

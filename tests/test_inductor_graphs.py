@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,6 +30,7 @@ from fxckpt.pipeline import Planner
 from fxckpt.torch_private.inductor import KeepOrder, _begin_to_look_for_instructions, changes_layout, fuses, wants_channels_last
 from fxckpt.torch_private.lowerings import LETS_GO, Lowerings, let_go, live_bytes
 from tests.joints import inductor_joint
+from tests.steps import peak_of
 
 
 class Images(nn.Module):
@@ -51,18 +51,6 @@ class Images(nn.Module):
 def images() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return Images(), torch.randn(8, 8, 24, 24)
-
-
-def peak_of(backend: Any, make: Callable[[], tuple[nn.Module, Tensor]]) -> int:
-    """The measured peak of a second step."""
-    torch._dynamo.reset()
-    model, x = make()
-    compiled = torch.compile(model, backend=backend)
-    compiled(x).backward()
-    model.zero_grad(set_to_none=True)
-    measured = fxckpt.measure_peak(lambda: compiled(x).backward())
-    model.zero_grad(set_to_none=True)
-    return measured
 
 
 def test_without_a_budget_convolutions_take_no_more_than_stock() -> None:

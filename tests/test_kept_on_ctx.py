@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxckpt
+from tests.steps import peak_of
 
 
 class KeepsTanh(torch.autograd.Function):
@@ -42,13 +43,8 @@ class Layers(nn.Module):
 @pytest.mark.parametrize("budget", [None, 0.8, 0.6])
 def test_it_is_let_go_of_after_its_last_read(budget: float | None, inner: str) -> None:
     """Autograd itself would hold what is kept on a ``ctx`` until the graph dies."""
-    torch._dynamo.reset()
     backend = fxckpt.Backend(budget=budget, inner=inner)
-    model, x = Layers(), torch.randn(1024, 128)
-    compiled = torch.compile(model, backend=backend)
-    compiled(x).backward()
-    model.zero_grad(set_to_none=True)
-    measured = fxckpt.measure_peak(lambda: compiled(x).backward())
+    measured = peak_of(backend, lambda: (Layers(), torch.randn(1024, 128)))
     (plan,) = backend.plans
     assert measured == (plan.compiled_peak_bytes or plan.peak_bytes)
 

@@ -52,7 +52,6 @@ __all__ = [
     "is_recording",
     "is_symbolic",
     "is_traced",
-    "laid_over",
     "leave_capture",
     "let_autograd_own",
     "name_op",
@@ -60,6 +59,7 @@ __all__ = [
     "partitioner_tag",
     "run_and_save_rng_state",
     "run_with_rng_state",
+    "seen_in",
     "shown",
     "size_hint",
     "split",
@@ -518,12 +518,20 @@ def shown(tensor: torch.Tensor) -> int:
     return compute_required_storage_length(tensor.shape, tensor.stride(), 0)
 
 
-def laid_over(base: torch.Tensor, tensor: torch.Tensor, start: int | torch.SymInt = 0) -> torch.Tensor:
-    """Return a fake tensor with the geometry of ``tensor`` over the storage of ``base``, which begins ``start`` bytes into that of ``tensor``."""
-    with base.fake_mode if isinstance(base, FakeTensor) else contextlib.nullcontext():
-        if tensor.dtype != base.dtype:
-            base = torch.view_as_real(base) if base.is_complex() and not tensor.is_complex() else base.view(tensor.dtype)
-        return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - start // tensor.element_size())
+def seen_in(view: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor that shows of the storage of ``new`` what ``view`` shows of that of ``old``, whose like ``new`` is."""
+    offset = view.storage_offset() + _begins_at(new, view.element_size()) - _begins_at(old, view.element_size())
+    with new.fake_mode if isinstance(new, FakeTensor) else contextlib.nullcontext():
+        if view.dtype != new.dtype:
+            row = new.as_strided((new.untyped_storage().nbytes() // new.element_size(),), (1,), 0)
+            new = torch.view_as_real(row) if row.is_complex() and not view.is_complex() else row.view(view.dtype)
+        return new.as_strided(view.shape, view.stride(), offset)
+
+
+def _begins_at(tensor: torch.Tensor, bytes_each: int) -> int | torch.SymInt:
+    """Return where in its storage a tensor begins, in elements of ``bytes_each``."""
+    offset, own = tensor.storage_offset(), tensor.element_size()
+    return offset if own == bytes_each else offset * own // bytes_each
 
 
 def fake_rng_state(drawn: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import fxckpt
 from fxckpt.fused import is_library_call
 from fxckpt.passes.rematerialize import NEVER_STORED
 from fxckpt.passes.unfold import unfold
+from tests.steps import peak_of
 
 aten = torch.ops.aten
 
@@ -96,15 +97,11 @@ class Collects(nn.Module):
 
 def test_gradients_of_slices_are_not_stored_with_the_zeros_around_them() -> None:
     """Of each of five writes there would be a gradient as large as the buffer."""
-    torch._dynamo.reset()
-    x = torch.randn(512, 128)
+
+    def make() -> tuple[nn.Module, Tensor]:
+        return Collects(), torch.randn(512, 128)
+
     with pytest.raises(fxckpt.BudgetInfeasible) as refused:
-        torch.compile(Collects(), backend=fxckpt.Backend(budget=0.3))(x)
-    backend = fxckpt.Backend(budget=refused.value.floor_bytes)
-    model = Collects()
-    compiled = torch.compile(model, backend=backend)
-    compiled(x).backward()
-    model.zero_grad(set_to_none=True)
-    measured = fxckpt.measure_peak(lambda: compiled(x).backward())
-    buffer = 5 * x.nbytes
-    assert measured <= refused.value.floor_bytes <= 2.1 * buffer
+        peak_of(fxckpt.Backend(budget=0.3), make)
+    least, buffer = refused.value.floor_bytes, 5 * make()[1].nbytes
+    assert peak_of(fxckpt.Backend(budget=least), make) <= least <= 2.1 * buffer
