@@ -5,6 +5,9 @@ from fxckpt import interrupts
 # What follows imports torch, which takes seconds.
 interrupts.leave_quietly()
 
+from fxckpt import torch_private as torch_private  # Before all else: it refuses a torch that is too old.
+
+# isort: split
 from fxckpt import policies
 from fxckpt.backend import Backend
 from fxckpt.capture import plan

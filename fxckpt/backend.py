@@ -38,6 +38,7 @@ from fxckpt.torch_private import (
 )
 from fxckpt.torch_private.inductor import CustomPartitionerFn, KeepOrder, inductor_backend, inductor_options
 from fxckpt.torch_private.lowerings import Lowerings
+from fxckpt.torch_private.versions import warn_of_newer
 
 InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 INNER_NAMES = ("inductor", "aot_eager")
@@ -137,6 +138,7 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one captured graph; called by Dynamo."""
+        warn_of_newer()
         gm = inline_regions(gm)
         if is_cut_short(gm) and self._planner.policy is not None:
             self._planner = replace(self._planner, policy=self._planner.policy.lenient())

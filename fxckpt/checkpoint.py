@@ -50,6 +50,7 @@ from fxckpt.torch_private import (
     is_traced,
     is_transformed,
     modules_of,
+    policy_context,
     selective_policy,
     surrounding_hooks,
 )
@@ -360,7 +361,7 @@ def _keep_by(policy: Callable[..., Any]) -> Keep:
     def keep(number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Kept:
         if op in SAC_IGNORED_OPS:
             return Kept.NOWHERE
-        answer = policy(SelectiveCheckpointContext(is_recompute=False, op_output=out), op, *args, **kwargs)
+        answer = policy(policy_context(out), op, *args, **kwargs)
         where = WHERE.get(answer) if isinstance(answer, (CheckpointPolicy, bool)) else None
         if where is None:
             raise InvalidOption(

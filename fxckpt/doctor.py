@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,8 +20,10 @@ from fxckpt import __version__
 from fxckpt.budget import format_bytes, free_bytes
 from fxckpt.tables import Column, Table
 from fxckpt.timing import cache_dir
+from fxckpt.torch_private.versions import TESTED, is_tested
 
-OLDEST_TORCH = (2, 11)
+SELF_TESTS = {"self-test": "aot_eager", "self-test, default": "inductor"}
+"""The inner compilers that are tried, by what the finding is called."""
 COMPILER_SECONDS = 20.0
 """How long a compiler may take to say its version."""
 
@@ -45,7 +48,7 @@ class Diagnosis:
     @property
     def is_well(self) -> bool:
         """Whether plans can be made and run here."""
-        return all(f.state != "missing" for f in self.findings if f.what in ("torch", "backend", "self-test"))
+        return all(f.state != "missing" for f in self.findings if f.what in ("torch", "backend", *SELF_TESTS))
 
     def table(self) -> Table:
         """Return the findings as a table."""
@@ -57,7 +60,7 @@ class Diagnosis:
 
 
 def examine(*, self_test: bool = True) -> Diagnosis:
-    """Look at this machine. With ``self_test`` a small step is compiled inside a budget and compared with the uncheckpointed one."""
+    """Look at this machine. With ``self_test`` a small step is compiled within a budget, by each inner compiler, and compared with eager."""
     probes: tuple[tuple[str, Callable[[], Finding]], ...] = (
         ("fxckpt", lambda: Finding("fxckpt", __version__, "ok")),
         ("python", lambda: Finding("python", f"{platform.python_version()} at {sys.executable}", "ok")),
@@ -77,7 +80,7 @@ def examine(*, self_test: bool = True) -> Diagnosis:
     )
     findings = [_probed(name, probe) for name, probe in probes]
     if self_test:
-        findings.append(_probed("self-test", _self_test))
+        findings.extend(_probed(name, partial(_self_test, name, inner)) for name, inner in SELF_TESTS.items())
     return Diagnosis(tuple(findings))
 
 
@@ -91,10 +94,9 @@ def _probed(name: str, probe: Callable[[], Finding]) -> Finding:
 
 
 def _torch() -> Finding:
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < OLDEST_TORCH:
-        return Finding("torch", torch.__version__, "missing", f"too old: fxckpt needs {'.'.join(map(str, OLDEST_TORCH))} or newer")
-    return Finding("torch", torch.__version__, "ok")
+    if is_tested():
+        return Finding("torch", torch.__version__, "ok", f"fxckpt is tested with {', '.join(TESTED)}")
+    return Finding("torch", torch.__version__, "note", f"none of those that fxckpt is tested with: {', '.join(TESTED)}")
 
 
 def _entry_point() -> Finding:
@@ -146,7 +148,7 @@ def _cache() -> Finding:
         return Finding("cache folder", str(folder), "ok", "keeps what was measured; $FXCKPT_CACHE_DIR moves it")
 
 
-def _self_test() -> Finding:
+def _self_test(name: str, inner: str) -> Finding:
     from fxckpt.backend import Backend
 
     def gradients(step: Callable[[torch.Tensor], torch.Tensor], model: torch.nn.Module) -> list[torch.Tensor]:
@@ -154,13 +156,20 @@ def _self_test() -> Finding:
         step(torch.ones(64, 32)).square().mean().backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
+    # Inductor fuses ops, which may round otherwise in the last bits.
+    equal, words = (torch.equal, "equal, bitwise") if inner == "aot_eager" else (torch.allclose, "equal, but for rounding")
     with torch.random.fork_rng(devices=[]):
         model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(4)))
-        backend = Backend(budget=0.8, inner="aot_eager")
+        backend = Backend(budget=0.8, inner=inner)
         expected = gradients(model, model)
         found = gradients(torch.compile(model, backend=backend), model)
     (plan,) = backend.plans
-    if not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)):
-        return Finding("self-test", "a small step inside a budget gave other gradients", "missing", "please report this")
-    saved = 1 - plan.peak_bytes / plan.baseline_peak_bytes
-    return Finding("self-test", f"a small step took {saved:.0%} less memory; its gradients are equal, bitwise", "ok")
+    if not all(equal(a, b) for a, b in zip(expected, found, strict=True)):
+        return Finding(name, f"a small step inside a budget gave other gradients with inner={inner!r}", "missing", "please report this")
+    peak = plan.peak_bytes if plan.compiled_peak_bytes is None else plan.compiled_peak_bytes
+    return Finding(
+        name,
+        f"a small step took {1 - peak / plan.baseline_peak_bytes:.0%} less memory; its gradients are {words}",
+        "ok",
+        f"inner={inner!r}",
+    )

@@ -16,6 +16,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from fxckpt.errors import InvalidOption, PolicyConflict, PolicyMatchesNothing
+from fxckpt.torch_private import policy_context, policy_output
 
 log = logging.getLogger("fxckpt")
 
@@ -291,7 +292,7 @@ class Function(Policy):
 
         Raises :class:`InvalidOption` if it raises, or returns anything but a ``CheckpointPolicy`` or, as torch allows, a bool.
         """
-        context = SelectiveCheckpointContext(is_recompute=False, op_output=value.output)
+        context = policy_context(value.output)
         try:
             answer = self.function(context, value.op, *value.args, **value.kwargs)
         except Exception as error:
@@ -345,7 +346,8 @@ class AskedByOp:
 
     def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """What the policy says of the op; what it leaves open is run again, as torch has it."""
-        first = ctx.op_output[0] if isinstance(ctx.op_output, (tuple, list)) and ctx.op_output else ctx.op_output
+        output = policy_output(ctx)
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
         known = isinstance(first, torch.Tensor)
         value = Value(
             op=op,
@@ -354,7 +356,7 @@ class AskedByOp:
             bytes=first.nbytes if known else 0,
             args=args,
             kwargs=kwargs,
-            output=ctx.op_output,
+            output=output,
         )
         answer = self.policy.decide(value)
         return CheckpointPolicy.PREFER_RECOMPUTE if answer is None else answer

@@ -232,6 +232,7 @@ def test_doctor_examines_itself(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert main(["doctor", "--json"]) == 0
     found = {f["what"]: f for f in json.loads(capsys.readouterr().out)}
     assert found["self-test"]["state"] == "ok" and "bitwise" in found["self-test"]["found"]
+    assert found["self-test, default"]["state"] == "ok" and "inductor" in found["self-test, default"]["effect"]
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: 1 / 0)

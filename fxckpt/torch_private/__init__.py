@@ -1,6 +1,12 @@
-"""Every private torch name that fxckpt uses, in one place. Checked on torch 2.13.0; written for 2.11 and later."""
+"""Every private torch name that fxckpt uses, in one place. Where versions of torch differ, a comment names them; ``versions.TESTED`` are tested."""
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+from fxckpt.torch_private.versions import refuse_older
+
+# Before the private names, which an older torch may lack.
+refuse_older()
 
 import contextlib
 import logging
@@ -30,6 +36,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from fxckpt.errors import CaptureError, FxckptError
 
@@ -57,6 +64,8 @@ __all__ = [
     "name_op",
     "overloads_of",
     "partitioner_tag",
+    "policy_context",
+    "policy_output",
     "run_and_save_rng_state",
     "run_with_rng_state",
     "seen_in",
@@ -200,6 +209,19 @@ def written_after(graph: fx.Graph) -> list[fx.Node]:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's storage; fake tensors of one trace share storages as real ones would."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def policy_context(output: Any) -> SelectiveCheckpointContext:
+    """Return what a policy in torch's form is asked with about an op that gives ``output``."""
+    context = SelectiveCheckpointContext(is_recompute=False)
+    # torch 2.11 has no such argument; who is asked by fxckpt may read it all the same.
+    context.op_output = output
+    return context
+
+
+def policy_output(context: SelectiveCheckpointContext) -> Any:
+    """Return what the op gives that a policy is asked about. torch 2.11 itself asks before the op runs: None."""
+    return getattr(context, "op_output", None)
 
 
 def frees_incoming_gradients() -> bool:

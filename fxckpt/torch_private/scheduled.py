@@ -18,6 +18,9 @@ from fxckpt.torch_private import allocated_bytes, greatest
 from fxckpt.torch_private.inductor import Layout
 from fxckpt.torch_private.lowerings import LoweredHalf, live_bytes
 
+# Since torch 2.15 one class stands for cond and switch; its code differs in names alone.
+Conditional: Any = ir.Switch if hasattr(ir, "Switch") else ir.Conditional
+
 
 def read_schedule(graph: Any) -> LoweredHalf:
     """Read a graph that was lowered and scheduled; expects it to be ``V.graph``. The graphs inside its ops are scheduled."""
@@ -62,7 +65,7 @@ class _Schedule:
                 for dep in node.read_writes.reads:
                     if not getattr(dep, "is_fake", False):
                         # The code lets go of what a conditional is the last to read in the first of its branches alone.
-                        self._touch(dep.name, len(nodes) if isinstance(node.node, ir.Conditional) else i)
+                        self._touch(dep.name, len(nodes) if isinstance(node.node, Conditional) else i)
                 for buffer in node.get_outputs():
                     if buffer.get_name() not in inside:
                         self._write(i, buffer, pool)
