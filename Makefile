@@ -39,14 +39,14 @@ notebooks: $(VENV)/.test  ## run the notebooks and keep what they print
 
 # The lock file pins each version and the hash of what is fetched; the copies are committed, so that neither npm nor a network is needed to install.
 web:  ## fetch the libraries of the HTML page again (needs npm)
-	rm -rf build/web && mkdir -p build/web fxckpt/web/vendor
-	cp fxckpt/web/package.json fxckpt/web/package-lock.json build/web
+	rm -rf build/web && mkdir -p build/web fxckpt/reports/web/vendor
+	cp fxckpt/reports/web/package.json fxckpt/reports/web/package-lock.json build/web
 	cd build/web && npm ci --ignore-scripts --no-audit --no-fund
 	cd build/web/node_modules && cp cytoscape/dist/cytoscape.min.js @dagrejs/dagre/dist/dagre.min.js uplot/dist/uPlot.iife.min.js \
-	    uplot/dist/uPlot.min.css ../../../fxckpt/web/vendor
+	    uplot/dist/uPlot.min.css ../../../fxckpt/reports/web/vendor
 	cd build/web/node_modules && for name in cytoscape @dagrejs/dagre @dagrejs/graphlib uplot; do \
-	    cp $$name/LICENSE ../../../fxckpt/web/vendor/LICENSE.$$(basename $$name); done
-	cd fxckpt/web/vendor && sha256sum *.js *.css > SHA256SUMS
+	    cp $$name/LICENSE ../../../fxckpt/reports/web/vendor/LICENSE.$$(basename $$name); done
+	cd fxckpt/reports/web/vendor && sha256sum *.js *.css > SHA256SUMS
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

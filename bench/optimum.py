@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from tabulate import tabulate
 
-from fxckpt.passes.integer_program import optimum
-from fxckpt.passes.price_search import PriceSearch
-from fxckpt.passes.program import IN_BACKWARD, Op, Program, Side, Storage
+from fxckpt.solver.milp import optimum
+from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
+from fxckpt.solver.search import PriceSearch
 
 SHARES = (0.0, 0.1, 0.3, 0.6)
 """Budgets: how far from the floor to the uncheckpointed peak."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxckpt.cost import CostModel
-from fxckpt.passes.kinds import tensors
-from fxckpt.passes.liveness import emitted_peak
+from fxckpt.costs.models import CostModel
+from fxckpt.ops.properties import tensors
+from fxckpt.passes.analysis.graph_memory import emitted_peak
 from fxckpt.torch_private import storage_id
 
 

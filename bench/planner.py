@@ -16,13 +16,14 @@ from peers import allocates, judge, torch_partition
 from tabulate import tabulate
 from torch import fx, nn
 
-from fxckpt.capture import Joint, capture_joint
-from fxckpt.cost import CostModel, Roofline
+from fxckpt.costs.models import CostModel
+from fxckpt.costs.roofline import Roofline
 from fxckpt.errors import BudgetInfeasible
-from fxckpt.passes.normalize import normalize
-from fxckpt.passes.partition import partition
-from fxckpt.passes.rematerialize import rematerialize
-from fxckpt.pipeline import Planner
+from fxckpt.passes.transforms.normalize import normalize
+from fxckpt.passes.transforms.partition import partition
+from fxckpt.passes.transforms.rematerialize import rematerialize
+from fxckpt.planner.capture import Joint, capture_joint
+from fxckpt.planner.planner import Planner
 
 COST = Roofline(100e12, 1.5e12, 0.0)
 """A generic GPU: 100 TFLOP/s, 1.5 TB/s."""

@@ -13,11 +13,12 @@ import time
 from models import llama_style
 from tabulate import tabulate
 
-from fxckpt.capture import capture_joint
-from fxckpt.cost import Roofline, checked
-from fxckpt.passes.facts import collect
-from fxckpt.passes.normalize import normalize
-from fxckpt.passes.price_search import PriceSearch
+from fxckpt.costs.models import checked
+from fxckpt.costs.roofline import Roofline
+from fxckpt.passes.analysis.joint import collect
+from fxckpt.passes.transforms.normalize import normalize
+from fxckpt.planner.capture import capture_joint
+from fxckpt.solver.search import PriceSearch
 
 COST = Roofline(100e12, 1.5e12, 0.0)
 

@@ -13,12 +13,13 @@ from models import gpt2, llama_style
 from peers import allocates, judge, torch_partition
 from tabulate import tabulate
 
-from fxckpt.capture import Joint, capture_joint
-from fxckpt.cost import CostModel, FlopCost, Roofline, checked
-from fxckpt.passes.facts import collect
-from fxckpt.passes.normalize import normalize
-from fxckpt.passes.price_search import PriceSearch
-from fxckpt.passes.program import IN_BACKWARD, Program
+from fxckpt.costs.models import CostModel, FlopCost, checked
+from fxckpt.costs.roofline import Roofline
+from fxckpt.passes.analysis.joint import collect
+from fxckpt.passes.transforms.normalize import normalize
+from fxckpt.planner.capture import Joint, capture_joint
+from fxckpt.solver.program import IN_BACKWARD, Program
+from fxckpt.solver.search import PriceSearch
 
 TORCH_BUDGETS = (1.0, 0.5, 0.2, 0.05, 0.0)
 ROUNDING = 0.0499

@@ -1,17 +1,18 @@
 """Activation checkpointing for PyTorch as an FX graph-rewriting pass, within a budget of peak bytes."""
 
-from fxckpt import interrupts
+import sys
+
+from fxckpt import _interrupts
 
 # What follows imports torch, which takes seconds.
-interrupts.leave_quietly()
+_interrupts.leave_quietly()
 
 from fxckpt import torch_private as torch_private  # Before all else: it refuses a torch that is too old.
 
 # isort: split
 from fxckpt import policies
 from fxckpt.backend import Backend
-from fxckpt.capture import plan
-from fxckpt.checkpoint import (
+from fxckpt.eager.api import (
     SAC_IGNORED_OPS,
     CheckpointFunction,
     CheckpointPolicy,
@@ -29,6 +30,8 @@ from fxckpt.checkpoint import (
     set_checkpoint_early_stop,
     set_device_states,
 )
+from fxckpt.eager.huggingface import patch_transformers
+from fxckpt.eager.region_report import Region, RegionRow, record_regions
 from fxckpt.errors import (
     BudgetInfeasible,
     CaptureError,
@@ -46,14 +49,18 @@ from fxckpt.errors import (
     RecomputeMismatch,
     VerifyError,
 )
-from fxckpt.frontier import Frontier, frontier
-from fxckpt.huggingface import patch_transformers
 from fxckpt.measure import measure_peak
-from fxckpt.naming import name
-from fxckpt.plan import Decision, Plan, Reason, Recompute, Row
-from fxckpt.regions import Region, RegionRow, record_regions
-from fxckpt.registry import register_op
-from fxckpt.rewrite import rewrite
+from fxckpt.ops.naming import name
+from fxckpt.ops.registry import register_op
+from fxckpt.planner.capture import plan
+from fxckpt.planner.sweep import frontier
+from fxckpt.plans.types import Plan, Recompute, Row
+from fxckpt.reason import Decision, Reason
+from fxckpt.reports.tradeoff import Frontier
+from fxckpt.rewriting.api import rewrite
+
+# People write ``from fxckpt.checkpoint import checkpoint``, as they do of torch.utils.checkpoint.
+sys.modules["fxckpt.checkpoint"] = sys.modules["fxckpt.eager.api"]
 
 __all__ = [
     "SAC_IGNORED_OPS",

@@ -16,15 +16,15 @@ from typing import Any
 from torch import fx
 
 from fxckpt import budget as budgets
-from fxckpt.cost import CostModel
+from fxckpt.costs.models import CostModel
 from fxckpt.errors import BudgetInfeasible, FxckptError, InvalidOption, PlanningFailed
-from fxckpt.fused import FusedPlanner
-from fxckpt.passes.order import ORDER
-from fxckpt.pipeline import planner_of
-from fxckpt.plan import Plan
-from fxckpt.plan_store import PlanStore
+from fxckpt.inductor.plan_cache import PlanStore
+from fxckpt.inductor.planner import FusedPlanner
+from fxckpt.passes.meta import ORDER
+from fxckpt.planner.planner import planner_of
+from fxckpt.plans.types import Plan
 from fxckpt.profiling import record_runs
-from fxckpt.report import Break, Report, outputs_bytes
+from fxckpt.reports.compile_report import Break, Report, outputs_bytes
 from fxckpt.torch_private import (
     aot_autograd,
     boxed,
@@ -36,8 +36,9 @@ from fxckpt.torch_private import (
     make_boxed,
     through_dynamo,
 )
-from fxckpt.torch_private.inductor import CustomPartitionerFn, KeepOrder, inductor_backend, inductor_options
-from fxckpt.torch_private.lowerings import Lowerings
+from fxckpt.torch_private.inductor.execution_order import KeepOrder
+from fxckpt.torch_private.inductor.lowering import Lowerings
+from fxckpt.torch_private.inductor.options import CustomPartitionerFn, inductor_backend, inductor_options
 from fxckpt.torch_private.versions import warn_of_newer
 
 InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -63,7 +64,7 @@ class Backend:
         Who compiles the two halves: ``"inductor"``, ``"aot_eager"`` or a callable ``(gm, example_inputs) -> callable``, given the forward
         graph, then the backward graph.
     cost:
-        ``"roofline"``, ``"flops"``, ``"measured"`` or a cost model object (see :class:`fxckpt.cost.CostModel`).
+        ``"roofline"``, ``"flops"``, ``"measured"`` or a cost model object (see :class:`fxckpt.costs.models.CostModel`).
     verify:
         ``"exact"``, for debugging: every value that the backward makes again is compared, bit by bit, with a hash of what the forward made;
         :class:`RecomputeMismatch` names the first op that differs. Takes time and memory beyond the plan, and not with ``inner="inductor"``, which

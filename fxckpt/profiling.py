@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from fxckpt.passes.rematerialize import RECOMPUTE_OF, RUNS_AGAIN
+from fxckpt.passes.meta import RECOMPUTE_OF, RUNS_AGAIN
 from fxckpt.torch_private import RECORD_FUNCTION
 
 PREFIX = "fxckpt.recompute "

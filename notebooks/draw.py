@@ -30,13 +30,12 @@ def main() -> None:
     from peers import allocates, judge, torch_partition
 
     import fxckpt
-    from fxckpt.capture import capture_joint
-    from fxckpt.cost import Roofline
-    from fxckpt.frontier import Frontier
-    from fxckpt.passes.normalize import normalize
-    from fxckpt.pictures import Peer
-    from fxckpt.pipeline import Planner
+    from fxckpt.costs.roofline import Roofline
+    from fxckpt.passes.transforms.normalize import normalize
+    from fxckpt.planner.capture import capture_joint
+    from fxckpt.planner.planner import Planner
     from fxckpt.policies import block_boundaries
+    from fxckpt.reports.tradeoff import Frontier, Peer
 
     cost = Roofline(100e12, 1.5e12, 0.0)
     model, inputs = gpt2()

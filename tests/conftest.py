@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fxckpt import plan_store
+from fxckpt.inductor import plan_cache
 
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("sweep", deadline=None, max_examples=1000)
@@ -27,8 +27,8 @@ def own_records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def own_plans(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan of another test, or of an earlier run, is found."""
     folder = tmp_path_factory.mktemp("plans")
-    where = plan_store.cache_folder
-    monkeypatch.setattr(plan_store, "cache_folder", lambda: None if where() is None else folder)
+    where = plan_cache.cache_folder
+    monkeypatch.setattr(plan_cache, "cache_folder", lambda: None if where() is None else folder)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx
 
 from fxckpt.torch_private import capture_whole, trace_joint
-from fxckpt.torch_private.inductor import CustomPartitionerFn
+from fxckpt.torch_private.inductor.options import CustomPartitionerFn
 
 
 class Captured(Exception):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxckpt
 from fxckpt.backend import _InductorPartitioner
-from fxckpt.torch_private.lowerings import Lowerings
+from fxckpt.torch_private.inductor.lowering import Lowerings
 
 
 class Net(nn.Module):
@@ -285,7 +285,7 @@ def test_a_defect_of_the_planner_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     def broken(*args: object, **kwargs: object) -> object:
         raise DataDependentOutputException("aten.item")
 
-    monkeypatch.setattr("fxckpt.pipeline.normalize", broken)
+    monkeypatch.setattr("fxckpt.planner.planner.normalize", broken)
     with pytest.raises(fxckpt.PlanningFailed, match="defect"):
         torch.compile(Net(2), backend=fxckpt.Backend(inner="aot_eager"))(torch.randn(8, 32))
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxckpt
-from fxckpt.tape import Tape
+from fxckpt.eager.tape import Tape
 from tests.steps import differing
 
 Region = Callable[[Tensor, Tensor], Tensor]
@@ -300,7 +300,7 @@ def test_inner_regions_run_once_more_for_each_region_around_them() -> None:
 
 def test_no_state_is_stored_where_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr("fxckpt.recorder.Draw", lambda generator, state: asked.append(1))
+    monkeypatch.setattr("fxckpt.eager.recorder.Draw", lambda generator, state: asked.append(1))
     x = torch.randn(1, 1, 4, 4, requires_grad=True)
     fxckpt.checkpoint(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.0).sin(), x).sum().backward()
     assert not asked
@@ -435,7 +435,7 @@ def test_autocast_around_forward_or_backward_changes_nothing() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_there_is_no_tape(mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fxckpt.checkpoint"], "Recorder", None)
+    monkeypatch.setattr(sys.modules["fxckpt.eager.api"], "Recorder", None)
     with mode():
         assert fxckpt.checkpoint(torch.sin, torch.zeros(2)).sum() == 0
 

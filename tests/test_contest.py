@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxckpt
-from fxckpt.contest import ROUNDS, not_to_be_tried, step_seconds
-from fxckpt.fused import FusedPlanner
-from fxckpt.passes.rematerialize import RUNS_AGAIN
-from fxckpt.pipeline import Planner
-from fxckpt.plan import Plan
+from fxckpt.inductor.autotune import ROUNDS, not_to_be_tried, step_seconds
+from fxckpt.inductor.planner import FusedPlanner
+from fxckpt.passes.transforms.rematerialize import RUNS_AGAIN
+from fxckpt.planner.planner import Planner
+from fxckpt.plans.types import Plan
 from tests.joints import inductor_joint, plain_joint
 from tests.test_inductor import Model
 

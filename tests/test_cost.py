@@ -13,9 +13,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxckpt
-from fxckpt import cost
-from fxckpt.timing import MeasuredSeconds, Records, cpu_figures
-from fxckpt.trial import Trial
+from fxckpt.costs import models, roofline
+from fxckpt.costs.isolated_op import Trial
+from fxckpt.costs.measured import MeasuredSeconds, Records, cpu_figures
 
 CPU = torch.device("cpu")
 
@@ -68,15 +68,15 @@ def test_a_figure_that_cannot_be_is_measured_again(records: Records) -> None:
 
 
 def test_a_draw_takes_what_the_generator_takes() -> None:
-    slow = cost.Roofline(1e12, 1e12, 0.0, draws_per_second=1e3)
+    slow = roofline.Roofline(1e12, 1e12, 0.0, draws_per_second=1e3)
     assert slow.seconds(node_of(lambda a: torch.rand_like(a), torch.ones(100))) == 0.1
     assert slow.seconds(node_of(lambda a: a + a, torch.ones(100))) < 0.1
 
 
 def test_the_gpu_table_is_ordered_as_the_devices_are() -> None:
-    rates = [cost.DEVICES[name].bytes_per_second for name in ("H200", "H100", "A100")]
+    rates = [roofline.DEVICES[name].bytes_per_second for name in ("H200", "H100", "A100")]
     assert rates == sorted(rates, reverse=True)
-    assert cost.device_roofline(torch.device("cuda")) in (*cost.DEVICES.values(), cost.GENERIC_GPU)
+    assert roofline.device_roofline(torch.device("cuda")) in (*roofline.DEVICES.values(), roofline.GENERIC_GPU)
 
 
 def test_an_op_is_timed_once_and_then_read(records: Records) -> None:
@@ -106,9 +106,9 @@ def _(a: torch.Tensor) -> torch.Tensor:
 
 def test_what_is_not_torchs_own_is_estimated(records: Records) -> None:
     node = node_of(lambda a: twice_slowly(a), torch.ones(64))
-    model = cost.MeasuredCost(MeasuredSeconds(records, CPU), cost.GENERIC_GPU)
+    model = models.MeasuredCost(MeasuredSeconds(records, CPU), roofline.GENERIC_GPU)
     assert MeasuredSeconds(records, CPU)(node) is None
-    assert model.seconds(node) == cost.GENERIC_GPU.seconds(node)
+    assert model.seconds(node) == roofline.GENERIC_GPU.seconds(node)
 
 
 def test_kernels_with_buffers_of_their_own_are_not_tried_on_made_up_ones() -> None:

@@ -15,15 +15,16 @@ from torch._inductor.graph import GraphLowering
 from torch.nn import functional as F
 
 import fxckpt
-from fxckpt.cost import FlopCost, checked
-from fxckpt.fused import FusedPlanner, stock_candidate
-from fxckpt.lowering import backward_bytes, lower_backward
-from fxckpt.passes.facts import collect, no_scratch
-from fxckpt.passes.order import ORDER
-from fxckpt.pipeline import Planner
-from fxckpt.plan import Plan
-from fxckpt.torch_private.inductor import KeepOrder, stock_saved
-from fxckpt.torch_private.lowerings import Lowerings
+from fxckpt.costs.models import FlopCost, checked
+from fxckpt.inductor.memory import backward_bytes, lower_backward
+from fxckpt.inductor.planner import FusedPlanner, stock_candidate
+from fxckpt.passes.analysis.joint import collect, no_scratch
+from fxckpt.passes.inductor.execution_order import ORDER
+from fxckpt.planner.planner import Planner
+from fxckpt.plans.types import Plan
+from fxckpt.torch_private.inductor.default_partitioner import stock_saved
+from fxckpt.torch_private.inductor.execution_order import KeepOrder
+from fxckpt.torch_private.inductor.lowering import Lowerings
 from tests.joints import inductor_joint
 from tests.steps import fresh, outcome
 from tests.zoo import ENTRIES

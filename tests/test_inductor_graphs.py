@@ -21,14 +21,18 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxckpt
-from fxckpt.fused import FusedPlanner
-from fxckpt.lowering import learned, lower_backward
-from fxckpt.passes.facts import RNG_STATE_BYTES, no_scratch
-from fxckpt.passes.kernels import KernelGraph
-from fxckpt.passes.order import ORDER
-from fxckpt.pipeline import Planner
-from fxckpt.torch_private.inductor import KeepOrder, _begin_to_look_for_instructions, changes_layout, fuses, wants_channels_last
-from fxckpt.torch_private.lowerings import LETS_GO, Lowerings, let_go, live_bytes
+from fxckpt.inductor.memory import learned, lower_backward
+from fxckpt.inductor.planner import FusedPlanner
+from fxckpt.passes.analysis.joint import RNG_STATE_BYTES, no_scratch
+from fxckpt.passes.inductor.execution_order import ORDER
+from fxckpt.passes.inductor.fusion_model import KernelGraph
+from fxckpt.planner.planner import Planner
+from fxckpt.torch_private.inductor.default_partitioner import fuses
+from fxckpt.torch_private.inductor.execution_order import KeepOrder
+from fxckpt.torch_private.inductor.layouts import changes_layout, wants_channels_last
+from fxckpt.torch_private.inductor.lowered import live_bytes
+from fxckpt.torch_private.inductor.lowering import LETS_GO, Lowerings, let_go
+from fxckpt.torch_private.inductor.options import _begin_to_look_for_instructions
 from tests.joints import inductor_joint
 from tests.steps import peak_of
 
@@ -523,7 +527,7 @@ def test_a_convolution_that_runs_again_makes_no_copies_of_the_other_images(monke
 
     laid_out, plan = allocated(Planner(budget=0.85, cost="flops"))
     assert "convolution" in plan.recomputed
-    monkeypatch.setattr("fxckpt.fused.lay_out", lambda backward: None)
+    monkeypatch.setattr("fxckpt.inductor.planner.lay_out", lambda backward: None)
     copied, _ = allocated(Planner(known=(plan,), cost="flops"))
     image_bytes = 4 * 16 * 32 * 32 * 4
     assert laid_out + image_bytes <= copied

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import fxckpt
 from fxckpt import Reason
-from fxckpt.cost import Roofline
+from fxckpt.costs.roofline import Roofline
 from tests.steps import FLOOR, differing, fresh, outcome, same_at_every_budget
 
 WIDTH = 16

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 import fxckpt
-from fxckpt import page
-from fxckpt.cost import Roofline
-from fxckpt.passes.bounds import Bound
-from fxckpt.passes.describe import describe
-from fxckpt.passes.price_search import Candidate, Found
-from fxckpt.passes.program import IN_BACKWARD, Op, Program, Side, Storage
-from fxckpt.passes.schedule import save_all
-from fxckpt.passes.simulate import simulate
-from fxckpt.passes.step import Kind, Label, Step
+from fxckpt.costs.roofline import Roofline
+from fxckpt.planner.build_plan import describe
+from fxckpt.plans.snapshot import Kind, Label, Step
+from fxckpt.reports import html
+from fxckpt.solver.lower_bounds import Bound
+from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
+from fxckpt.solver.schedule import save_all
+from fxckpt.solver.search import Candidate, Found
+from fxckpt.solver.simulate import simulate
 
 COST = Roofline(2e11, 1e10, 0.0)
 
@@ -56,7 +56,7 @@ def test_the_page_carries_everything_and_asks_for_nothing(curve: fxckpt.Frontier
 
 
 def test_the_data_adds_up_to_the_profile(curve: fxckpt.Frontier) -> None:
-    data = page.data(curve.plans)
+    data = html.data(curve.plans)
     for plan, drawn in zip(curve.plans, data["plans"], strict=True):
         held, live = drawn["held"], [0] * len(plan.profile)
         for storage, first, more, nbytes in zip(held["storage"], held["first"], held["last"], held["bytes"], strict=True):
@@ -71,17 +71,17 @@ def test_a_plan_alone_and_plans_of_different_graphs(curve: fxckpt.Frontier, tmp_
     assert len(embedded(path.read_text())["plans"]) == 1
     other = fxckpt.plan(nn.Linear(4, 4), torch.randn(2, 4))
     with pytest.raises(fxckpt.InvalidOption, match="different graphs"):
-        page.render([curve.plans[0], other])
+        html.render([curve.plans[0], other])
 
 
 def test_the_same_plans_make_the_same_page(curve: fxckpt.Frontier) -> None:
-    assert page.render(curve.plans) == page.render(curve.plans)
+    assert html.render(curve.plans) == html.render(curve.plans)
 
 
 def test_the_libraries_are_those_that_were_vendored() -> None:
-    folder = resources.files("fxckpt").joinpath("web", "vendor")
+    folder = resources.files("fxckpt.reports").joinpath("web", "vendor")
     listed = dict(reversed(line.split()) for line in folder.joinpath("SHA256SUMS").read_text().splitlines())  # type: ignore[misc]
-    assert {name for name in page.SCRIPTS + page.STYLES if name.startswith("vendor/")} == {f"vendor/{name}" for name in listed}
+    assert {name for name in html.SCRIPTS + html.STYLES if name.startswith("vendor/")} == {f"vendor/{name}" for name in listed}
     for name, digest in listed.items():
         assert hashlib.sha256(folder.joinpath(name).read_bytes()).hexdigest() == digest
 
@@ -231,7 +231,7 @@ def test_a_double_click_unfolds_and_folds(curve: fxckpt.Frontier, opened: Any, t
 
 @pytest.mark.browser
 def test_twenty_thousand_nodes_stay_folded_until_asked(opened: Any, tmp_path: Path) -> None:
-    tab = opened(page.write([chain(20_000)], tmp_path / "large.html"))
+    tab = opened(html.write([chain(20_000)], tmp_path / "large.html"))
     assert tab.evaluate("() => fxpage.model.count") == 20_000
     assert tab.evaluate("() => fxpage.graph.cy.nodes().length") < 200
     tab.fill("#search", "f7321")

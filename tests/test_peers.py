@@ -9,12 +9,12 @@ import pytest
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from fxckpt.capture import Joint, capture_joint
-from fxckpt.cost import GENERIC_GPU
-from fxckpt.passes.kinds import tensors
-from fxckpt.passes.liveness import emitted_peak
-from fxckpt.passes.normalize import normalize
-from fxckpt.pipeline import Planner
+from fxckpt.costs.roofline import GENERIC_GPU
+from fxckpt.ops.properties import tensors
+from fxckpt.passes.analysis.graph_memory import emitted_peak
+from fxckpt.passes.transforms.normalize import normalize
+from fxckpt.planner.capture import Joint, capture_joint
+from fxckpt.planner.planner import Planner
 from fxckpt.torch_private import storage_id
 from tests.zoo import ENTRIES
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fxckpt
-from fxckpt.cost import Roofline
+from fxckpt.costs.roofline import Roofline
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
@@ -48,7 +48,7 @@ def test_memory_over_something_else(curve: fxckpt.Frontier) -> None:
 
 
 def test_the_frontier_marks_the_plan_and_its_peers(curve: fxckpt.Frontier) -> None:
-    from fxckpt.pictures import Peer
+    from fxckpt.reports.tradeoff import Peer
 
     axes = curve.plot(chosen=curve.plans[2], peers=[Peer("by hand", curve.plans[3].peak_bytes, 0.4)])
     assert {"this plan", "by hand", "least possible time"} <= set(labels(axes))
@@ -64,7 +64,7 @@ def test_the_frontier_refuses_a_plan_of_another_model(curve: fxckpt.Frontier) ->
 
 
 def test_a_dollar_in_a_name_is_no_formula(curve: fxckpt.Frontier) -> None:
-    from fxckpt.pictures import Peer
+    from fxckpt.reports.tradeoff import Peer
 
     class Named(nn.Module):
         def __init__(self) -> None:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import fxckpt
-from fxckpt.cost import FlopCost
-from fxckpt.passes.fingerprint import fingerprint
-from fxckpt.pipeline import Planner
-from fxckpt.plan_store import PlanStore, key_of
+from fxckpt.costs.models import FlopCost
+from fxckpt.inductor.plan_cache import PlanStore, key_of
+from fxckpt.passes.analysis.fingerprint import fingerprint
+from fxckpt.planner.planner import Planner
 from fxckpt.policies import save_ops
-from fxckpt.torch_private.lowerings import Lowerings
+from fxckpt.torch_private.inductor.lowering import Lowerings
 from tests.joints import inductor_joint, plain_joint
 
 

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import fxckpt
-from fxckpt.capture import Joint, capture_joint
-from fxckpt.passes.normalize import normalize
-from fxckpt.pipeline import planner_of
+from fxckpt.passes.transforms.normalize import normalize
+from fxckpt.planner.capture import Joint, capture_joint
+from fxckpt.planner.planner import planner_of
 from fxckpt.policies import (
     Policy,
     Value,

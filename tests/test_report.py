@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import fxckpt
-from fxckpt.cost import Roofline
-from fxckpt.passes.lifetimes import Holder
-from fxckpt.reasons import Reasons
+from fxckpt.costs.roofline import Roofline
+from fxckpt.reports.narrate import Reasons
+from fxckpt.solver.live_intervals import Holder
 from tests.zoo import ENTRIES
 
 COST = Roofline(2e11, 1e10, 0.0)

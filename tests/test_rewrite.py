@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fxckpt
 from fxckpt import policies
-from fxckpt.capture import capture_joint
-from fxckpt.guards import Guards
+from fxckpt.planner.capture import capture_joint
+from fxckpt.rewriting.export_guards import Guards
 from fxckpt.torch_private import aot_autograd, boxed
 from tests.steps import differing, loss_of, outcome
 from tests.zoo import ResNet

@@ -12,9 +12,9 @@ import torch
 
 import fxckpt
 from fxckpt import torch_private
-from fxckpt.doctor import examine
+from fxckpt.cli.doctor import examine
 from fxckpt.policies import save_matmuls
-from fxckpt.policy import AskedByOp
+from fxckpt.policies.torch_form import AskedByOp
 from fxckpt.torch_private import versions
 
 

@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from fxckpt.interrupts import is_command_line
+from fxckpt._interrupts import is_command_line
 
 TESTED = ("2.11.0", "2.13.0", "2.15.0")
 """Oldest first; what is older than the first is refused."""

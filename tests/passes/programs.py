@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from fxckpt.passes.program import FORWARD_ONLY, IN_BACKWARD, Op, Program, Side, Storage
-from fxckpt.passes.schedule import Schedule
-from fxckpt.plan import Reason
+from fxckpt.reason import Reason
+from fxckpt.solver.program import FORWARD_ONLY, IN_BACKWARD, Op, Program, Side, Storage
+from fxckpt.solver.schedule import Schedule
 
 STATE_BYTES = 3
 

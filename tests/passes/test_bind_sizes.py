@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxckpt.passes.bind_sizes import bind_sizes
+from fxckpt.passes.transforms.bind_sizes import bind_sizes
 from fxckpt.torch_private import BINDINGS
 
 aten = torch.ops.aten

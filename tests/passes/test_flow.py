@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxckpt.passes.flow import Cut, CutProblem, Solver, Unbounded, solve_networkx, solve_scipy
+from fxckpt.solver.min_cut import Cut, CutProblem, Solver, Unbounded, solve_networkx, solve_scipy
 
 SOLVERS = [solve_networkx, solve_scipy]
 

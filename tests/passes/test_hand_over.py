@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxckpt.fused import FusedPlanner, is_library_call
-from fxckpt.passes.hand_over import SHOWS
-from fxckpt.pipeline import Planner
+from fxckpt.inductor.planner import FusedPlanner, is_library_call
+from fxckpt.passes.inductor.save_views import SHOWS
+from fxckpt.planner.planner import Planner
 from tests.joints import inductor_joint
 
 

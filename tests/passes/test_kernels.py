@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxckpt.cost import FlopCost, checked
-from fxckpt.passes.facts import Facts, collect
-from fxckpt.passes.kernels import KernelGraph
-from fxckpt.torch_private.inductor import fuses
+from fxckpt.costs.models import FlopCost, checked
+from fxckpt.passes.analysis.joint import Facts, collect
+from fxckpt.passes.inductor.fusion_model import KernelGraph
+from fxckpt.torch_private.inductor.default_partitioner import fuses
 from tests.joints import plain_joint
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxckpt.passes.layouts import lay_out
-from fxckpt.torch_private.inductor import FORCE_STRIDE_ORDER
+from fxckpt.passes.inductor.channels_last import lay_out
+from fxckpt.torch_private.inductor.layouts import FORCE_STRIDE_ORDER
 
 aten = torch.ops.aten
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxckpt.passes.lifetimes import Holder, aligned, lifetimes, moments, stacked
-from fxckpt.passes.program import Program
-from fxckpt.passes.schedule import emit, save_all
-from fxckpt.passes.simulate import simulate
+from fxckpt.solver.live_intervals import Holder, aligned, lifetimes, moments, stacked
+from fxckpt.solver.program import Program
+from fxckpt.solver.schedule import emit, save_all
+from fxckpt.solver.simulate import simulate
 from tests.passes.programs import programs
 from tests.passes.test_price_search import decisions
 

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import fxckpt
-from fxckpt.passes.normalize import normalize
+from fxckpt.passes.transforms.normalize import normalize
 from fxckpt.torch_private import storage_id
 
 

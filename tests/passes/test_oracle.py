@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxckpt.passes.integer_program import in_forward, optimum
-from fxckpt.passes.oracle import exhaustive
-from fxckpt.passes.price_search import PriceSearch
-from fxckpt.passes.program import IN_BACKWARD, Op, Program, Side, Storage
+from fxckpt.solver.milp import in_forward, optimum
+from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
+from fxckpt.solver.search import PriceSearch
 from tests.passes.programs import interpret, programs
+from tests.solver.oracle import exhaustive
 
 
 def two_values() -> Program:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import fx
 
-from fxckpt.passes.order import ORDER, mark_order
-from fxckpt.passes.rematerialize import RECOMPUTE_OF
+from fxckpt.passes.inductor.execution_order import ORDER, mark_order
+from fxckpt.passes.transforms.rematerialize import RECOMPUTE_OF
 
 
 @pytest.fixture

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxckpt.passes.fill import Fill
-from fxckpt.passes.oracle import exhaustive
-from fxckpt.passes.price_search import PriceSearch, evenly_spaced
-from fxckpt.passes.program import IN_BACKWARD, Op, Program, Side, Storage
-from fxckpt.passes.references import References
-from fxckpt.passes.schedule import Decisions, emit, save_all, with_runs
-from fxckpt.passes.simulate import simulate
-from fxckpt.passes.staged_cut import StagedCut
-from fxckpt.passes.stages import NarrowPlaces
-from fxckpt.passes.trim import Trim
+from fxckpt.solver.evict import Trim
+from fxckpt.solver.heuristics import References
+from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
+from fxckpt.solver.retain import Fill
+from fxckpt.solver.schedule import Decisions, emit, save_all, with_runs
+from fxckpt.solver.search import PriceSearch, evenly_spaced
+from fxckpt.solver.simulate import simulate
+from fxckpt.solver.staged_cut import StagedCut
+from fxckpt.solver.stages import NarrowPlaces
 from tests.passes.programs import interpret, programs
+from tests.solver.oracle import exhaustive
 
 SEARCH = PriceSearch(stage_counts=(2, 5), small_factors=(1.0, 4.0), floor_prices=2, refined=2, shakes=(0.9,), restarts=3)
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxckpt.passes.program import Program
-from fxckpt.passes.stages import NarrowPlaces, persistence
+from fxckpt.solver.program import Program
+from fxckpt.solver.stages import NarrowPlaces, persistence
 from tests.passes.programs import programs
 
 

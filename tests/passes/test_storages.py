@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxckpt
-from fxckpt.passes.kinds import tensors
-from fxckpt.passes.normalize import normalize
-from fxckpt.passes.storages import COPIES_STORAGE, copy_views_alone, copy_whole_storages
+from fxckpt.ops.properties import tensors
+from fxckpt.passes.transforms.normalize import normalize
+from fxckpt.passes.transforms.storage_copies import COPIES_STORAGE, copy_views_alone, copy_whole_storages
 from fxckpt.torch_private import FakeTensorMode, size_hint, storage_id
 from tests.steps import peak_of
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxckpt.passes.unflatten import unflatten
+from fxckpt.passes.inductor.sink_reshapes import unflatten
 
 aten = torch.ops.aten
 

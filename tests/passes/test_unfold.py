@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxckpt
-from fxckpt.fused import is_library_call
-from fxckpt.passes.rematerialize import NEVER_STORED
-from fxckpt.passes.unfold import unfold
+from fxckpt.inductor.planner import is_library_call
+from fxckpt.passes.inductor.isolate_matmuls import unfold
+from fxckpt.passes.transforms.rematerialize import NEVER_STORED
 from tests.steps import peak_of
 
 aten = torch.ops.aten

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxckpt.capture import capture_joint
 from fxckpt.errors import VerifyError
-from fxckpt.passes.liveness import emitted_peak
-from fxckpt.passes.normalize import normalize
-from fxckpt.passes.verify import verify
-from fxckpt.pipeline import Planner
-from fxckpt.plan import Plan
+from fxckpt.passes.analysis.graph_memory import emitted_peak
+from fxckpt.passes.transforms.normalize import normalize
+from fxckpt.passes.transforms.verify import verify
+from fxckpt.planner.capture import capture_joint
+from fxckpt.planner.planner import Planner
+from fxckpt.plans.types import Plan
 from fxckpt.torch_private import run_with_rng_state
 
 Halves = tuple[fx.GraphModule, fx.GraphModule, Plan]

@@ -1,0 +1,193 @@
+"""Timing: what ops take on this machine, measured once and kept on disk.
+
+A record is found again by machine, torch and call, so that every process of a machine plans with the same figures.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import platform
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+import torch
+from torch import fx
+from torch.utils.benchmark import Timer
+from torch.utils.benchmark.utils.timer import timer as default_timer
+
+from fxckpt.costs.isolated_op import REFUSED, Trial, devices
+from fxckpt.torch_private import outside_trace
+
+log = logging.getLogger("fxckpt")
+
+CALIBRATION_SECONDS = 0.3
+"""For each of the figures of a roofline."""
+TRIAL_SECONDS = 0.01
+"""At least, for each distinct op."""
+
+
+def cache_dir() -> Path:
+    """Return the folder for what is kept: ``$FXCKPT_CACHE_DIR``, else the user's cache folder."""
+    return Path(os.environ.get("FXCKPT_CACHE_DIR") or platformdirs.user_cache_dir("fxckpt", appauthor=False))
+
+
+@dataclass(frozen=True)
+class Records:
+    """Seconds (or other figures) by key, in a database file that processes may share."""
+
+    path: Path
+
+    @classmethod
+    def of_machine(cls) -> Records:
+        """Return the records in :func:`cache_dir`."""
+        return cls(cache_dir() / "timings.sqlite3")
+
+    def get(self, key: str) -> float | None:
+        """Return the figure of ``key``, or None."""
+        if not self.path.exists():
+            return None
+        with closing(self._open()) as db:
+            row = db.execute("select figure from records where key = ?", (key,)).fetchone()
+        return row[0] if row is not None and isinstance(row[0], float) and row[0] > 0 else None
+
+    def keep(self, key: str, figure: float) -> float:
+        """Store a figure and return the one that holds: another process may have been first."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with closing(self._open()) as db, db:
+            db.execute(
+                "insert into records values (?, ?) on conflict (key) do update set figure = excluded.figure "
+                "where typeof(figure) != 'real' or figure <= 0",
+                (key, figure),
+            )
+        return self.get(key) or figure
+
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, timeout=5)
+        try:
+            with db:
+                db.execute("create table if not exists records (key text primary key, figure real not null)")
+        except sqlite3.Error:
+            db.close()
+            raise
+        return db
+
+
+def machine(device: torch.device) -> str:
+    """Return what a figure depends on beside the op."""
+    where = f"cpu {platform.node()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    return f"torch {torch.__version__} {where}"
+
+
+def cpu_figures(records: Records) -> tuple[float, float, float, float]:
+    """Return FLOP/s of an fp32 matrix product, bytes/s of an addition, seconds of the least op, and random numbers a second.
+
+    Measured in about a second the first time.
+    """
+    names = ("FLOP/s", "bytes/s", "launch", "draws/s")
+    prefix = machine(torch.device("cpu"))
+    known = [_known(records, f"{prefix} {name}") for name in names]
+    if None in known:
+        known = [_kept(records, f"{prefix} {name}", figure) for name, figure in zip(names, _calibrate(), strict=True)]
+    flops, bandwidth, launch, draws = (float(figure or 0.0) for figure in known)
+    return flops, bandwidth, launch, draws
+
+
+def _known(records: Records, key: str) -> float | None:
+    try:
+        return records.get(key)
+    except (OSError, sqlite3.Error) as error:
+        log.warning("%s cannot be read (%s): figures are measured again. Remove it, or set FXCKPT_CACHE_DIR.", records.path, error)
+        return None
+
+
+def _kept(records: Records, key: str, figure: float) -> float:
+    try:
+        return records.keep(key, figure)
+    except (OSError, sqlite3.Error) as error:
+        log.warning("%s cannot be written (%s): figures are measured again by every process. Set FXCKPT_CACHE_DIR.", records.path, error)
+        return figure
+
+
+def _calibrate() -> tuple[float, float, float, float]:
+    """Measure in short pieces: where others use the machine too, some of them run undisturbed, and a long one never would."""
+    with outside_trace(), torch.no_grad():
+        side, length, pieces = 256, 2**21, 8
+        matrix, product = torch.ones(side, side), torch.empty(side, side)
+        # One after the other, so that each has left the caches when its turn comes again.
+        vectors = itertools.cycle([(torch.ones(length), torch.empty(length)) for _ in range(pieces)])
+        drawn = torch.ones(2**16)
+        flops = 2 * side**3 / _fastest(lambda: torch.mm(matrix, matrix, out=product))
+        bandwidth = 12 * length / _fastest(lambda: _add(*next(vectors)))
+        launch = _seconds("torch.add(a, a)", {"a": torch.ones(1)}, CALIBRATION_SECONDS)
+        # As dropout draws.
+        draws = drawn.numel() / _fastest(lambda: drawn.bernoulli_(0.5))
+    return flops, bandwidth, launch, draws
+
+
+def _add(vector: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    return torch.add(vector, vector, out=total)
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    """Return the seconds of the fastest single run: of all threads, or of one, as a busy machine may never run all of them together."""
+    threads, least = torch.get_num_threads(), math.inf
+    try:
+        for count in (threads, 1):
+            torch.set_num_threads(count)
+            call()
+            end = default_timer() + CALIBRATION_SECONDS / 2
+            while (begin := default_timer()) < end:
+                call()
+                least = min(least, default_timer() - begin)
+    finally:
+        torch.set_num_threads(threads)
+    return least
+
+
+def _seconds(statement: str, names: dict[str, object], at_least: float, clock: Callable[[], float] = default_timer) -> float:
+    timer = Timer(statement, timer=clock, globals={"torch": torch, **names}, num_threads=torch.get_num_threads())
+    # Whatever else the machine does only adds to a time.
+    return float(min(timer.blocked_autorange(min_run_time=at_least).times))
+
+
+class MeasuredSeconds:
+    """Measures ops once each on the device they are planned for."""
+
+    def __init__(self, records: Records, device: torch.device, clock: Callable[[], float] = default_timer) -> None:
+        self.records = records
+        self.device = device
+        self.clock = clock
+        self._known: dict[str, float | None] = {}
+
+    def __call__(self, node: fx.Node) -> float | None:
+        """Return the seconds of one run of ``node``, or None for what cannot be run on its own."""
+        trial = Trial.of(node)
+        if trial is None or not devices(node) <= {"cpu", self.device.type}:
+            return None
+        key = f"{machine(self.device)} {trial.key}"
+        if key not in self._known:
+            known = _known(self.records, key)
+            if known is None:
+                known = _measure(trial, self.clock)
+                known = None if known is None else _kept(self.records, key, known)
+            self._known[key] = known
+        return self._known[key]
+
+
+def _measure(trial: Trial, clock: Callable[[], float]) -> float | None:
+    try:
+        with trial.call() as call:
+            call()
+            return _seconds("call()", {"call": call}, TRIAL_SECONDS, clock)
+    except REFUSED as error:
+        log.info("%s not timed, estimated instead: %s", trial.op, error)
+        return None

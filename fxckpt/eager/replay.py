@@ -1,0 +1,298 @@
+"""Replay: the tensors of a tape's places again, from its calls.
+
+A backward that asks for the first saved tensor of a region makes all of them, in the order of the forward, each value freed after its last use.
+Every handle gives its tensor away once; who asks again, in the same backward or later, has it made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxckpt.eager.tape import Call, Draw, Handle, Like, Place, PlannedReplay, Snapshot, Tape, flatten, slice_of
+from fxckpt.errors import CheckpointError
+from fxckpt.torch_private import after_backward, below_autograd, current_backward, laid_out, not_compiled, storage_key
+
+NOTHING: Mapping[Place, Tensor] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call of a program."""
+
+    call: Call
+    carries: tuple[Place, ...]
+    """Places that its write begins."""
+    frees: tuple[Place, ...]
+    """Places that nothing reads after it."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The calls that make some places, in the order of the forward."""
+
+    steps: tuple[Step, ...]
+    last_write: dict[int, int]
+    """For each storage that a step writes, by number, the number of the last call to do so."""
+    places: Container[Place]
+    """All that are made, or read."""
+
+    def is_written_after(self, place: Place) -> bool:
+        """Return whether a step writes the storage of ``place`` after it was made."""
+        return self.last_write.get(place.memory, -1) > (-1 if place.call is None else place.call.number)
+
+
+def unpack(handle: Handle) -> Tensor:
+    """Return the tensor that ``handle`` stands for.
+
+    Raises :class:`CheckpointError` if what the region took from outside was written since.
+    """
+    tape, place = handle.tape, handle.place
+    if place.kept is not None and place.unpack is None:
+        return fetch(place)
+    with tape.lock:
+        if handle.cached is not None:
+            tensor = handle.cached
+            handle.cached = tensor if handle.is_asked else None
+            handle.is_asked = True
+            return tensor
+        run = current_backward()
+        plan = tape.replay
+        if run is not None and run != tape.run:
+            release(tape)
+            tape.run = run
+            after_backward(lambda: release(tape))
+        if place.kept is not None:
+            return given_back(tape, place)
+        if run is not None and plan is not None:
+            advance(tape, plan, plan.positions[handle])
+        elif run is not None and not tape.is_made:
+            tape.is_made = True
+            wanted = [h for h in tape.live() if h.place.kept is None]
+            deliver(wanted, make(tape, {h.place for h in wanted}))
+        found, handle.cached = handle.cached, None
+        if found is None:
+            found = make(tape, (place,), {} if plan is None else plan.made)[place]
+            # Who asks twice in one backward asks more often (ctx.saved_tensors[0], ctx.saved_tensors[1], ...).
+            handle.cached = found if handle.is_asked and run is not None else None
+        handle.is_asked = True
+        return found
+
+
+def deliver(handles: Iterable[Handle], made: Mapping[Place, Tensor]) -> None:
+    """Give handles their tensors, as far as those were made."""
+    for handle in handles:
+        tensor = made.get(handle.place)
+        if tensor is not None:
+            handle.cached = tensor
+
+
+def advance(tape: Tape, plan: PlannedReplay, here: int) -> None:
+    """Run again what a plan has run again up to ``here`` in the order of the backward."""
+    reruns = plan.course.reruns
+    first = plan.done
+    while plan.done < len(reruns) and reruns[plan.done].position <= here:
+        plan.done += 1
+    if plan.done == first:
+        return
+    due = {rerun.call: rerun for rerun in reruns[first : plan.done]}
+    asked = [
+        h
+        for h in tape.live()
+        if h.place.kept is None and (rerun := due.get(plan.roots[h])) is not None and rerun.position <= plan.positions[h] < rerun.until
+    ]
+    held: dict[Place, int] = {}
+    for rerun in due.values():
+        call = plan.calls[rerun.call]() if rerun.call in plan.calls else None
+        if call is not None and rerun.last_reader >= plan.done:
+            held |= {place: rerun.last_reader for ref in call.outputs if (place := ref()) is not None and place.memory not in plan.written}
+    made = make(tape, {*held, *(h.place for h in asked)}, plan.made)
+    deliver(asked, made)
+    plan.held_until.update(held)
+    plan.made.update((place, made[place]) for place in held)
+    for place in [place for place, last in plan.held_until.items() if last < plan.done]:
+        del plan.made[place], plan.held_until[place]
+
+
+def release(tape: Tape) -> None:
+    """Let go of what a backward had made and did not ask for."""
+    with tape.lock:
+        tape.run = None
+        tape.is_made = False
+        tape.fetched.clear()
+        if tape.replay is not None:
+            tape.replay.begin()
+        for handle in tape.live():
+            handle.cached = None
+            handle.is_asked = False
+
+
+def make(tape: Tape, wanted: Iterable[Place], available: Mapping[Place, Tensor] = NOTHING) -> dict[Place, Tensor]:
+    """Run what makes the tensors of ``wanted`` that are not ``available``, below autograd, and return all of them."""
+    todo = program(wanted, available)
+    values: dict[Place, Tensor] = {}
+    copies: dict[Snapshot, Tensor] = {}
+    made: dict[Place, Tensor] = {}
+    wanted = frozenset(wanted)
+
+    def tensor_of(place: Place) -> Tensor:
+        found = values.get(place)
+        if found is None:
+            found = available.get(place)
+        if found is None:
+            found = given_back(tape, place) if place.unpack else fetch(place, copies if place.memory in todo.last_write else None)
+        return found
+
+    def made_now(place: Place, tensor: Tensor) -> None:
+        values[place] = tensor
+        if place in wanted:
+            made[place] = tensor.clone() if todo.is_written_after(place) else tensor
+
+    with tape.context, below_autograd(), _Generators() as generators:
+        for place in wanted:
+            if place.is_leaf or place in available:
+                made_now(place, tensor_of(place))
+        for step in todo.steps:
+            call = step.call
+            if call.draw is not None:
+                generators.rewind(call.draw)
+            try:
+                args, kwargs = _filled(call.args, tensor_of), _filled_kwargs(call.kwargs, tensor_of)
+            except CheckpointError as error:
+                where = f" in {call.detail.source}" if call.detail is not None else ""
+                raise CheckpointError(f"{error}\nIt is read by {call.op}{where}, which is to run again.") from error
+            out = call.op(*args, **kwargs)
+            del args, kwargs
+            results = tuple(flatten(out))
+            if len(results) != len(call.outputs):
+                raise CheckpointError(
+                    f"{call.op} returned {len(call.outputs)} tensors in the forward and {len(results)} when it was replayed. "
+                    "Keep what it returns: fxckpt.register_op(op, recompute=False), or run the region with engine='rerun'."
+                )
+            result: Tensor | None
+            for ref, result in zip(call.outputs, results, strict=True):
+                asked = ref()
+                if asked is not None and asked in todo.places and asked.call is call and asked.carried is None:
+                    made_now(asked, result)
+            # Or the last result would live on while the next call runs.
+            out = result = None
+            results = ()
+            for place in step.carries:
+                assert place.carried is not None
+                made_now(place, tensor_of(place.carried))
+            for place in step.frees:
+                values.pop(place, None)
+    return made
+
+
+def program(wanted: Iterable[Place], available: Mapping[Place, Tensor] = NOTHING) -> Program:
+    """Return what makes ``wanted`` of what is ``available``."""
+    needed, places = slice_of(wanted, available)
+    last_read: dict[Place, Call] = {}
+    carries: dict[Call, list[Place]] = {}
+    last_write: dict[int, int] = {}
+    calls = sorted(needed, key=lambda call: call.number)
+    for call in calls:
+        for place in call.reads():
+            last_read[place] = call
+        for memory in call.writes:
+            last_write[memory] = call.number
+    for place in places:
+        if place.call is None or place.kept is not None or place in available:
+            continue
+        last_read.setdefault(place, place.call)
+        if place.carried is not None:
+            carries.setdefault(place.call, []).append(place)
+            if place.carried not in last_read or last_read[place.carried].number < place.call.number:
+                last_read[place.carried] = place.call
+    frees: dict[Call, list[Place]] = {}
+    for place, call in last_read.items():
+        frees.setdefault(call, []).append(place)
+    steps = tuple(Step(call, tuple(carries.get(call, ())), tuple(frees.get(call, ()))) for call in calls)
+    return Program(steps, last_write, places)
+
+
+def fetch(place: Place, copies: dict[Snapshot, Tensor] | None = None) -> Tensor:
+    """Return the tensor of a place that is there without running anything.
+
+    ``copies`` is given where the storage is about to be written: of a snapshot, the one copy all its places share in this replay.
+    Raises :class:`CheckpointError` if it was written since it was kept.
+    """
+    if place.kept is None:
+        assert place.snapshot is not None
+        data = place.snapshot.bytes
+        if copies is not None:
+            data = copies.setdefault(place.snapshot, data) if place.snapshot in copies else copies.setdefault(place.snapshot, data.clone())
+        return laid_out(data, place.geometry)
+    tensor: Tensor = place.kept
+    if place.version is not None:
+        is_rebound = place.storage is not None and place.storage != storage_key(tensor)
+        if is_rebound or tensor._version != place.version:
+            raise written_since(tensor, place.version, is_rebound=is_rebound)
+    return tensor
+
+
+def given_back(tape: Tape, place: Place) -> Tensor:
+    """Return what the hooks around the region give for a place, asked once in a backward."""
+    tensor = tape.fetched.get(place)
+    if tensor is None:
+        assert place.unpack is not None
+        tensor = place.unpack(place.kept)
+        if tape.run is not None:
+            tape.fetched[place] = tensor
+    return tensor
+
+
+def written_since(tensor: Tensor, version: int, *, is_rebound: bool) -> CheckpointError:
+    """Return the error for a tensor that a region reads and somebody wrote after it."""
+    how = "given other data (x.data = ...)" if is_rebound else f"written in place ({tensor._version - version} times)"
+    return CheckpointError(
+        f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype}, which a checkpointed region keeps or took from outside, was {how} "
+        "between the forward and the backward, so that what the region computed from it cannot be made again. "
+        "Write to a copy (x = x + y in place of x += y), or run the backward first."
+    )
+
+
+class _Generators:
+    """Generators as they were before a replay, put back after it."""
+
+    def __init__(self) -> None:
+        self._before: dict[torch.Generator, Tensor] = {}
+
+    def __enter__(self) -> _Generators:
+        return self
+
+    def rewind(self, draw: Draw) -> None:
+        """Set a generator to where an op found it in the forward."""
+        if draw.generator not in self._before:
+            self._before[draw.generator] = draw.generator.get_state()
+        draw.generator.set_state(draw.state)
+
+    def __exit__(self, *_: object) -> None:
+        for generator, state in self._before.items():
+            generator.set_state(state)
+
+
+def _filled(given: Any, tensor_of: Callable[[Place], Tensor]) -> list[Any]:
+    """Return arguments with tensors in place of places."""
+    return [_filled_one(item, tensor_of) for item in given]
+
+
+def _filled_one(item: Any, tensor_of: Callable[[Place], Tensor]) -> Any:
+    if type(item) is Place:
+        return tensor_of(item)
+    if type(item) is Like:
+        return torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device=item.device)
+    return _filled(item, tensor_of) if type(item) is list else item
+
+
+def _filled_kwargs(given: Mapping[str, Any] | None, tensor_of: Callable[[Place], Tensor]) -> dict[str, Any]:
+    return {name: _filled_one(value, tensor_of) for name, value in given.items()} if given else {}
+
+
+not_compiled(unpack)

@@ -1,0 +1,102 @@
+"""Plan store: plans on disk, found again by everything that went into them.
+
+A process that compiles what another has compiled before finds its code in Inductor's cache; the plan that the code was made for is kept beside it,
+so that nothing is searched, lowered or timed again. Whoever turns that cache off, or clears it, does so for the plans too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxckpt.costs.isolated_op import signature
+from fxckpt.costs.measured import machine
+from fxckpt.errors import InvalidPlan
+from fxckpt.ops.registry import registered
+from fxckpt.passes.meta import NAME
+from fxckpt.planner.planner import Planner, device_of
+from fxckpt.plans.types import Plan
+from fxckpt.torch_private import OpOverload, kernel_switches
+from fxckpt.torch_private.inductor.options import cache_folder, configuration
+
+log = logging.getLogger("fxckpt")
+
+
+@dataclass(frozen=True)
+class PlanStore:
+    """Plans by key, a file each."""
+
+    folder: Path
+
+    @classmethod
+    def beside_inductor(cls) -> PlanStore | None:
+        """Return the plans in Inductor's cache folder; None where that cache is off."""
+        folder = cache_folder()
+        return None if folder is None else cls(folder / "fxckpt")
+
+    def get(self, key: str) -> Plan | None:
+        """Return the plan of ``key``, or None."""
+        path = self._path(key)
+        try:
+            return Plan.from_json(path.read_text()) if path.exists() else None
+        except (OSError, UnicodeDecodeError, InvalidPlan) as error:
+            log.warning("%s cannot be read (%s): planning again.", path, error)
+            return None
+
+    def keep(self, key: str, plan: Plan) -> None:
+        """Store a plan; processes that do so at once store the same."""
+        path = self._path(key)
+        part = path.with_suffix(f".{os.getpid()}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part.write_text(plan.to_json())
+            part.replace(path)
+        except OSError as error:
+            log.warning("%s cannot be written (%s): every process plans again. TORCHINDUCTOR_CACHE_DIR names another folder.", path, error)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+
+def key_of(joint: fx.GraphModule, planner: Planner, code: str, given: dict[str, Any]) -> str | None:
+    """Return the key of a plan to be made: a hash of the graph, what was asked, the machine, and ``code``, the version of what plans.
+
+    None where that is not all that decides: a policy, a cost model or a formula given to ``register_op`` may be any code, ``"auto"`` asks what
+    memory is free, and sizes that vary have ranges.
+    """
+    if planner.policy is not None or not isinstance(planner.cost, str) or planner.budget == "auto" or planner.exact or planner.known:
+        return None
+    nodes = [node for gm in joint.modules() if isinstance(gm, fx.GraphModule) for node in gm.graph.nodes]
+    if any(isinstance(node.meta.get("val"), torch.SymInt) or _has_formula(node) for node in nodes):
+        return None
+    asked = (planner.budget, planner.cost, planner.measure_scratch, sorted(given.items()))
+    parts = [code, machine(device_of(joint.graph)), torch.__version__, configuration(), kernel_switches(), repr(asked), *map(_line, nodes)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _has_formula(node: fx.Node) -> bool:
+    said = registered(node.target)
+    return callable(said.flops) or callable(said.bytes)
+
+
+TOLD_OF = ("recompute", "ac_graph_id", NAME, "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag")
+"""What a plan decides by, or says of a value, beside what the value is."""
+
+
+def _line(node: fx.Node) -> str:
+    arguments = fx.map_arg((node.args, dict(node.kwargs)), str)
+    made = [signature(leaf) for leaf in pytree.tree_leaves(node.meta.get("val"))]
+    told = (node.meta.get(name) for name in TOLD_OF)
+    # A stack's modules are named by their addresses.
+    lasting = [str(list(each.values()) if isinstance(each, dict) else each) for each in told]
+    op = node.target
+    declared = (str(op._schema), sorted(map(str, op.tags)), registered(op)) if isinstance(op, OpOverload) else ()
+    return repr((node.name, node.op, str(op), declared, str(arguments), made, lasting))

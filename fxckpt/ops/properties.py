@@ -1,0 +1,105 @@
+"""Kinds: what sort of op a node is, by its tags, its schema and what its author said; by its name only where nothing else tells."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxckpt.ops.registry import registered
+from fxckpt.torch_private import OpOverload, has_effect, parts_of
+
+UNINITIALIZED = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a node's ``meta["val"]``; of a sparse one those that hold it, as it has no storage of its own."""
+    if isinstance(value, torch.Tensor):
+        return iter((value,)) if value.layout is torch.strided else parts_of(value)
+    if value is None or isinstance(value, (int, float, torch.SymInt)):
+        return iter(())
+    return (tensor for leaf in pytree.tree_leaves(value) for tensor in (tensors(leaf) if isinstance(leaf, torch.Tensor) else ()))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return whether an op draws from a generator: by its tag, unless it is attention without dropout."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    return bool(argument(node, "dropout_p") != 0.0)
+
+
+def draws(node: fx.Node) -> bool:
+    """Return whether an op makes random numbers, be it from a seed that it is given."""
+    return is_random(node) or (isinstance(node.target, OpOverload) and node.target._opname in ("inductor_random", "inductor_randint"))
+
+
+def is_seed(node: fx.Node) -> bool:
+    """Return whether an op draws the seeds of Inductor's random numbers, which Inductor cannot lower under a state that was set."""
+    return isinstance(node.target, OpOverload) and node.target._opname in ("inductor_seed", "inductor_seeds")
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """Return the argument of an op's schema called ``name``, given or by default; None if it has none of that name."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    for position, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name:
+            given = node.args[position] if position < len(node.args) and not declared.kwarg_only else node.kwargs.get(name)
+            return declared.default_value if given is None else given
+    return None
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Return whether an op's schema writes one of its arguments."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Return whether an op communicates with other ranks."""
+    return isinstance(node.target, OpOverload) and node.target.namespace in ("_c10d_functional", "c10d", "c10d_functional")
+
+
+def is_torchs_own(node: fx.Node) -> bool:
+    """Return whether an op is one of torch's functional ones, of which all is known."""
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload):
+        return False
+    return node.target.namespace in ("aten", "prims", "quantized", "inductor")
+
+
+def is_known_pure(node: fx.Node) -> bool:
+    """Return whether a second run of an op gives what its first gave: one of torch's own, or its author said so."""
+    return is_torchs_own(node) or registered(node.target).recompute is True
+
+
+def has_hidden_effect(node: fx.Node) -> bool:
+    """Return whether dropping or repeating the op would be visible (asserts, prints, registered effects)."""
+    return has_effect(node.target) or (node.op == "call_function" and not is_collective(node) and node.is_impure(impure_random=False))
+
+
+def is_uninitialized(node: fx.Node) -> bool:
+    """Return whether an op gives memory as it finds it."""
+    return isinstance(node.target, OpOverload) and node.target._opname in UNINITIALIZED
+
+
+def only_computes(node: fx.Node) -> bool:
+    """Return whether ops like this, whatever their arguments, are pure, draw and write nothing and talk to nobody: what most ops are."""
+    target = node.target
+    if target is not operator.getitem and (not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags):
+        return False
+    return is_known_pure(node) and not (is_mutating(node) or is_collective(node) or has_hidden_effect(node))
+
+
+# fmt: off
+CHOOSING = frozenset(
+    (
+        "argmax", "argmin", "argsort", "bincount", "bucketize", "histc", "kthvalue", "median", "mode", "nanmedian", "nonzero",
+        "nonzero_static", "searchsorted", "sort", "topk", "unique_consecutive", "unique_dim", "_unique", "_unique2",
+    )
+)
+"""Ops that choose, whatever becomes of their result."""

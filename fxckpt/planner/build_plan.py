@@ -1,0 +1,84 @@
+"""Describe: turn a schedule into a plan that people can read, with a reason for every value."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fxckpt.plans.snapshot import Label, Step, state_name
+from fxckpt.plans.types import Plan, Recompute, Row
+from fxckpt.reason import Decision, Reason
+from fxckpt.solver.program import Side
+from fxckpt.solver.search import Candidate, Found
+
+
+def describe(step: Step, found: Found, chosen: Candidate, *, budget_bytes: int | None, cost: str) -> Plan:
+    """Return the plan of a chosen schedule."""
+    program, schedule, simulation = step.program, chosen.schedule, chosen.simulation
+    recomputed = sorted(set(schedule.runs))
+    return Plan(
+        saved=tuple(state_name(program.storages[s].name) for s in chosen.schedule.saved),
+        recomputed=tuple(program.ops[o].name for o in recomputed),
+        schedule=tuple(
+            Recompute(program.ops[o].name, program.backward[j].name) for o, j in zip(schedule.runs, schedule.before, strict=True)
+        ),
+        saved_bytes=simulation.saved_bytes,
+        peak_bytes=simulation.peak_bytes,
+        baseline_peak_bytes=found.baseline.simulation.peak_bytes,
+        floor_bytes=min(found.floor.simulation.peak_bytes, simulation.peak_bytes),
+        floor_bound_bytes=found.floor_bound_bytes,
+        recompute_seconds=simulation.extra_seconds,
+        lower_bound_seconds=min(found.bound.seconds, simulation.extra_seconds),
+        price=found.bound.price * 2**20,
+        next_seconds=max(0.0, simulation.extra_seconds - found.next_bound.seconds) if budget_bytes is not None else 0.0,
+        recompute_flops=simulation.extra_flops,
+        step_seconds=program.step_seconds,
+        step_flops=program.step_flops,
+        budget_bytes=budget_bytes,
+        rows=tuple(_rows(step, chosen)),
+        profile=simulation.profile,
+        forward_ops=simulation.forward_ops,
+        cost=cost,
+        step=step,
+    )
+
+
+def _rows(step: Step, chosen: Candidate) -> list[Row]:
+    program = step.program
+    runs = Counter(chosen.schedule.runs)
+    rows = []
+    for s in chosen.schedule.saved:
+        storage = program.storages[s]
+        op = program.ops[storage.producer] if storage.producer >= 0 else None
+        seconds, flops = (op.seconds, op.flops) if op else (0.0, 0)
+        reason = _why_saved(step, s)
+        rows.append(_row(step.owners[s], state_name(storage.name), storage.bytes, Decision.SAVED, reason, 0, seconds, flops))
+    for o in sorted(runs):
+        op = program.ops[o]
+        nbytes = sum(program.storages[s].bytes for s in op.writes)
+        label = step.by_name[op.name]
+        rows.append(_row(label, op.name, nbytes, Decision.RECOMPUTED, _why_recomputed(step, o), runs[o], op.seconds, op.flops))
+    return rows
+
+
+def _why_saved(step: Step, s: int) -> Reason:
+    storage = step.program.storages[s]
+    if storage.producer < 0:
+        return Reason.RNG_STATE
+    if storage.is_output:
+        return Reason.OUTPUT
+    return step.program.ops[storage.producer].pinned or Reason.CHEAPER_TO_SAVE
+
+
+def _why_recomputed(step: Step, o: int) -> Reason:
+    op = step.program.ops[o]
+    if op.writes and not all(step.program.storages[s].is_savable for s in op.writes):
+        return Reason.REGION if step.by_name[op.name].is_in_region else Reason.POLICY
+    if op.seconds == 0.0 or op.side is Side.EITHER:
+        return Reason.FREE
+    return Reason.CHEAPER_TO_RECOMPUTE
+
+
+def _row(label: Label, name: str, nbytes: int, decision: Decision, reason: Reason, runs: int, seconds: float, flops: int) -> Row:
+    is_state = reason is Reason.RNG_STATE
+    shape, dtype = ((nbytes,), "uint8") if is_state else (label.shape, label.dtype)
+    return Row(name, label.op, shape, dtype, nbytes, label.module, label.source, decision, reason, runs, seconds, flops)

@@ -1,0 +1,92 @@
+"""Capture without execution: the plan of a model on fake tensors.
+
+The model is copied with fake parameters (shapes only, no memory) and captured whole by Dynamo and AOTAutograd; the joint graph is the one
+the compile door sees, so both make the same plan. Works for models on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxckpt import budget as budgets
+from fxckpt.costs.models import CostModel
+from fxckpt.errors import CaptureError
+from fxckpt.passes.transforms.normalize import normalize
+from fxckpt.planner.planner import planner_of
+from fxckpt.plans.types import Plan
+from fxckpt.torch_private import aot_autograd, boxed, capture_whole, leave_capture
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A captured joint graph; its first ``num_fwd_outputs`` outputs are the forward's."""
+
+    module: fx.GraphModule
+    num_fwd_outputs: int
+
+
+def capture_joint(model_or_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Joint:
+    """Return the joint graph of ``model_or_fn(*args, **kwargs)``; nothing is executed.
+
+    Raises :class:`CaptureError` if the model does not capture as one graph or has nothing to differentiate.
+    """
+    found: list[Joint] = []
+
+    def receive(joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any) -> Any:
+        found.append(Joint(joint, num_fwd_outputs))
+        leave_capture()
+
+    compile_graph = aot_autograd(fw_compiler=boxed, inference_compiler=boxed, partition_fn=receive, keep_inference_input_mutations=True)
+    if not callable(model_or_fn):
+        raise CaptureError(f"cannot plan {model_or_fn!r}: it is not callable. Give a module or a function.")
+    with torch.enable_grad():
+        capture_whole(model_or_fn, tuple(args), kwargs, compile_graph)
+    if not found:
+        raise CaptureError(
+            "nothing to plan: no output needs a gradient, or all that do are views of inputs. Give parameters or inputs that require grad, "
+            "and do not detach what is made of them."
+        )
+    return found[0]
+
+
+def is_on_meta(model_or_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether any parameter or input is on the meta device."""
+    given = [*model_or_fn.parameters()] if isinstance(model_or_fn, torch.nn.Module) else []
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in (*given, *pytree.tree_leaves((args, kwargs))))
+
+
+def plan(
+    model_or_fn: Callable[..., Any],
+    *args: Any,
+    budget: budgets.Budget = None,
+    policy: Any = None,
+    cost: str | CostModel = "roofline",
+    **kwargs: Any,
+) -> Plan:
+    """Return the plan that :class:`fxckpt.Backend` would make for ``model_or_fn(*args, **kwargs)``, without running it.
+
+    Unless it is on the meta device, each distinct CPU kernel is tried once on made-up values, to learn its workspace.
+
+    Raises :class:`CaptureError` if the model does not capture as one graph or has nothing to differentiate, and what
+    :class:`fxckpt.Backend` raises.
+
+    Examples
+    --------
+    >>> import torch, fxckpt
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    >>> fxckpt.plan(model, torch.empty(64, 512, device="meta"), budget=None).recomputed
+    ()
+    """
+    # A model on the meta device may be far too large for this machine: its kernels are not tried out.
+    planner = planner_of(budget, policy, cost, measure_scratch=not is_on_meta(model_or_fn, args, kwargs))
+    joint = capture_joint(model_or_fn, args, kwargs)
+    normalize(joint.module)
+    _, plan = planner.plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)
+    return plan

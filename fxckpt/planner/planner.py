@@ -1,0 +1,251 @@
+"""A compile in plain sight: joint graph in; forward graph, backward graph and plan out."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxckpt import budget as budgets
+from fxckpt.costs.models import CostModel, FlopCost, checked, resolve
+from fxckpt.costs.workspace import MeasuredScratch
+from fxckpt.errors import BudgetInfeasible, InvalidOption
+from fxckpt.ops.properties import tensors
+from fxckpt.passes.analysis.autograd_liveness import held_by_nodes
+from fxckpt.passes.analysis.fingerprint import fingerprint, refuse_another_graph, refuse_unknown_ops
+from fxckpt.passes.analysis.graph_memory import inner_bytes
+from fxckpt.passes.analysis.graph_snapshot import step_of
+from fxckpt.passes.analysis.joint import Facts, Scratch, collect, no_scratch
+from fxckpt.passes.analysis.policy_values import values_of
+from fxckpt.passes.inductor.save_views import hand_over
+from fxckpt.passes.transforms.normalize import normalize
+from fxckpt.passes.transforms.partition import partition
+from fxckpt.passes.transforms.recompute_checks import insert_checks
+from fxckpt.passes.transforms.rematerialize import rematerialize
+from fxckpt.passes.transforms.verify import verify
+from fxckpt.planner.build_plan import describe
+from fxckpt.plans.log import log_frontier, log_known, log_plan
+from fxckpt.plans.types import Plan
+from fxckpt.policies import as_policy
+from fxckpt.policies.base import Policy, decide_all
+from fxckpt.solver.search import Candidate, PriceSearch, evenly_spaced
+from fxckpt.torch_private import unbounded_sizes
+
+log = logging.getLogger("fxckpt")
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Everything a user chose, in one immutable value."""
+
+    budget: budgets.Budget = None
+    policy: Policy | None = None
+    cost: str | CostModel = "roofline"
+    measure_scratch: bool = True
+    """Run each distinct CPU op once on made-up values to learn its kernel's workspace."""
+    known: tuple[Plan, ...] = ()
+    """Plans to apply to the graphs that they were made for, instead of planning those again."""
+    is_fixed: bool = False
+    """Whether there is no planning: a graph that no known plan was made for is an error."""
+    is_eager: bool = False
+    """Plan for autograd's own backward in place of a compiled one."""
+    exact: bool = False
+    """Compare all that runs again with a hash of what the forward made."""
+    search: PriceSearch = field(default_factory=PriceSearch)
+
+    def plan(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[Facts, Plan]:
+        """Plan a normalized joint graph without changing it, and log the plan.
+
+        Raises :class:`BudgetInfeasible`, and :class:`PlanMismatch` where plans are fixed and none is of this graph.
+        """
+        begin = time.perf_counter()
+        lines = fingerprint(joint.graph)
+        for plan in self.known:
+            if plan.graph == lines:
+                fused = frozenset(n for n in joint.graph.nodes if n.name in plan.never_stored)
+                facts = collect(joint, num_fwd_outputs=num_fwd_outputs, cost=checked(FlopCost()), never_stored=fused)
+                refuse_unknown_ops(plan, facts)
+                log_known(plan)
+                return facts, plan
+        if self.is_fixed:
+            refuse_another_graph(self.known[0], lines)
+        device = device_of(joint.graph)
+        if self.budget is not None:
+            warn_of_unbounded_sizes(joint.graph, self.budget)
+        facts, cost = self.read(joint, num_fwd_outputs, bind_preferences=self.budget is None)
+        found = self.search(facts.program, lambda peak: budgets.resolve(self.budget, baseline_peak_bytes=peak, device=device))
+        budget_bytes, floor = found.limit, found.floor.simulation.peak_bytes
+        if found.best is None:
+            assert budget_bytes is not None
+            raise infeasible(self.budget, budget_bytes, floor, found.baseline.simulation.peak_bytes)
+        described = describe(step_of(joint.graph, facts), found, found.best, budget_bytes=budget_bytes, cost=cost)
+        plan = replace(described, graph=lines)
+        log_plan(plan, time.perf_counter() - begin)
+        return facts, plan
+
+    def frontier(
+        self,
+        joint: fx.GraphModule,
+        *,
+        num_fwd_outputs: int,
+        points: int | Sequence[budgets.Budget],
+        tick: Callable[[], object] = lambda: None,
+    ) -> tuple[Plan, ...]:
+        """Plan a normalized joint graph at budgets, or at so many from the floor to the uncheckpointed peak; ``tick`` is called once a point.
+
+        Raises :class:`BudgetInfeasible` for a budget below the floor.
+        """
+        begin = time.perf_counter()
+        device = device_of(joint.graph)
+        facts, cost = self.read(joint, num_fwd_outputs, bind_preferences=False)
+
+        def limits(floor: Candidate, baseline: Candidate) -> Sequence[int]:
+            if isinstance(points, int):
+                return evenly_spaced(points, floor, baseline)
+            peak = baseline.simulation.peak_bytes
+            chosen: list[int] = []
+            for budget in points:
+                limit = budgets.resolve(budget, baseline_peak_bytes=peak, device=device)
+                chosen.append(peak if limit is None else limit)
+                if chosen[-1] < floor.simulation.peak_bytes:
+                    raise infeasible(budget, chosen[-1], floor.simulation.peak_bytes, peak)
+            return chosen
+
+        found = self.search.frontier(facts.program, limits, tick)
+        step, lines = step_of(joint.graph, facts), fingerprint(joint.graph)
+        made = (describe(step, f, f.best, budget_bytes=f.limit, cost=cost) for f in found if f.best is not None)
+        plans = tuple(replace(plan, graph=lines) for plan in made)
+        log_frontier(plans, time.perf_counter() - begin)
+        return plans
+
+    def read(
+        self,
+        joint: fx.GraphModule,
+        num_fwd_outputs: int,
+        *,
+        bind_preferences: bool,
+        never_stored: frozenset[fx.Node] = frozenset(),
+        scratch: Scratch | None = None,
+    ) -> tuple[Facts, str]:
+        """Return the facts of a normalized joint graph, and the name of the cost model they were made with.
+
+        ``scratch`` tells the workspace of an op's kernel, if that is not the one that eager calls.
+        """
+        cost = checked(resolve(self.cost, device_of(joint.graph)))
+        measured = self.measured() if scratch is None else scratch
+        facts = collect(
+            joint,
+            num_fwd_outputs=num_fwd_outputs,
+            cost=cost,
+            policy=self._decided(joint, num_fwd_outputs).get,
+            scratch=lambda node: measured(node) + inner_bytes(node),
+            bind_preferences=bind_preferences,
+            never_stored=never_stored,
+        )
+        if self.is_eager:
+            facts = replace(facts, program=held_by_nodes(facts))
+        return facts, cost.name
+
+    def measured(self) -> Scratch:
+        """Return what measures the workspace of ops, each once."""
+        return MeasuredScratch() if self.measure_scratch else no_scratch
+
+    def _decided(self, joint: fx.GraphModule, num_fwd_outputs: int) -> dict[fx.Node, CheckpointPolicy | None]:
+        """Return what the policy says of each op of the forward."""
+        if self.policy is None:
+            return {}
+        facts = collect(joint, num_fwd_outputs=num_fwd_outputs, cost=checked(FlopCost()))
+        values = values_of(facts)
+        answers = decide_all(self.policy, values)
+        return {facts.op_node[value.node]: answer for value, answer in zip(values, answers, strict=True)}
+
+    def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
+        """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is used up."""
+        with _timed("normalize"):
+            normalize(joint)
+        with _timed("plan"):
+            facts, plan = self.plan(joint, num_fwd_outputs=num_fwd_outputs)
+        return (*self.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs), plan)
+
+    def emit(
+        self,
+        joint: fx.GraphModule,
+        facts: Facts,
+        plan: Plan,
+        *,
+        num_fwd_outputs: int,
+        is_library_call: Callable[[fx.Node], bool] | None = None,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the forward and the backward that follow ``plan``. ``joint`` is used up.
+
+        ``is_library_call`` tells of a compiler that lays values out anew which ops it calls as they are.
+        """
+        with _timed("rematerialize"):
+            result = rematerialize(joint, facts, plan, num_fwd_outputs=num_fwd_outputs)
+        if self.exact:
+            result = insert_checks(joint, result, num_fwd_outputs=num_fwd_outputs)
+        if is_library_call is not None:
+            result = hand_over(joint, result, is_library_call=is_library_call)
+        with _timed("partition"):
+            forward, backward = partition(joint, result, num_fwd_outputs=num_fwd_outputs)
+        with _timed("verify"):
+            verify(forward, backward, plan)
+        return forward, backward
+
+
+@contextmanager
+def _timed(what: str) -> Iterator[None]:
+    """Log what a pass took."""
+    begin = time.perf_counter()
+    yield
+    log.debug("%s took %.1f ms", what, 1e3 * (time.perf_counter() - begin))
+
+
+def planner_of(budget: budgets.Budget, policy: Any, cost: str | CostModel, **options: Any) -> Planner:
+    """Return the planner of what a user asked for; ``policy`` may be a plan, which is applied as it is. Raises :class:`FxckptError`."""
+    budgets.validate(budget)
+    resolve(cost, None)
+    if not isinstance(policy, Plan):
+        return Planner(budget=budget, policy=as_policy(policy), cost=cost, **options)
+    if budget is not None:
+        raise InvalidOption(f"budget={budget!r} and a plan were given: a plan is applied as it is. Leave one of them out.")
+    return Planner(cost=cost, known=(policy,), is_fixed=True, **options)
+
+
+def warn_of_unbounded_sizes(graph: fx.Graph, budget: budgets.Budget) -> None:
+    """Warn where a budget cannot be promised: a size that is known only when the step runs was planned as 1."""
+    if unbounded := unbounded_sizes(graph):
+        warnings.warn(
+            f"budget={budget!r} cannot be promised: {', '.join(unbounded)} are known only when the step runs, and were planned "
+            "as 1. Give them an upper bound: torch._check(size <= n) in the model, or mark_unbacked(x, dim, max=n).",
+            stacklevel=2,
+        )
+
+
+def infeasible(budget: budgets.Budget, budget_bytes: int, floor_bytes: int, baseline_peak_bytes: int) -> BudgetInfeasible:
+    """Return the error for a budget below the floor."""
+    return BudgetInfeasible(
+        f"budget={budget!r} is {budget_bytes} bytes ({budgets.format_bytes(budget_bytes)}), below the least peak "
+        f"found for this graph, {floor_bytes} bytes ({budgets.format_bytes(floor_bytes)}); its uncheckpointed peak is "
+        f"{budgets.format_bytes(baseline_peak_bytes)}. Raise the budget to at least '{floor_bytes}B', or make the batch smaller.",
+        floor_bytes=floor_bytes,
+        budget_bytes=budget_bytes,
+    )
+
+
+def device_of(graph: fx.Graph) -> torch.device:
+    """Return the device a graph computes on: the first accelerator among its values, else the CPU."""
+    first = torch.device("cpu")
+    for node in graph.nodes:
+        for tensor in tensors(node.meta.get("val")):
+            if tensor.device.type != "cpu":
+                return tensor.device
+    return first

@@ -1,0 +1,86 @@
+"""Plans of one graph over a sweep of budgets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from tqdm import tqdm
+
+from fxckpt.budget import Budget, validate
+from fxckpt.costs.models import CostModel
+from fxckpt.errors import InvalidOption
+from fxckpt.passes.transforms.normalize import normalize
+from fxckpt.planner.build_plan import describe
+from fxckpt.planner.capture import capture_joint, is_on_meta
+from fxckpt.planner.planner import Planner
+from fxckpt.plans.log import log_frontier
+from fxckpt.plans.types import Plan, step_of_plan
+from fxckpt.policies import as_policy
+from fxckpt.reports.tradeoff import Frontier
+from fxckpt.solver.search import PriceSearch, evenly_spaced
+
+
+def frontier(
+    model_or_fn: Callable[..., Any],
+    *args: Any,
+    points: int | Sequence[Budget] = 16,
+    policy: Any = None,
+    cost: str | CostModel = "roofline",
+    **kwargs: Any,
+) -> Frontier:
+    """Return the plans of ``model_or_fn(*args, **kwargs)`` at many budgets; the step is not run.
+
+    ``points`` is how many budgets, from the floor to the uncheckpointed peak, evenly spaced in their logarithm; or the budgets themselves, each as
+    :class:`fxckpt.Backend` takes it. A progress bar shows on a terminal. Raises :class:`CaptureError` as :func:`fxckpt.plan` does,
+    :class:`BudgetInfeasible` for a budget below the floor and :class:`InvalidOption` for fewer than 2 points or no budgets.
+
+    Examples
+    --------
+    >>> import torch, fxckpt
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)))
+    >>> curve = fxckpt.frontier(model, torch.empty(512, 64, device="meta"), points=4)
+    >>> [row.recompute_seconds for row in curve.rows] == sorted((row.recompute_seconds for row in curve.rows), reverse=True)
+    True
+    """
+    if isinstance(points, int):
+        count, is_legal = points, points >= 2
+    else:
+        is_legal = isinstance(points, Sequence) and not isinstance(points, str) and len(points) > 0
+        count = len(points) if is_legal else 0
+    if not is_legal:
+        raise InvalidOption(
+            f"points={points!r}: a frontier has at least 2 points, the floor and the uncheckpointed plan, or a list of budgets. "
+            "Examples: points=16, points=['8GiB', '6GiB', 0.5]."
+        )
+    for budget in () if isinstance(points, int) else points:
+        validate(budget)
+    planner = Planner(None, as_policy(policy), cost, measure_scratch=not is_on_meta(model_or_fn, args, kwargs))
+    joint = capture_joint(model_or_fn, args, kwargs)
+    normalize(joint.module)
+    with tqdm(total=count, desc="frontier", disable=None) as bar:
+        plans = planner.frontier(joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=points, tick=bar.update)
+    return Frontier(plans)
+
+
+def frontier_of(plan: Plan, points: int = 8) -> Frontier:
+    """Return the frontier of the step that a plan carries, with the plan itself among its points; the model is not captured again.
+
+    Raises :class:`InvalidOption` for a plan that does not carry its step, and for fewer than 2 points.
+    """
+    if points < 2:
+        raise InvalidOption(f"points={points!r}: a frontier has at least 2 points, the floor and the uncheckpointed plan.")
+    step = step_of_plan(plan)
+    begin = time.perf_counter()
+    with tqdm(total=points, desc="frontier", disable=None) as bar:
+        found = PriceSearch().frontier(step.program, partial(evenly_spaced, points), bar.update)
+    made = (describe(step, f, f.best, budget_bytes=f.limit, cost=plan.cost) for f in found if f.best is not None)
+    others = (replace(other, graph=plan.graph) for other in made)
+    apart = [other for other in others if (other.saved, other.schedule) != (plan.saved, plan.schedule)]
+    plans = tuple(sorted((*apart, plan), key=lambda p: (p.peak_bytes, p.budget_bytes or p.peak_bytes)))
+    log_frontier(plans, time.perf_counter() - begin)
+    return Frontier(plans)

@@ -1,0 +1,231 @@
+"""Policies: what the user fixes before the planner decides the rest. The same ones go into every door.
+
+============================================  ======================================================  =========================
+policy                                        what it names                                           of the rest it says
+============================================  ======================================================  =========================
+``save_all``                                  prefers to save everything                              -
+``recompute_all``                             prefers to run everything again                         -
+``save_matmuls``                              must save matrix products                               prefer to run it again
+``save_attention``                            must save what attention kernels give                   prefer to run it again
+``recompute_pointwise``                       prefers to run pointwise ops again                      prefer to save it
+``sqrt_n``                                    must save what crosses about sqrt(n) boundaries         prefer to run it again
+``every(n)``, ``every(n, of=policy)``         must save every n-th value (that ``of`` saves)          prefer to run it again
+``block_boundaries("layers.*")``              must save what leaves the modules                       open outside the modules
+``save_ops(torch.ops.aten.mm)``               must save what the ops give                             prefer to run it again
+``save("layers.*.attn")``                     must save what the modules make                         open
+``recompute("decoder.**.mlp.*")``             must run what the modules make again                    open
+``save_only("attn_out")``                     must save the values of these names                     prefer to run it again
+``save_any_except("attn_out")``               must run the values of these names again                prefer to save it
+============================================  ======================================================  =========================
+
+MUST binds at any budget. PREFER is done where there is no budget; where there is one, it settles which of equally good plans is taken. What
+must not run twice (mutation, effects, unknown ops, decisions that nobody demands) is saved whatever a policy prefers. Policies compose:
+``a | b``, ``a & b``, ``~a`` (:class:`Policy` says how) and ``first_match(a, b)``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from fxckpt.errors import InvalidOption
+from fxckpt.ops.classes import is_attention, is_matmul, is_pointwise
+from fxckpt.policies.base import Either, FirstMatch, Policy, Value, coerces, decide_all
+from fxckpt.policies.segments import BlockBoundaries, Every, SqrtN
+from fxckpt.policies.selectors import Everything, Kind, Modules, Names, Ops, overload_name
+from fxckpt.policies.torch_form import Function
+from fxckpt.torch_private import HigherOrderOperator, OpOverload, overloads_of
+
+__all__ = [
+    "Policy",
+    "Value",
+    "as_policy",
+    "block_boundaries",
+    "decide_all",
+    "every",
+    "first_match",
+    "recompute",
+    "recompute_all",
+    "recompute_pointwise",
+    "save",
+    "save_all",
+    "save_any_except",
+    "save_attention",
+    "save_matmuls",
+    "save_only",
+    "save_ops",
+    "sqrt_n",
+]
+
+MUST_SAVE, PREFER_SAVE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE
+MUST_RECOMPUTE, PREFER_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
+
+save_all: Policy = Everything("save_all", PREFER_SAVE)
+recompute_all: Policy = Everything("recompute_all", PREFER_RECOMPUTE)
+save_matmuls: Policy = Kind("save_matmuls", is_matmul, MUST_SAVE, PREFER_RECOMPUTE, "no matrix product (mm, addmm, bmm, ...)")
+save_attention: Policy = Kind(
+    "save_attention",
+    is_attention,
+    MUST_SAVE,
+    PREFER_RECOMPUTE,
+    "no attention in one kernel (scaled_dot_product_attention, flex_attention); attention of separate ops is saved by save('**.attn')",
+)
+recompute_pointwise: Policy = Kind("recompute_pointwise", is_pointwise, PREFER_RECOMPUTE, PREFER_SAVE)
+sqrt_n: Policy = SqrtN()
+
+
+def every(n: int, of: Any = None) -> Policy:
+    """Save the n-th, 2n-th, ... of all values (or of those that the policy ``of`` saves) and run the rest again.
+
+    ``every(2, of=save_matmuls)`` saves every second matrix product. Raises :class:`InvalidOption` for ``n`` below 1.
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise InvalidOption(f"every({n!r}): give a whole number from 1 up. every(1) saves all, every(2) half of the values.")
+    return Every(n, None if of is None else as_part(of))
+
+
+def block_boundaries(*patterns: str) -> Policy:
+    """Save what leaves the modules of these paths and run the rest inside them again; what is made outside is left open.
+
+    ``block_boundaries("layers.*")`` is ``torch.utils.checkpoint`` around every layer.
+    """
+    return BlockBoundaries(_texts("block_boundaries", patterns, "layers.*"))
+
+
+def save_ops(*ops: Any) -> Policy:
+    """Save what these ops give and run the rest again.
+
+    An op is ``torch.ops.aten.mm`` (all its overloads), ``torch.ops.aten.mm.default``, or what ``torch.library.custom_op`` returned.
+    """
+    return Ops(_op_names("save_ops", ops))
+
+
+def save(*patterns: str) -> Policy:
+    """Save what the modules of these paths, and those inside them, make; leave the rest open.
+
+    A path is matched from the model down: ``*`` stands for text within one part (``"layers.*.attn"``), ``**`` for any number of parts
+    (``"**.attn"``).
+    """
+    return Modules("save", _texts("save", patterns, "layers.*.attn"), MUST_SAVE)
+
+
+def recompute(*patterns: str) -> Policy:
+    """Run again what the modules of these paths, and those inside them, make; leave the rest open. Paths are matched as in :func:`save`."""
+    return Modules("recompute", _texts("recompute", patterns, "decoder.**.mlp.*"), MUST_RECOMPUTE)
+
+
+def save_only(*names: str) -> Policy:
+    """Save the values of these names (:func:`fxckpt.name`; globs are understood) and run the rest again."""
+    return Names("save_only", _texts("save_only", names, "attn_out"), MUST_SAVE, PREFER_RECOMPUTE)
+
+
+def save_any_except(*names: str) -> Policy:
+    """Run the values of these names (:func:`fxckpt.name`; globs are understood) again and save the rest."""
+    return Names("save_any_except", _texts("save_any_except", names, "attn_out"), MUST_RECOMPUTE, PREFER_SAVE)
+
+
+def first_match(*policies: Any) -> Policy:
+    """Ask ``policies`` in order: the first that does not leave a value open decides it.
+
+    ``first_match(save("layers.*.attn"), recompute_all)`` saves attention and runs the rest again. A function in torch's form leaves a value open
+    by returning None.
+    """
+    found = tuple(as_part(p) for p in policies if p is not None)
+    if not found:
+        raise InvalidOption(f"first_match() needs at least one policy. {FORMS}")
+    return FirstMatch(found)
+
+
+FORMS = (
+    "Give one of fxckpt.policies (save_matmuls, save('layers.*.attn'), ...), a function policy(ctx, op, *args, **kwargs) that returns a "
+    "CheckpointPolicy, a list of ops to save, or a list of policies."
+)
+
+
+def as_policy(policy: Any) -> Policy | None:
+    """Return the policy that a user means; None for None.
+
+    Takes a :class:`Policy`; what ``torch.utils.checkpoint`` takes: a function ``policy(ctx, op, *args, **kwargs) -> CheckpointPolicy``, a list of
+    ops (those are saved, the rest is run again), or a ``context_fn`` (``functools.partial`` of ``create_selective_checkpoint_contexts``);
+    and a list of policies, which all apply, as ``|`` has it. Raises :class:`InvalidOption` for anything else.
+
+    >>> import torch
+    >>> as_policy([torch.ops.aten.mm.default])
+    save_ops(aten.mm.default)
+    >>> as_policy([save_matmuls, save("layers.*.norm")])
+    (save_matmuls | save('layers.*.norm'))
+    """
+    if policy is None or isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, (list, tuple)) and policy:
+        if all(map(_is_op, policy)):
+            # A list is often written for several machines, whose kernels differ: what a graph does not have is no error, as torch has it.
+            return Ops(_op_names("policy", policy), is_strict=False)
+        return functools.reduce(Either, [as_part(part) for part in policy if part is not None])
+    if isinstance(policy, functools.partial) and policy.func is create_selective_checkpoint_contexts:
+        return as_policy(policy.args[0] if policy.args else policy.keywords.get("policy_fn_or_list"))
+    if (example := next((text for maker, text in MAKERS if policy is maker), None)) is not None:
+        raise InvalidOption(f"policy={policy.__name__} makes policies, and is none itself: call it, as in policy={example}.")
+    if callable(policy) and not isinstance(policy, type) and not _is_op(policy):
+        return Function(policy)
+    raise InvalidOption(f"policy={policy!r} is not a policy. {_hint(policy)}{FORMS}")
+
+
+MAKERS: tuple[tuple[Callable[..., Policy], str], ...] = (
+    (every, "every(2)"),
+    (block_boundaries, "block_boundaries('layers.*')"),
+    (save_ops, "save_ops(torch.ops.aten.mm)"),
+    (save, "save('layers.*.attn')"),
+    (recompute, "recompute('decoder.**.mlp.*')"),
+    (save_only, "save_only('attn_out')"),
+    (save_any_except, "save_any_except('attn_out')"),
+    (first_match, "first_match(save('layers.*.attn'), recompute_all)"),
+)
+
+
+@coerces
+def as_part(policy: Any) -> Policy:
+    """Return one policy of several. A function among them may leave a value to the others. Raises :class:`InvalidOption` for what is no policy."""
+    found = as_policy(policy)
+    if found is None:
+        raise InvalidOption(f"policy=None is not a policy. {FORMS}")
+    return replace(found, is_part=True) if isinstance(found, Function) else found
+
+
+def _is_op(op: Any) -> bool:
+    return isinstance(op, HigherOrderOperator) or bool(overloads_of(op))
+
+
+def _hint(policy: Any) -> str:
+    if _is_op(policy):
+        return f"To save what this op gives: save_ops(torch.ops.{policy}). "
+    if isinstance(policy, str):
+        return f"To save what modules of this path make: save({policy!r}); values of this name: save_only({policy!r}). "
+    return ""
+
+
+def _texts(maker: str, patterns: tuple[Any, ...], example: str) -> tuple[str, ...]:
+    if not patterns or not all(isinstance(p, str) and p for p in patterns):
+        raise InvalidOption(f"{maker}({', '.join(map(repr, patterns))}): give one or more texts. Example: {maker}({example!r}).")
+    return patterns
+
+
+def _op_names(maker: str, ops: Any) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    for op in ops:
+        overloads = overloads_of(op)
+        if isinstance(op, HigherOrderOperator):
+            names[op.name()] = None
+        elif not overloads:
+            raise InvalidOption(f"{maker}: {op!r} is not an op. Give torch.ops.<namespace>.<name>, for example torch.ops.aten.mm.")
+        elif isinstance(op, OpOverload):
+            names[overload_name(op)] = None
+        else:
+            names[overload_name(overloads[0]).rpartition(".")[0]] = None
+    if not names:
+        raise InvalidOption(f"{maker}() needs at least one op. Example: save_ops(torch.ops.aten.mm).")
+    return tuple(names)

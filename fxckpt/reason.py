@@ -1,0 +1,32 @@
+"""Decisions about values, and the reasons for them."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Decision(enum.StrEnum):
+    """What happens to a forward value that the backward needs."""
+
+    SAVED = "saved"
+    RECOMPUTED = "recomputed"
+
+
+class Reason(enum.StrEnum):
+    """Why a value is saved or recomputed; made where the decision is made, read by reports, errors and tests."""
+
+    CHEAPER_TO_SAVE = "cheaper to save than to recompute at this budget"
+    CHEAPER_TO_RECOMPUTE = "its bytes cost more than its time at this budget"
+    FREE = "recomputing it takes no extra time"
+    OUTPUT = "a forward output, alive anyway"
+    RANDOM_WITHOUT_STATE = "random, and its generator state cannot be captured"
+    SMALLER_THAN_STATE = "random, and no larger than the generator state"
+    RNG_STATE = "generator state for the replay of a random op"
+    MUTATED_INPUT = "reads an input that is written later"
+    EFFECT = "its op has effects or is unknown"
+    COLLECTIVE = "a collective"
+    DECISION = "it decides (chooses, sorts, counts): its choice is kept"
+    REGISTERED = "registered with recompute=False"
+    SYMBOLIC = "a size or scalar, no bytes"
+    POLICY = "the policy says so"
+    REGION = "a checkpoint region in the model says so"

@@ -1,0 +1,331 @@
+"""Reports: data first, text second."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from tabulate import tabulate
+
+from fxckpt.budget import format_bytes
+from fxckpt.errors import InvalidOption
+from fxckpt.plans.snapshot import Label
+from fxckpt.plans.types import Plan, Row
+from fxckpt.reason import Decision, Reason
+from fxckpt.reports.difference import Difference, diff
+from fxckpt.reports.memory_bar import memory_bar
+from fxckpt.reports.narrate import Readers, Reasons
+from fxckpt.reports.saved_values import SavedValue, SavedValues
+from fxckpt.utils.globs import fits, is_inside
+from fxckpt.utils.tables import Column, Table
+from fxckpt.utils.units import format_flops, format_seconds, format_shape, shorten
+
+KEYS: dict[str, Callable[[Row], Any]] = {
+    "bytes": lambda row: -row.bytes,
+    "seconds": lambda row: -(row.recompute_seconds * max(row.runs, 1)),
+    "flops": lambda row: -(row.recompute_flops * max(row.runs, 1)),
+    "runs": lambda row: -row.runs,
+    "name": lambda row: row.name,
+    "module": lambda row: row.module,
+    "op": lambda row: row.op,
+    "decision": lambda row: row.decision.value,
+}
+"""What rows are sorted by: figures from large to small, words from A to Z."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A plan explained: its rows as data, and as text when printed.
+
+    >>> import torch, fxckpt
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)))
+    >>> plan = fxckpt.plan(model, torch.empty(512, 64, device="meta"), budget=0.7)
+    >>> shown = plan.explain()
+    >>> print(shown.filter(op="addmm").top(1).rows[0].reason)
+    cheaper to save than to recompute at this budget
+    >>> shown.why("addmm")[:36]
+    'saved: recomputing it needs 0.addmm '
+    """
+
+    plan: Plan
+    rows: tuple[Row, ...]
+    """Largest first."""
+    inputs: tuple[Label, ...] = ()
+    """The graph's inputs that the backward reads, for :meth:`saved_values`; a plan without its step knows none."""
+
+    @cached_property
+    def _reasons(self) -> Reasons:
+        return Reasons(self.plan)
+
+    def top(self, count: int) -> Explanation:
+        """Return the explanation with its first ``count`` rows: the largest, unless it was sorted otherwise."""
+        return replace(self, rows=self.rows[: max(0, count)], inputs=self.inputs if count >= len(self.rows) else ())
+
+    def sort(self, key: str) -> Explanation:
+        """Return the explanation with its rows in another order, one of :data:`KEYS`. Raises :class:`InvalidOption` for any other."""
+        if key not in KEYS:
+            raise InvalidOption(f"sort({key!r}): rows are sorted by {', '.join(map(repr, KEYS))}.")
+        return replace(self, rows=tuple(sorted(self.rows, key=KEYS[key])))
+
+    def filter(
+        self,
+        *,
+        decision: Decision | str | None = None,
+        module: str | None = None,
+        op: str | None = None,
+        name: str | None = None,
+        reason: Reason | str | None = None,
+        least_bytes: int = 0,
+    ) -> Explanation:
+        """Return the explanation with the rows that match all that is given. Raises :class:`InvalidOption` for an unknown decision or reason.
+
+        ``module``, ``op`` and ``name`` are patterns (``"*.attn"``, ``"*soft*"``); a module's pattern also matches what is inside it. An input of the
+        graph has a name, no bytes of the step, and is made by no module and no op.
+        """
+        wanted = None if decision is None else _decision(decision)
+        because = None if reason is None else _reason(reason)
+        kept = tuple(
+            row
+            for row in self.rows
+            if (wanted is None or row.decision is wanted)
+            and (module is None or is_inside(row.module, module))
+            and (op is None or fits(row.op, op))
+            and (name is None or fits(row.name, name))
+            and (because is None or row.reason is because)
+            and row.bytes >= least_bytes
+        )
+        leaves_inputs = wanted is not Decision.RECOMPUTED and module is op is because is None and least_bytes <= 0
+        inputs = tuple(i for i in self.inputs if leaves_inputs and (name is None or fits(i.name, name)))
+        return replace(self, rows=kept, inputs=inputs)
+
+    def by_module(self, depth: int | None = None) -> Table:
+        """Return bytes and time by module, the largest first; ``depth`` cuts paths to so many parts."""
+        return _grouped("module", self.rows, lambda row: ".".join(row.module.split(".")[:depth]) or "(model)")
+
+    def by_op(self) -> Table:
+        """Return bytes and time by op, the largest first."""
+        return _grouped("op", self.rows, lambda row: row.op)
+
+    def by_reason(self) -> Table:
+        """Return bytes and time by reason, the largest first."""
+        return _grouped("reason", self.rows, lambda row: f"{row.decision.value}: {row.reason.value}")
+
+    def why(self, name: str) -> str:
+        """Return the reason for one value as a sentence. Raises :class:`InvalidOption` for a name the plan does not decide about."""
+        return self._reasons.why(self._row(name))
+
+    def readers(self, name: str) -> Readers:
+        """Return the ops that read a value: in the forward, those of them that run again, and in the backward."""
+        return self._reasons.readers(self._row(name).name)
+
+    def _row(self, name: str) -> Row:
+        if not isinstance(name, str):
+            example = next((row.name for row in self.plan.rows), "addmm")
+            raise InvalidOption(f"{name!r} is not the name of a value, which is a string. Example: {example!r}.")
+        found = next((row for row in self.plan.rows if row.name == name), None)
+        if found is None:
+            near = [row.name for row in self.plan.rows if name in row.name][:5]
+            hint = f"Near it: {', '.join(near)}." if near else "plan.explain() lists them."
+            raise InvalidOption(f"{name!r} is neither saved nor recomputed by this plan. {hint}")
+        return found
+
+    def diff(self, other: Plan) -> Difference:
+        """Return what changes from this plan to ``other``. Raises :class:`InvalidOption` for what is not another plan of the same graph."""
+        return diff(self.plan, other)
+
+    def saved_values(self) -> SavedValues:
+        """Return what the backward gets from the forward, one line a value, as ``jax.ad_checkpoint.print_saved_residuals`` lists it.
+
+        Of an explanation that was filtered: what is left of it.
+        """
+        rows = sorted((r for r in self.rows if r.decision is Decision.SAVED), key=lambda row: -row.bytes)
+        return SavedValues(
+            tuple(SavedValue(format_shape(r.dtype, r.shape), r.bytes, _origin(r), r.source, r.module) for r in rows)
+            + tuple(SavedValue(format_shape(i.dtype, i.shape), 0, f"from the input {i.name}", i.source, i.module) for i in self.inputs)
+        )
+
+    def gap(self) -> str:
+        """Say how far from the best possible the plan can be."""
+        plan = self.plan
+        if plan.recompute_seconds <= plan.lower_bound_seconds:
+            return "this plan is optimal"
+        if plan.budget_bytes is None or not plan.step_seconds:
+            return "no bound"
+        return f"this plan is within {(plan.recompute_seconds - plan.lower_bound_seconds) / plan.step_seconds:.2%} of the step of it"
+
+    def next_100_mib(self) -> str:
+        """Say what 100 MiB more would buy."""
+        plan = self.plan
+        if not plan.next_seconds or not plan.step_seconds:
+            return "nothing"
+        return f"at most {format_seconds(plan.next_seconds)}, {plan.next_seconds / plan.step_seconds:.2%} of the step"
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Return the plan's figures as (name, text)."""
+        plan = self.plan
+        share = plan.recompute_seconds / plan.step_seconds if plan.step_seconds else 0.0
+        budget = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+        return [
+            ("peak", format_bytes(plan.peak_bytes)),
+            *([] if plan.compiled_peak_bytes is None else [("peak as compiled", format_bytes(plan.compiled_peak_bytes))]),
+            ("budget", budget),
+            ("uncheckpointed peak", format_bytes(plan.baseline_peak_bytes)),
+            ("floor (least peak found)", f"{format_bytes(plan.floor_bytes)}; no plan is below {format_bytes(plan.floor_bound_bytes)}"),
+            ("saved for the backward", f"{format_bytes(plan.saved_bytes)} in {len(plan.saved)} values"),
+            ("runs again", f"{len(plan.schedule)} runs of {len(plan.recomputed)} ops, {format_flops(plan.recompute_flops)}"),
+            ("extra time", f"{format_seconds(plan.recompute_seconds)}, {share:.1%} of the step (cost model: {plan.cost})"),
+            ("least possible extra time", f"{format_seconds(plan.lower_bound_seconds)}: {self.gap()}"),
+            ("price of memory", f"{format_seconds(plan.price)} a MiB at the margin; the next 100 MiB save {self.next_100_mib()}"),
+        ]
+
+    def table(self) -> Table:
+        """Return the rows as a table; as data it also has each reason in words and who reads the value in the backward."""
+        has_step = self.plan.step is not None
+
+        def backward(row: Row) -> str:
+            if not has_step:
+                return ""
+            readers = self._reasons.readers(row.name)
+            return " ".join((*readers.recompute, *readers.backward))
+
+        return Table(COLUMNS, tuple((*_cells(row), self._reasons.why(row), backward(row)) for row in self.rows))
+
+    def to_markdown(self) -> str:
+        """Return the figures and the rows as Markdown."""
+        figures = tabulate(self.summary(), ("", ""), tablefmt="github", disable_numparse=True)
+        return f"{figures}\n\n{self.table().to_markdown()}"
+
+    def to_csv(self) -> str:
+        """Return the rows as comma-separated values: plain bytes, seconds and FLOPs, and the reasons in words."""
+        return self.table().to_csv()
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Return the rows as a JSON array: plain bytes, seconds and FLOPs, and the reasons in words."""
+        return self.table().to_json(indent)
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a pandas frame. Needs pandas, which fxckpt does not install."""
+        return self.table().to_pandas()
+
+    def _hidden(self) -> str:
+        hidden = len(self.plan.rows) - len(self.rows)
+        return f"... and {hidden} more values" if hidden > 0 else ""
+
+    def __str__(self) -> str:
+        parts = [tabulate(self.summary(), tablefmt="plain"), memory_bar(self.plan), str(_plain_table(self.rows)), self._hidden()]
+        return "\n\n".join(filter(None, parts))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self.top(20)))
+
+    def _repr_html_(self) -> str:
+        figures = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in self.summary())
+        bar = html.escape(memory_bar(self.plan))
+        shown = self.top(20)
+        table = _plain_table(shown.rows).to_html()
+        return f"<table>{figures}</table>\n<pre>{bar}</pre>\n{table}\n<p>{html.escape(shown._hidden())}</p>"
+
+
+def explain(plan: Plan) -> Explanation:
+    """Return the explanation of a plan."""
+    inputs = Reasons(plan).inputs_read() if plan.step is not None else ()
+    return Explanation(plan, tuple(sorted(plan.rows, key=lambda row: -row.bytes)), inputs)
+
+
+COLUMNS = (
+    Column("name", "value", lambda v: shorten(v, 26)),
+    Column("op", "op", lambda v: shorten(v, 22)),
+    Column("shape", "shape", lambda v: "x".join(map(str, v))),
+    Column("dtype", "dtype"),
+    Column("bytes", "bytes", format_bytes, is_number=True),
+    Column("module", "module", lambda v: shorten(v, 26)),
+    Column("source", "source", lambda v: shorten(v, 24)),
+    Column("decision", "decision"),
+    Column("reason", "reason"),
+    Column("runs", "runs", lambda v: str(v or ""), is_number=True),
+    Column("recompute_seconds", "time a run", format_seconds, is_number=True),
+    Column("recompute_flops", "FLOPs a run", format_flops, is_number=True, is_brief=False),
+    Column("why", "why", is_brief=False),
+    Column("backward_readers", "read in the backward by", is_brief=False),
+)
+
+_PLAIN = COLUMNS[:-2]
+
+
+def _cells(row: Row) -> tuple[Any, ...]:
+    return (
+        row.name,
+        row.op,
+        row.shape,
+        row.dtype,
+        row.bytes,
+        row.module,
+        row.source,
+        row.decision.value,
+        row.reason.value,
+        row.runs,
+        row.recompute_seconds,
+        row.recompute_flops,
+    )
+
+
+def _plain_table(rows: Iterable[Row]) -> Table:
+    return Table(_PLAIN, tuple(_cells(row) for row in rows))
+
+
+def _reason(reason: Reason | str) -> Reason:
+    try:
+        return Reason(reason)
+    except ValueError:
+        known = ", ".join(r.name for r in Reason)
+        raise InvalidOption(f"filter(reason={reason!r}): there is no such reason. Give one of fxckpt.Reason: {known}.") from None
+
+
+def _decision(given: Decision | str) -> Decision:
+    try:
+        return Decision(given)
+    except ValueError:
+        raise InvalidOption(f"decision={given!r}: a value is {' or '.join(repr(d.value) for d in Decision)}.") from None
+
+
+def _origin(row: Row) -> str:
+    return f"generator state of {row.op}" if row.reason is Reason.RNG_STATE else f"output of {row.op}"
+
+
+def _grouped(what: str, rows: Iterable[Row], key: Callable[[Row], str]) -> Table:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    columns = (
+        Column(what, what, lambda v: shorten(v, 60)),
+        Column("saved_bytes", "saved", format_bytes, is_number=True),
+        Column("saved_values", "values", is_number=True),
+        Column("recomputed_bytes", "recomputed", format_bytes, is_number=True),
+        Column("recomputed_values", "values", is_number=True),
+        Column("runs", "runs", is_number=True),
+        Column("recompute_seconds", "extra time", format_seconds, is_number=True),
+        Column("recompute_flops", "extra FLOPs", format_flops, is_number=True),
+    )
+    table = Table(columns, tuple(_sums(name, members) for name, members in groups.items()))
+    return replace(table, rows=tuple(sorted(table.rows, key=lambda r: (-(r[1] + r[3]), r[0]))))
+
+
+def _sums(name: str, rows: list[Row]) -> tuple[Any, ...]:
+    saved = [row for row in rows if row.decision is Decision.SAVED]
+    again = [row for row in rows if row.decision is Decision.RECOMPUTED]
+    # What only the backward needs runs there the first time: that is no extra time.
+    extra = [row for row in again if row.reason is not Reason.FREE]
+    return (
+        name,
+        sum(row.bytes for row in saved),
+        len(saved),
+        sum(row.bytes for row in again),
+        len(again),
+        sum(row.runs for row in again),
+        sum(row.runs * row.recompute_seconds for row in extra),
+        sum(row.runs * row.recompute_flops for row in extra),
+    )

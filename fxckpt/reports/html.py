@@ -1,0 +1,169 @@
+"""The page: a plan, its graph and its timeline as one HTML file that needs no network.
+
+The graph goes along as data (JSON, compressed, in the page itself), once for all plans of the slider; what is unfolded is drawn in the browser by
+the libraries in ``fxckpt/reports/web/vendor``. Nothing is laid out here, so 20,000 nodes take a second to write.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from fxckpt.budget import format_bytes
+from fxckpt.errors import InvalidOption
+from fxckpt.plans.snapshot import Kind, Label, Step
+from fxckpt.plans.types import Plan, schedule_of, step_of_plan
+from fxckpt.reason import Decision
+from fxckpt.reports.explanation import explain
+from fxckpt.reports.narrate import Reasons
+from fxckpt.reports.plots import LOOKS
+from fxckpt.solver.live_intervals import NO_STORAGE, Holder, aligned, lifetimes, moments
+from fxckpt.solver.schedule import save_all
+from fxckpt.solver.simulate import simulate
+from fxckpt.utils.units import format_seconds, format_shape
+
+HOLDERS = tuple(Holder)
+SCRIPTS = (
+    "vendor/cytoscape.min.js",
+    "vendor/dagre.min.js",
+    "vendor/uPlot.iife.min.js",
+    "model.js",
+    "tree.js",
+    "graph.js",
+    "timeline.js",
+    "page.js",
+)
+STYLES = ("vendor/uPlot.min.css", "page.css")
+
+
+def write(plans: Sequence[Plan], path: str | Path, *, chosen: int = 0, title: str = "fxckpt") -> Path:
+    """Write the page of ``plans``, all of one step, the one at ``chosen`` shown first; return its path.
+
+    Raises :class:`fxckpt.InvalidOption` for plans of different graphs, and for plans that do not carry their step.
+    """
+    text = render(plans, chosen=chosen, title=title)
+    path = Path(path)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def render(plans: Sequence[Plan], *, chosen: int = 0, title: str = "fxckpt") -> str:
+    """Return the page of ``plans`` as text."""
+    packed = base64.b64encode(gzip.compress(json.dumps(data(plans, chosen), separators=(",", ":")).encode(), 6, mtime=0)).decode()
+    template = _asset("page.html")
+    parts = {
+        "TITLE": html.escape(title),
+        "STYLE": "\n".join(map(_asset, STYLES)),
+        "SCRIPT": "\n".join(f"<script>\n{_asset(name)}\n</script>" for name in SCRIPTS),
+        "DATA": packed,
+    }
+    for name, part in parts.items():
+        template = template.replace(f"<!--{name}-->", part)
+    return template
+
+
+def _asset(name: str) -> str:
+    return resources.files("fxckpt.reports").joinpath("web", *name.split("/")).read_text(encoding="utf-8")
+
+
+def data(plans: Sequence[Plan], chosen: int = 0) -> dict[str, Any]:
+    """Return what the page is drawn from, as plain values."""
+    step = step_of_plan(plans[0])
+    if any(step_of_plan(plan).labels != step.labels for plan in plans):
+        raise InvalidOption(
+            "these plans are of different graphs; a page shows plans of one, for example those of a frontier: frontier(...).to_html(path)."
+        )
+    return {
+        "nodes": _nodes(step),
+        "holders": [{"name": h.value, "label": LOOKS[h].label, "color": LOOKS[h].color} for h in HOLDERS],
+        "plans": [_plan(step, plan) for plan in plans],
+        "chosen": chosen,
+    }
+
+
+class _Texts:
+    """Texts that many nodes share, each once, by number."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self.numbers.setdefault(text, len(self.numbers))
+
+
+def _nodes(step: Step) -> dict[str, Any]:
+    """Return the joint graph's nodes by column."""
+    texts = _Texts()
+    storages = step.program.storages
+    position = {label.name: i for i, label in enumerate(step.labels)}
+    work = {op.name: (op.seconds, op.flops) for op in (*step.program.ops, *step.program.backward)}
+
+    def own_bytes(label: Label) -> int:
+        own = label.storages if label.kind is not Kind.VIEW else ()
+        return sum(storages[s].bytes for s in own if step.owners[s] is label)
+
+    return {
+        "name": [label.name for label in step.labels],
+        "kind": [list(Kind).index(label.kind) for label in step.labels],
+        "op": [texts(label.op) for label in step.labels],
+        "module": [texts(label.module) for label in step.labels],
+        "source": [texts(label.source) for label in step.labels],
+        "type": [texts(format_shape(label.dtype, label.shape) if label.dtype else "") for label in step.labels],
+        "inputs": [label.inputs for label in step.labels],
+        "storages": [label.storages for label in step.labels],
+        "backward": [int(label.is_backward) for label in step.labels],
+        "bytes": [own_bytes(label) for label in step.labels],
+        "seconds": [_short(work.get(label.name, (0.0, 0))[0]) for label in step.labels],
+        "flops": [work.get(label.name, (0.0, 0))[1] for label in step.labels],
+        "texts": list(texts.numbers),
+        "kinds": [kind.value for kind in Kind],
+        "owner": [position[label.name] for label in step.owners],
+        "storage_names": step.storage_names,
+        "storage_bytes": [storage.bytes for storage in storages],
+    }
+
+
+def _short(seconds: float) -> float:
+    """Three digits are enough to look at."""
+    return float(f"{seconds:.3g}")
+
+
+def _plan(step: Step, plan: Plan) -> dict[str, Any]:
+    program, schedule = step.program, schedule_of(plan)
+    order, baseline = moments(program, schedule), save_all(program)
+    without = aligned(order, moments(program, baseline), simulate(program, baseline).profile)
+    intervals = lifetimes(program, schedule)
+    position = {label.name: i for i, label in enumerate(step.labels)}
+    words = Reasons(plan)
+    share = plan.recompute_seconds / plan.step_seconds if plan.step_seconds else 0.0
+    budget = "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
+    return {
+        "title": f"{budget}: peak {format_bytes(plan.peak_bytes)}, {share:+.1%} time",
+        "figures": explain(plan).summary(),
+        "budget": plan.budget_bytes,
+        "peak": plan.peak_bytes,
+        "seconds": format_seconds(plan.recompute_seconds),
+        "rows": {row.name: [int(row.decision is Decision.RECOMPUTED), row.runs, words.why(row)] for row in plan.rows},
+        "ops": [position.get(m.op.name, -1) for m in order],
+        "again": _runs(m.is_again for m in order),
+        "forward": plan.forward_ops,
+        "profile": plan.profile,
+        "uncheckpointed": without,
+        "held": {
+            "storage": [i.storage for i in intervals],
+            "holder": [HOLDERS.index(i.holder) for i in intervals],
+            "first": [i.first for i in intervals],
+            "last": [i.last - i.first for i in intervals],
+            "bytes": [i.bytes if i.storage == NO_STORAGE else -1 for i in intervals],
+        },
+    }
+
+
+def _runs(flags: Iterable[bool]) -> str:
+    return "".join("1" if flag else "0" for flag in flags)

@@ -1,0 +1,126 @@
+"""The rewrite door: a graph, a module or a function in; a module that trains within a plan out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils import _pytree as pytree
+
+from fxckpt.budget import Budget
+from fxckpt.costs.models import CostModel
+from fxckpt.errors import InvalidOption
+from fxckpt.rewriting.example_inputs import inputs_of, real_like
+from fxckpt.rewriting.joint import is_joint, rewrite_joint
+from fxckpt.rewriting.module import FunctionModule, Rewritten, Step, parameters_of
+from fxckpt.torch_private import FakeTensor
+
+
+def rewrite(
+    gm: fx.GraphModule | nn.Module | Callable[..., Any],
+    policy: Any = None,
+    *,
+    example_inputs: Any = None,
+    budget: Budget = None,
+    cost: str | CostModel = "roofline",
+    inner: Any = "aot_eager",
+) -> fx.GraphModule:
+    """Return ``gm`` as a module whose backward saves and runs again what a plan says.
+
+    Parameters
+    ----------
+    gm:
+        A forward graph of ``torch.fx.symbolic_trace``, ``make_fx``, ``torch.export`` (``.module()``) or Dynamo; any module, method or function,
+        which Dynamo captures; or a joint graph in AOTAutograd's form (placeholders ``primals_*`` and ``tangents_*``), for which the joint graph
+        with explicit recompute is returned. It is left alone.
+    policy:
+        As for :class:`fxckpt.Backend`; or a :class:`~fxckpt.Plan`, which is applied as it is and refused for another graph.
+    example_inputs:
+        The arguments to plan for: a tuple (positional), a dict (by name), or one tensor. Without them shapes come from the graph's metadata
+        (``meta["val"]``), and where it has none from the first call.
+    budget, cost, inner:
+        As for :class:`fxckpt.Backend`.
+
+    Returns
+    -------
+    A ``GraphModule`` with the signature, parameters, buffers and ``state_dict`` keys of ``gm``. It is one with ``gm`` in all but the graph: state,
+    hooks, mode and attributes are the same objects, and what the class of ``gm`` defines it has as well; only a parametrization of ``gm`` itself
+    has to be registered on ``gm``. A method's module is the child ``owner``. ``.plan`` is its latest plan,
+    ``.forward_graph`` and ``.backward_graph`` the graphs that follow it. Every signature (shapes, strides, dtypes, devices, what needs a
+    gradient, other arguments' values, training mode, autocast) has a plan of its own, made at its first call and kept; sizes are never symbolic,
+    so pad what varies to a few sizes, or compile with :class:`fxckpt.Backend`, which plans for ranges.
+
+    Raises
+    ------
+    InvalidOption, InvalidBudget
+        For arguments that cannot be meant.
+    BudgetInfeasible, PolicyConflict, PolicyMatchesNothing, PlanMismatch, CaptureError
+        When planning: at once where the shapes are known, else at the first call.
+
+    Examples
+    --------
+    >>> import torch, fxckpt
+    >>> from fxckpt.policies import save_matmuls
+    >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2)))
+    >>> gm = fxckpt.rewrite(torch.fx.symbolic_trace(model), save_matmuls, example_inputs=(torch.randn(4, 8),))
+    >>> gm.plan.saved, gm.plan.recomputed
+    (('addmm', 'addmm_1'), ('gelu',))
+    >>> gm(torch.randn(4, 8)).sum().backward()
+    """
+    options = (budget, policy, inner, cost)
+    if isinstance(gm, Rewritten):
+        if policy is None and budget is None:
+            return gm
+        gm = gm.source
+    if isinstance(gm, fx.GraphModule) and is_joint(gm.graph):
+        return rewrite_joint(gm, policy, budget=budget, cost=cost)
+    if not callable(gm) or isinstance(gm, type):
+        raise InvalidOption(
+            f"rewrite({gm!r}): {type(gm).__name__} is nothing to rewrite. Give a GraphModule, a module or a function"
+            + (", an instance: rewrite(Model())." if isinstance(gm, type) else ".")
+        )
+    owner = getattr(gm, "__self__", None)
+    if isinstance(owner, nn.Module) and getattr(gm, "__name__", "") == "forward":
+        gm = owner
+    source = gm if isinstance(gm, nn.Module) else FunctionModule(gm)
+    _refuse_what_has_no_step(source)
+    step = Step(source, options)
+    made = Rewritten(step)
+    given = inputs_of(source) if example_inputs is None else _arguments(source, example_inputs)
+    if given is not None:
+        step.prepare(*given)
+    return made
+
+
+def _refuse_what_has_no_step(source: nn.Module) -> None:
+    """Raise :class:`InvalidOption` for a module that cannot be called, or not yet, or whose attributes cannot be shared."""
+    kind = type(source).__name__
+    if getattr(source.forward, "__func__", None) is nn.Module.forward:
+        raise InvalidOption(f"rewrite({kind}): a {kind} has no forward. Give the module that calls what is in it, or nn.Sequential of it.")
+    if isinstance(source, LazyModuleMixin) and source.has_uninitialized_params():
+        raise InvalidOption(f"rewrite({kind}): its parameters have no shapes before its first call. Call it once, then rewrite it.")
+    if any(vars(base).get("__slots__") for base in type(source).__mro__):
+        raise InvalidOption(f"rewrite({kind}): it keeps attributes in __slots__, which no other object can share. Leave __slots__ out.")
+
+
+def _arguments(source: nn.Module, example_inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return example inputs as (args, kwargs). Raises :class:`InvalidOption` if the module does not take them."""
+    # What stands for a tensor in another trace tells no more than shapes.
+    example_inputs = pytree.tree_map_only(FakeTensor, real_like, example_inputs)
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(example_inputs, Mapping):
+        kwargs = dict(example_inputs)
+    else:
+        args = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+    signature = inspect.Signature(parameters_of(source.forward))
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InvalidOption(
+            f"example_inputs do not fit: {error}. The module takes {signature}; give a tuple of positional arguments or a dict by name."
+        ) from error
+    return args, kwargs

@@ -1,0 +1,88 @@
+"""References: the plans people make by rule. They are among the planner's candidates, so it is never worse than any of them.
+
+The plan that saves all is :func:`~fxckpt.solver.schedule.save_all`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from fxckpt.solver.program import BoolArray, IntArray, Program
+from fxckpt.solver.schedule import Decisions, Schedule, emit
+from fxckpt.solver.staged_cut import Layout, StagedCut
+from fxckpt.solver.stages import NarrowPlaces, deepest, persistence
+
+
+@dataclass(frozen=True)
+class References:
+    """The reference plans of one program."""
+
+    program: Program
+    places: NarrowPlaces
+
+    def __call__(self) -> Iterator[Schedule]:
+        """Yield all of them."""
+        yield self.least_saved()
+        yield self.light_ops_again()
+        for count in (8, 16, 32):
+            yield self.block_boundaries(count)
+
+    def least_saved(self) -> Schedule:
+        """Save the fewest bytes that allow the backward; all else runs again, once."""
+        return self._one_cut(self.program.tables.is_rerunnable)
+
+    def light_ops_again(self) -> Schedule:
+        """Save the fewest bytes such that no op with FLOPs and no random op runs again: about what torch's partitioner does by default."""
+        tables = self.program.tables
+        is_light = (tables.flops[: len(self.program.ops)] == 0) & (tables.rng_state < 0)
+        storages = self.program.storages
+        must = np.array([not all(storages[s].is_savable for s in op.writes) for op in self.program.ops], dtype=bool)
+        return self._one_cut(tables.is_rerunnable & (is_light | must))
+
+    @cached_property
+    def _whole(self) -> Layout:
+        """The backward as one stage."""
+        return StagedCut(sweeps=1, reach=math.inf).lay_out(self.program, (0,))
+
+    def _one_cut(self, may_run: BoolArray) -> Schedule:
+        # A byte is worth more than any time.
+        layout = replace(self._whole, seconds=np.where(may_run[self._whole.op], 0.0, math.inf), written_bytes=np.zeros(len(self._whole.op)))
+        ((decisions,),) = StagedCut(sweeps=1)(layout, [(1.0, 0.0)])
+        return emit(self.program, decisions)
+
+    def block_boundaries(self, count: int) -> Schedule:
+        """Save what crosses the boundaries of about ``count`` blocks of the forward; every block runs again when its backward begins.
+
+        Chen et al. 2016, algorithm 1, with the blocks found as stages are.
+        """
+        storage, made, read = self._crossing
+        boundaries = np.asarray(deepest(self._forward_depth, count), dtype=np.int64)
+        crosses = np.searchsorted(boundaries, made, side="right") < np.searchsorted(boundaries, read, side="right")
+        saved = frozenset(storage[crosses].tolist())
+        starts = self.places.stages(count)
+        free = frozenset(np.flatnonzero(self.program.tables.is_rerunnable).tolist())
+        return emit(self.program, Decisions(starts, (saved,) * len(starts), (free,) * len(starts)))
+
+    @cached_property
+    def _crossing(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Values that the forward reads after the op that makes them: storage, where made, where last read."""
+        last: dict[int, int] = {}
+        for i in self.program.always_forward:
+            last.update((s, i) for s in self.program.ops[i].reads)
+        rows = [(s, i, last[s]) for i, op in enumerate(self.program.ops) for s in op.writes if last.get(s, i) > i]
+        storage, made, read = np.asarray(rows, dtype=np.int64).reshape(-1, 3).T
+        return storage, made, read
+
+    @cached_property
+    def _forward_depth(self) -> dict[int, int]:
+        """As :attr:`NarrowPlaces.depth`, of the forward."""
+        storage, made, read = self._crossing
+        change = np.zeros(len(self.program.ops) + 1, dtype=np.int64)
+        np.add.at(change, made + 1, self.program.tables.bytes[storage])
+        np.subtract.at(change, read + 1, self.program.tables.bytes[storage])
+        return persistence(np.cumsum(change)[:-1])

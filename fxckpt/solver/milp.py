@@ -1,0 +1,145 @@
+"""The integer program: the least time within a budget, exactly, for small programs.
+
+In the form of Checkmate (Jain et al., MLSys 2020, section 4): R[t, i] says whether op i runs again in stage t, a stage being one backward op,
+and within a stage ops run in topological order. Checkmate's S[t, i] (kept into stage t) and its products for when a value may be freed are
+here one variable per value and point of the stage, whether it is there; with R integral its least solution is too. As in any plan of
+ours the forward runs once, in order; Checkmate's may recompute there too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from fxckpt.solver.program import Program, Side
+from fxckpt.solver.schedule import Schedule, with_runs
+from fxckpt.solver.simulate import backward_own_profile
+
+MOST_NODES = 2**31 - 1
+"""As good as no limit."""
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """What the integer program found. ``seconds`` and ``schedule`` are None if nothing fits ``limit`` or nothing was found.
+
+    No plan takes less than ``bound_seconds``.
+    """
+
+    limit: int
+    seconds: float | None
+    bound_seconds: float
+    schedule: Schedule | None = None
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the solver closed its gap."""
+        return self.seconds is None or self.seconds <= self.bound_seconds * (1 + 1e-6) + 1e-12
+
+
+def in_forward(program: Program) -> Program:
+    """Return ``program`` with all that reads no tangent run by the forward: what the integer program takes."""
+    return replace(program, ops=tuple(replace(op, side=Side.FORWARD) for op in program.ops))
+
+
+def optimum(program: Program, limit: int, *, seconds: float = 60.0, nodes: int = MOST_NODES) -> Optimum:
+    """Return the least extra time within ``limit`` bytes, after at most ``seconds`` of solving and ``nodes`` of the solver's search tree.
+
+    Raises :class:`ValueError` if an op may run on either side (see :func:`in_forward`).
+    """
+    if any(op.side is not Side.FORWARD for op in program.ops):
+        raise ValueError("an op may run on either side: plan in_forward(program) instead")
+    return _Model(program, limit).solve(seconds, nodes)
+
+
+class _Model:
+    """Columns: runs R[j, i], then presences P[point, s]; rows are ``low <= a @ x <= high``."""
+
+    def __init__(self, program: Program, limit: int) -> None:
+        self.program = program
+        self.limit = limit
+        self.ops = [i for i, op in enumerate(program.ops) if op.pinned is None]
+        self.storages = [s for s, storage in enumerate(program.storages) if storage.producer != -2 and not storage.is_output]
+        self.points = [(j, i) for j in range(len(program.backward)) for i in (*self.ops, None)]
+        self.column: dict[tuple[str, int, int], int] = {}
+        self.rows: list[tuple[dict[int, float], float, float]] = []
+
+    def run(self, j: int, i: int) -> int:
+        return self.column.setdefault(("run", j, i), len(self.column))
+
+    def there(self, point: int, s: int) -> int:
+        """Column of whether storage ``s`` is there at a point; at point -1: saved."""
+        return self.column.setdefault(("there", point, s), len(self.column))
+
+    def solve(self, seconds: float, nodes: int) -> Optimum:
+        self.there(-1, 0)  # never no column at all
+        self._build()
+        tables, size = self.program.tables, len(self.column)
+        cost, integral, upper = np.zeros(size), np.zeros(size, dtype=np.int64), np.ones(size)
+        for (kind, a, b), at in self.column.items():
+            if kind == "run":
+                cost[at], integral[at] = tables.seconds[b], 1
+            elif a == -1 and not tables.is_savable[b]:
+                upper[at] = 0
+        scale = cost.max(initial=0.0) or 1.0
+        entries = [(r, c, v) for r, (row, _, _) in enumerate(self.rows) for c, v in row.items()]
+        matrix = csr_array(([v for *_, v in entries], ([r for r, *_ in entries], [c for _, c, _ in entries])), shape=(len(self.rows), size))
+        constraint = LinearConstraint(matrix, [row[1] for row in self.rows], [row[2] for row in self.rows])
+        answer = milp(
+            cost / scale,
+            integrality=integral,
+            bounds=Bounds(0, upper),
+            constraints=constraint,
+            options={"time_limit": seconds, "mip_rel_gap": 0, "node_limit": nodes},
+        )
+        if answer.status == 2:
+            return Optimum(self.limit, None, 0.0)
+        bound = float(answer.mip_dual_bound or 0.0) * scale
+        if answer.x is None:
+            return Optimum(self.limit, None, bound)
+        runs = sorted((j, i) for (kind, j, i), at in self.column.items() if kind == "run" and answer.x[at] > 0.5)
+        schedule = with_runs(self.program, tuple(i for _, i in runs), tuple(j for j, _ in runs))
+        return Optimum(self.limit, float(answer.fun) * scale, bound, schedule)
+
+    def _build(self) -> None:
+        program, tables = self.program, self.program.tables
+        own = backward_own_profile(program)
+        outputs = int(tables.bytes[tables.is_output].sum())
+        self._forward()
+        for t, (j, i) in enumerate(self.points):
+            memory = {self.there(t, s): float(tables.bytes[s]) for s in self.storages}
+            room = self.limit - outputs - own[j]
+            if i is None:
+                room -= int(tables.scratch_bytes[len(program.ops) + j])
+                for s in program.forward_reads[j]:
+                    if not tables.is_output[s]:
+                        self.rows.append(({self.there(t, s): 1.0}, 1.0, 1.0))
+            else:
+                room += int(tables.written_bytes[len(program.ops) + j])
+                memory[self.run(j, i)] = float(tables.scratch_bytes[i] + tables.replay_bytes[i])
+                for s in {*program.ops[i].needs, *program.ops[i].writes}:
+                    if not tables.is_output[s]:
+                        self.rows.append(({self.there(t, s): 1.0, self.run(j, i): -1.0}, 0.0, np.inf))
+            self.rows.append((memory, -np.inf, float(room)))
+            for s in self.storages:
+                since = {self.there(t, s): 1.0, self.there(t - 1, s): -1.0}
+                if i is not None and program.storages[s].producer == i:
+                    since[self.run(j, i)] = -1.0
+                self.rows.append((since, -np.inf, 0.0))
+
+    def _forward(self) -> None:
+        """While the forward runs: what it needs itself, and what was saved before."""
+        program, tables = self.program, self.program.tables
+        last = {s: k for k, op in enumerate(program.ops) for s in (*op.reads, *op.writes)}
+        for k in range(len(program.ops)):
+            saved = {}
+            live = int(tables.scratch_bytes[k])
+            for s in {s for o in program.ops[: k + 1] for s in (*o.writes, *(() if o.rng_state is None else (o.rng_state,)))}:
+                if tables.is_output[s] or last.get(s, -1) >= k:
+                    live += int(tables.bytes[s])
+                else:
+                    saved[self.there(-1, s)] = float(tables.bytes[s])
+            self.rows.append((saved, -np.inf, float(self.limit - live)))

@@ -1,0 +1,138 @@
+"""Simulator: storage-exact liveness of a forward and a backward in their node order. The judge of every plan.
+
+During an op what it reads and what it writes are live together; after it, what nobody reads any more is free. Forward outputs live to the
+end (the user holds them), incoming gradients from the start of the backward to their last read, parameters and inputs are not
+counted. A recomputed value is a new version of its storage: it lives from its run to its last read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from fxckpt.solver.program import BoolArray, IntArray, Program, Tables
+from fxckpt.solver.schedule import Schedule, forward_ops
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What a schedule costs. Bytes beyond what was allocated when the step began; time beyond the uncheckpointed step's."""
+
+    live: IntArray
+    """Bytes during each op of the forward, then of the backward."""
+    forward_ops: int
+    saved_bytes: int
+    extra_seconds: float
+    extra_flops: int
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Most bytes live at once."""
+        return int(self.live.max(initial=0))
+
+    @property
+    def profile(self) -> tuple[int, ...]:
+        """:attr:`live` as ints."""
+        return tuple(self.live.tolist())
+
+    @property
+    def peak_position(self) -> int:
+        """Where in the profile the peak is first reached."""
+        return int(self.live.argmax()) if len(self.live) else 0
+
+
+def simulate(program: Program, schedule: Schedule) -> Simulation:
+    """Run a schedule without running it."""
+    tables = program.tables
+    order = np.asarray(forward_ops(program, schedule.saved), dtype=np.int64)
+    saved = np.asarray(schedule.saved, dtype=np.int64)
+    held = tables.is_output.copy()
+    held[saved] = True
+    runs = np.asarray(schedule.runs, dtype=np.int64)
+    before = np.asarray(schedule.before, dtype=np.int64)
+    forward, live = _forward_profile(tables, order, held)
+    held[list(program.tangents)] = True
+    backward = _backward_profile(tables, held, runs, before, len(program.backward), live + program.tangent_bytes)
+    times = np.bincount(np.concatenate((order, runs)), minlength=len(program.ops))
+    again = np.maximum(times - 1, 0)
+    extra = np.flatnonzero(again)
+    return Simulation(
+        np.concatenate((forward, backward)),
+        len(forward),
+        int(tables.bytes[saved].sum()),
+        float((again[extra] * tables.seconds[extra]).sum()),
+        int((again[extra] * tables.flops[extra]).sum()),
+    )
+
+
+def _forward_profile(tables: Tables, order: IntArray, held: BoolArray) -> tuple[IntArray, int]:
+    """Return the live bytes during each op of ``order``, and what is live at the end."""
+    last = last_touches(tables, order)
+    state = tables.rng_state[order]
+    gives_state = (state >= 0) & np.append(held, False)[state]
+    born = tables.written_bytes[order] + np.where(gives_state, tables.replay_bytes[order], 0)
+    dying = np.flatnonzero((last >= 0) & ~held)
+    died = _sum_at(last[dying], tables.bytes[dying], len(order))
+    after = np.cumsum(born - died)
+    return after + died + tables.scratch_bytes[order], int(after[-1]) if len(after) else 0
+
+
+def last_touches(tables: Tables, order: IntArray) -> IntArray:
+    """Return, per storage, the last position in ``order`` of an op that reads or writes it, or -1."""
+    reads, read_at = tables.reads.rows(order)
+    writes, written_at = tables.writes.rows(order)
+    last = np.full(len(tables.bytes), -1)
+    last[writes] = written_at
+    last[reads] = read_at  # of equal indices the last one counts, and what is read was written before
+    return last
+
+
+def _backward_profile(tables: Tables, held: BoolArray, runs: IntArray, before: IntArray, length: int, live: int) -> IntArray:
+    """Return the live bytes during each run and each backward op, in order."""
+    forward_count = len(tables.rng_state)
+    total = len(runs) + length
+    run_at = np.arange(len(runs)) + before
+    own_at = np.arange(length) + np.searchsorted(before, np.arange(length), side="right")
+    op = np.empty(total, dtype=np.int64)
+    op[run_at], op[own_at] = runs, forward_count + np.arange(length)
+    reads, read_at = tables.reads.rows(op)
+    writes, written_at = tables.writes.rows(op)
+    stateful = np.flatnonzero(tables.rng_state[runs] >= 0)
+    initial = np.flatnonzero(held)
+    # One row per access; time counts in halves, so that an op reads before it writes, and what is held at the start comes first.
+    storage = np.concatenate((initial, reads, tables.rng_state[runs[stateful]], writes))
+    time = np.concatenate((np.full(len(initial), -1), 2 * read_at, 2 * run_at[stateful], 2 * written_at + 1))
+    order = np.argsort(storage * (2 * total + 2) + time + 1, kind="stable")
+    storage, time = storage[order], time[order]
+    # A version of a storage begins with what is held at the start or with a write, and ends with its last access.
+    begins = np.concatenate(([True], (storage[1:] != storage[:-1]) | (time[1:] % 2 == 1)))[: len(storage)]
+    ends = np.append(begins[1:], True)[: len(storage)]
+    dies = np.where(time < 0, -1, time // 2)[ends]
+    version = storage[ends]
+    stays = tables.is_output[version] & (time[begins] < 0)
+    dies, version = dies[~stays], version[~stays]
+    unread = dies < 0
+    live -= int(tables.bytes[version[unread]].sum())
+    died = _sum_at(dies[~unread], tables.bytes[version[~unread]], total)
+    born = tables.written_bytes[op]
+    scratch = tables.scratch_bytes[op]
+    # The replay of a random op sets the generator's present state aside, and puts it back after.
+    scratch[run_at] += tables.replay_bytes[runs]
+    return live + np.cumsum(born - died) + died + scratch
+
+
+def _sum_at(position: IntArray, nbytes: IntArray, length: int) -> IntArray:
+    """Add up bytes by position."""
+    return np.bincount(position, weights=nbytes, minlength=length).astype(np.int64)
+
+
+def backward_own_profile(program: Program) -> list[int]:
+    """Return, for each backward op, the bytes of the backward's own values live during it, whatever is planned."""
+    tables, length = program.tables, len(program.backward)
+    order = len(program.ops) + np.arange(length)
+    last = last_touches(tables, order)
+    own = np.unique(np.append(tables.writes.rows(order)[0], np.asarray(program.tangents, dtype=np.int64)))
+    died = _sum_at(last[own], tables.bytes[own], length)
+    return list((program.tangent_bytes + np.cumsum(tables.written_bytes[order] - died) + died).tolist())

@@ -1,0 +1,23 @@
+"""Ops of the dispatcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._higher_order_ops.effects import _get_effect
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+
+def has_effect(target: Any) -> bool:
+    """Return whether an op was registered as having side effects (effect tokens)."""
+    return isinstance(target, (OpOverload, HigherOrderOperator)) and _get_effect(target) is not None
+
+
+def overloads_of(op: Any) -> list[OpOverload]:
+    """Return the overloads of what a user calls an op: an overload, a packet of them, or a custom op's definition; none for anything else."""
+    if isinstance(op, OpOverload):
+        return [op]
+    if isinstance(op, OpOverloadPacket):
+        return [getattr(op, name) for name in op.overloads()]
+    return [op._opoverload] if isinstance(op, CustomOpDef) else []

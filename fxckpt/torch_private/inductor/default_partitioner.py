@@ -1,0 +1,60 @@
+"""Choices of torch's default partitioner."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+INDEXING = frozenset(
+    (
+        *("arange", "empty", "full", "full_like", "inductor_random", "iota", "scalar_tensor"),
+        *("_to_copy", "clone", "convert_element_type", "copy", "lift_fresh_copy", "fma"),
+        *(
+            "_unsafe_index",
+            "_unsafe_masked_index",
+            "cat",
+            "constant_pad_nd",
+            "embedding",
+            "flip",
+            "gather",
+            "index",
+            "repeat",
+            "rev",
+            "select_scatter",
+            "slice_scatter",
+        ),
+    )
+)
+"""Ops that Inductor lowers to element-wise loops, though torch does not tag them as pointwise: they read by an index, make or cast."""
+
+
+def fuses(node: fx.Node) -> bool:
+    """Return whether Inductor lowers an op to an element-wise loop that its readers may take into their own."""
+    target = node.target
+    return is_view(node) or (isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target._opname in INDEXING))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether an op returns what it reads, shown otherwise."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
+
+
+def stock_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) -> frozenset[str]:
+    """Return the names of what torch's own partitioner saves of a joint graph, which is left alone."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    forward, _ = min_cut_rematerialization_partition(copied(joint), None, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **given)
+    (output,) = forward.graph.find_nodes(op="output")
+    return frozenset(n.name for n in output.args[0][num_fwd_outputs:] if isinstance(n, fx.Node))
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph module that holds the same constants: real tensors, which cannot be copied among fake ones."""
+    constants = (*gm.buffers(), *gm.parameters(), *(value for module in gm.modules() for value in vars(module).values()))
+    return copy.deepcopy(gm, {id(c): c for c in constants if isinstance(c, torch.Tensor)})

@@ -1,0 +1,87 @@
+"""Memory layouts that Inductor chooses for convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import inductor_prims
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from fxckpt.torch_private.inductor.options import Layout
+from fxckpt.torch_private.sizes import size_hint
+
+
+def changes_layout(half: fx.GraphModule) -> bool:
+    """Return whether Inductor gives values other layouts than they were traced in (channels last around convolutions)."""
+    from torch._inductor.graph import GraphLowering
+
+    return bool(GraphLowering.decide_layout_opt(half, is_inference=False))
+
+
+FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
+"""Inductor's own op that lays a value out: ``(tensor, strides) -> tensor``."""
+
+
+def wants_channels_last(half: fx.GraphModule) -> bool | None:
+    """Return whether Inductor is to lay a half's images out channels last: where the half forces it on one; None leaves it to Inductor."""
+    forced = (node.meta["val"] for node in half.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER))
+    images = (value for value in forced if value.dim() == 4 and not value.is_contiguous())
+    return True if any(value.is_contiguous(memory_format=torch.channels_last) for value in images) else None
+
+
+def is_convolution(node: fx.Node) -> bool:
+    """Return whether an op is a convolution, or its backward, whose operands Inductor may lay out anew."""
+    return node.target in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+
+
+def channels_last(node: fx.Node) -> fx.Node:
+    """Return a call like ``node`` in a graph of its own, its images channels last; Inductor leaves signals and volumes as they are."""
+
+    def given(operand: fx.Node) -> Any:
+        value = operand.meta["val"]
+        is_image = isinstance(value, torch.Tensor) and value.dim() == 4
+        return torch.empty_like(value, memory_format=torch.channels_last) if is_image else value
+
+    return _called_with(node, given)
+
+
+def laid_out(node: fx.Node, layouts: Sequence[Layout]) -> fx.Node | None:
+    """Return a call like ``node``, its tensors laid out like that, in their order; itself if they were traced so, None if it is not of those."""
+    args = [arg for arg in pytree.arg_tree_leaves(*node.args, **node.kwargs) if isinstance(arg, fx.Node)]
+    operands = [arg for arg in args if isinstance(arg.meta.get("val"), torch.Tensor)]
+    sizes = [tuple(map(size_hint, operand.meta["val"].shape)) for operand in operands]
+    if not isinstance(node.target, OpOverload) or sizes != [size for size, _ in layouts]:
+        return None
+    pairs = (
+        (operand, stride, tuple(map(size_hint, operand.meta["val"].stride())))
+        for operand, (_, stride) in zip(operands, layouts, strict=True)
+    )
+    relaid = {operand: stride for operand, stride, traced in pairs if stride != traced}
+
+    def given(operand: fx.Node) -> Any:
+        value = operand.meta["val"]
+        return value.as_strided(value.shape, relaid[operand]) if operand in relaid else value
+
+    return _called_with(node, given) if relaid else node
+
+
+def _called_with(node: fx.Node, given: Callable[[fx.Node], Any]) -> fx.Node:
+    graph = fx.Graph()
+
+    def placeholder(operand: fx.Node) -> fx.Node:
+        made = graph.placeholder(operand.name)
+        made.meta["val"] = given(operand)
+        return made
+
+    return graph.node_copy(node, placeholder)
+
+
+def may_donate() -> bool:
+    """Return whether a compiled backward may write over what the forward saved for it alone."""
+    from torch._functorch import config
+
+    return bool(config.donated_buffer)

@@ -1,0 +1,134 @@
+"""What fxckpt asks of Inductor: which ops it fuses, what its own partitioner saves, and what it makes of two halves."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_origin
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+
+from fxckpt.errors import InnerCompilerMissing, InvalidOption
+from fxckpt.torch_private.inductor.execution_order import KeepOrder
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Size and strides of a tensor."""
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of Inductor's caches; None where that of compiled graphs is off."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) if config.fx_graph_cache and not config.force_disable_caches else None
+
+
+PLUGS = ("custom_partitioner_fn", "_pre_fusion_custom_pass")
+"""Options of Inductor's that hold our own code."""
+
+
+def configuration() -> str:
+    """Return Inductor's and AOTAutograd's options as text, ours aside."""
+    from torch._functorch import config as functorch
+
+    return repr(sorted((name, repr(value)) for name, value in functorch.get_config_copy().items())) + inductor_configuration()
+
+
+def inductor_configuration() -> str:
+    """Return Inductor's options as text, ours aside."""
+    from torch._inductor import config as inductor
+
+    return repr(sorted((name, repr(value)) for name, value in inductor.get_config_copy().items() if name not in PLUGS))
+
+
+def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the configuration of Inductor that ``torch.compile(mode=..., options=...)`` would set. Raises :class:`InvalidOption`."""
+    from torch._inductor import config, list_mode_options
+
+    modes = list_mode_options()
+    if mode is not None and (not isinstance(mode, str) or mode not in modes):
+        raise InvalidOption(f"mode={mode!r} is not a mode of torch.compile. Use one of {', '.join(map(repr, modes))}.")
+    if options is not None and not (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
+        raise InvalidOption(
+            f"options={options!r} are not Inductor's options by their names. Give a dict. Example: options={{'epilogue_fusion': True}}."
+        )
+    given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    if taken := [name for name in PLUGS if given.get(name) is not None]:
+        raise InvalidOption(
+            f"option {taken[0]!r} is where fxckpt itself is plugged into Inductor: it cannot be given beside fxckpt. Leave it out."
+        )
+    known = config.get_config_copy()
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        near = get_close_matches(unknown[0], known, 3)
+        raise InvalidOption(
+            f"unknown option {unknown[0]!r}: neither fxckpt nor Inductor has it."
+            + (f" Did you mean {' or '.join(map(repr, near))}?" if near else " torch._inductor.config lists Inductor's.")
+        )
+    for name, value in given.items():
+        kind = config.get_type(name)  # type: ignore[attr-defined]
+        # As torch.compile does: what is in a list or a dict is not looked at.
+        if get_origin(kind) is None and not isinstance(value, kind):
+            raise InvalidOption(f"option {name!r} is {value!r}, a {type(value).__name__}: Inductor takes {kind.__name__}.")
+    return {**(modes[mode] if mode is not None else {}), **given}
+
+
+def _begin_to_look_for_instructions(options: Mapping[str, Any]) -> None:
+    """Let Inductor find out, while the graph is traced and planned, which vector instructions it can compile for, and keep what it finds.
+
+    It runs a compiler for that, which takes long with an empty cache, and waits for it only when it writes the first kernel.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    def look() -> None:
+        with contextlib.suppress(Exception):  # The compile meets it again, and says so.
+            cpu_vec_isa.valid_vec_isa_list()
+
+    with config.patch(dict(options)):
+        here = contextvars.copy_context()
+    threading.Thread(target=here.run, args=(look,), daemon=True).start()
+
+
+def inductor_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    partitioner: CustomPartitionerFn,
+    keep_order: KeepOrder,
+    options: Mapping[str, Any],
+    compile_half: Callable[..., Any],
+) -> Any:
+    """Compile with Inductor, its joint passes and caches in force, the partition made by ``partitioner``, each half by ``compile_half``.
+
+    AOTAutograd's own cache is left out: a hit would skip the partitioner, and with it the plan that the user can read. The code of both halves
+    still comes from Inductor's cache. Raises :class:`InnerCompilerMissing` where Inductor finds no compiler.
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.exc import InductorError, InvalidCxxCompiler, TritonMissing
+
+    patches = {**options, "custom_partitioner_fn": partitioner, "_pre_fusion_custom_pass": keep_order}
+    if any(isinstance(given, torch.Tensor) and given.device.type == "cpu" for given in example_inputs):
+        _begin_to_look_for_instructions(options)
+    try:
+        with config.patch(enable_autograd_cache=False):
+            return compile_fx(gm, list(example_inputs), inner_compile=compile_half, config_patches=patches)
+    except (InductorError, TritonMissing) as error:
+        found = getattr(error, "inner_exception", error)
+        if not isinstance(found, (InvalidCxxCompiler, TritonMissing)):
+            raise
+        raise no_compiler(found) from error
+
+
+def no_compiler(error: Exception) -> InnerCompilerMissing:
+    """Return what is told where Inductor finds nothing to compile its code with."""
+    return InnerCompilerMissing(
+        f"inner='inductor' cannot generate code here: {str(error).rstrip(chr(46))}. "
+        "Two ways out: install a compiler (g++ or clang++ for the CPU, CXX names it; Triton for a GPU), "
+        "or do without code generation: options={'inner': 'aot_eager'}, fxckpt.Backend(inner='aot_eager')."
+    )

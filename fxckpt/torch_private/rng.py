@@ -1,0 +1,60 @@
+"""Generator states in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import fx
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+
+def fake_rng_state(drawn: torch.Tensor) -> torch.Tensor:
+    """Return, as a fake tensor, the state of the generator that ``drawn`` was drawn from: of the same trace as ``drawn``, if it is fake."""
+    mode = drawn.fake_mode if isinstance(drawn, FakeTensor) else FakeTensorMode()
+    with mode:
+        return torch.empty(5056 if drawn.device.type == "cpu" else 16, dtype=torch.uint8)
+
+
+def _generator_of(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
+    """Return how to get and how to set the state of a device's default generator."""
+    if device.type in ("cpu", "mps"):
+        module = torch if device.type == "cpu" else torch.mps
+        return module.get_rng_state, module.set_rng_state
+    module = torch.get_device_module(device)
+    return partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
+
+
+def _run_and_save(device: torch.device, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    """Run a random op and return the generator state from before it, as ``run_and_save_rng_state`` does."""
+    get, _ = _generator_of(device)
+    state = get()
+    return state, op(*args, **kwargs)
+
+
+def _run_with(device: torch.device, state: torch.Tensor, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run a random op under a generator state and put the generator back, as ``run_with_rng_state`` does."""
+    get, put = _generator_of(device)
+    now = get()
+    put(state)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        put(now)
+
+
+def lower_rng(graph: fx.Graph) -> None:
+    """Replace torch's higher-order RNG ops by plain functions, for graphs that run op by op.
+
+    The higher-order ops refuse dispatch modes they do not know, so that a FLOP counter around a step would fail.
+    """
+    plain = {run_and_save_rng_state: _run_and_save, run_with_rng_state: _run_with}
+    for node in graph.nodes:
+        if node.target in plain:
+            value = node.meta["val"][1] if node.target is run_and_save_rng_state else node.meta["val"]
+            first = value if isinstance(value, torch.Tensor) else value[0]
+            node.args = (first.device, *node.args)
+            node.target = plain[node.target]

@@ -1,0 +1,108 @@
+"""Storages of real and fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.utils.checkpoint
+from torch._prims_common import compute_required_storage_length
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+CUDA_BLOCK_BYTES = 512
+"""The CUDA caching allocator rounds every block up to this."""
+
+
+def allocated_bytes(nbytes: int, device_type: str) -> int:
+    """Return the bytes an allocator takes for so many."""
+    return -(-nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES if device_type == "cuda" else nbytes
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage; fake tensors of one trace share storages as real ones would."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def remember_storage(tensor: torch.Tensor) -> int:
+    """Keep the address of a tensor's storage from being given to another, though the storage itself may die; undone by :func:`forget_storage`."""
+    reference: Any = tensor.untyped_storage()._weak_ref()
+    return int(reference)
+
+
+def forget_storage(remembered: list[int]) -> None:
+    """Let go of addresses; the list is emptied."""
+    for reference in remembered:
+        torch.UntypedStorage._free_weak_ref(reference)
+    remembered.clear()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells a tensor's storage from others: positive, or negative for a tensor that has none of its own and is told by itself."""
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter or not hasattr(kind, "__tensor_flatten__"):
+        try:
+            return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+        except (NotImplementedError, RuntimeError):  # sparse and opaque layouts
+            pass
+    return -id(tensor)
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with a storage of their own that a subclass wraps, or that hold the values of a sparse tensor."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, name)
+            yield inner
+            yield from parts_of(inner)
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        yield tensor.values()
+    elif tensor.layout is torch.sparse_coo:
+        yield tensor._values()
+
+
+def share_version(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias without a history, whose ``_version`` counts the writes to ``tensor`` too, below autograd as above.
+
+    A parameter is returned as it is, which is quicker: it has no history and will get none.
+    """
+    if (tensor.requires_grad and tensor.grad_fn is None) or tensor.is_inference():
+        return tensor
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def laid_out(data: torch.Tensor, geometry: tuple[Any, ...]) -> torch.Tensor:
+    """Return the tensor of a geometry (offset, sizes, strides, dtype, conjugate, negative) over the storage of ``data``."""
+    offset, shape, stride, dtype, is_conj, is_neg = geometry
+    tensor = torch.empty(0, dtype=dtype, device=data.device).set_(data.untyped_storage(), offset, shape, stride)
+    tensor = torch._neg_view(tensor) if is_neg else tensor
+    return torch._conj(tensor) if is_conj else tensor
+
+
+def fake_like(value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a fake tensor on the device of ``value``, of the same trace if that is fake."""
+    with value.fake_mode if isinstance(value, FakeTensor) else FakeTensorMode():
+        return torch.empty(shape, dtype=dtype, device=value.device)
+
+
+def shown(tensor: torch.Tensor) -> int:
+    """Return the elements from the first that a tensor shows to the last, whatever lies before and between."""
+    return compute_required_storage_length(tensor.shape, tensor.stride(), 0)
+
+
+def seen_in(view: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor that shows of the storage of ``new`` what ``view`` shows of that of ``old``, whose like ``new`` is."""
+    offset = view.storage_offset() + _begins_at(new, view.element_size()) - _begins_at(old, view.element_size())
+    with new.fake_mode if isinstance(new, FakeTensor) else contextlib.nullcontext():
+        if view.dtype != new.dtype:
+            row = new.as_strided((new.untyped_storage().nbytes() // new.element_size(),), (1,), 0)
+            new = torch.view_as_real(row) if row.is_complex() and not view.is_complex() else row.view(view.dtype)
+        return new.as_strided(view.shape, view.stride(), offset)
+
+
+def _begins_at(tensor: torch.Tensor, bytes_each: int) -> int | torch.SymInt:
+    """Return where in its storage a tensor begins, in elements of ``bytes_each``."""
+    offset, own = tensor.storage_offset(), tensor.element_size()
+    return offset if own == bytes_each else offset * own // bytes_each

@@ -1,0 +1,73 @@
+"""Decisions: ops that turn numbers into choices.
+
+A router's ``topk`` that is run again on scores one unit in the last place away may choose another expert, and every shape and sum after it is
+another one. So what decides is kept from the forward: ops that are made to choose (``argmax``, ``sort``, ``nonzero``, ...), and any op that
+makes integers or booleans of numbers where they go on to index something (``(score > 0.5).nonzero()``, ``x[x > 0]``).
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxckpt.ops.properties import CHOOSING, tensors
+from fxckpt.torch_private import OpOverload
+
+INDEXING = frozenset(
+    (
+        "_unsafe_index",
+        "_unsafe_index_put",
+        "bincount",
+        "embedding",
+        "embedding_dense_backward",
+        "gather",
+        "index",
+        "index_add",
+        "index_copy",
+        "index_fill",
+        "index_put",
+        "index_reduce",
+        "index_select",
+        "masked_scatter",
+        "masked_select",
+        "nonzero",
+        "nonzero_static",
+        "put",
+        "repeat_interleave",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "take",
+        "_local_scalar_dense",
+    )
+)
+"""Ops whose integer and boolean arguments say where to read or write."""
+
+
+# fmt: on
+
+
+def decisions(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Return the ops of ``graph`` that decide."""
+    found = {n for n in graph.nodes if _packet(n) in CHOOSING}
+    stack = [arg for n in graph.nodes if _packet(n) in INDEXING for arg in n.all_input_nodes]
+    seen: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in seen or node.op != "call_function" or not _is_discrete(node):
+            continue
+        seen.add(node)
+        if any(not _is_discrete(arg) for arg in node.all_input_nodes):
+            found.add(node)
+        stack.extend(node.all_input_nodes)
+    return frozenset(found)
+
+
+def _packet(node: fx.Node) -> str:
+    target = node.target
+    return target._opname if isinstance(target, OpOverload) and target.namespace == "aten" else ""
+
+
+def _is_discrete(node: fx.Node) -> bool:
+    """Return whether any tensor of a node holds integers or booleans; a size or scalar is not a number that was computed."""
+    values = list(tensors(node.meta.get("val")))
+    return not values or any(not (t.is_floating_point() or t.is_complex()) for t in values)

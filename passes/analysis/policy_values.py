@@ -1,0 +1,77 @@
+"""Values: the forward of a program as policies see it.
+
+One :class:`~fxckpt.policies.base.Value` an op that was traced in the forward, in its order. Views are none, and neither is what autograd's formulas compute
+of forward values (``cos`` for ``sin``): an eager step makes it in the backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxckpt.ops.properties import tensors
+from fxckpt.passes.analysis.graph_snapshot import module_path, source_line
+from fxckpt.passes.analysis.joint import Facts
+from fxckpt.passes.meta import NAME
+from fxckpt.policies.base import Value
+from fxckpt.solver.program import Side
+from fxckpt.torch_private import partitioner_tag, size_hint, storage_id
+
+
+def values_of(facts: Facts) -> list[Value]:
+    """Return the values of a program."""
+    program = facts.program
+    came_before: Counter[Any] = Counter()
+    values: list[Value] = []
+    named_inputs = _named_inputs(facts)
+    place: dict[int, int] = {}
+    """Position by index of the op."""
+    for index, op in enumerate(program.ops):
+        node = facts.op_node[op.name]
+        if op.side is not Side.FORWARD and partitioner_tag(node) in ("is_backward", "must_be_in_backward"):
+            continue
+        place[index] = len(values)
+        first = next(tensors(node.meta.get("val")), None)
+        values.append(
+            Value(
+                op=node.target,
+                module=module_path(node),
+                names=node.meta.get(NAME, ()),
+                shape=() if first is None else tuple(map(size_hint, first.shape)),
+                dtype=None if first is None else first.dtype,
+                bytes=sum(program.storages[s].bytes for s in op.writes),
+                flops=op.flops,
+                occurrence=came_before[node.target],
+                source=source_line(node),
+                args=fx.map_arg(node.args, _value),
+                kwargs=fx.map_arg(node.kwargs, _value),
+                output=node.meta.get("val"),
+                position=place[index],
+                reads=tuple(dict.fromkeys(place[p] for s in op.reads if (p := program.producers[s]) in place)),
+                input_names=tuple(
+                    dict.fromkeys(
+                        name
+                        for arg in node.all_input_nodes
+                        for t in tensors(arg.meta.get("val"))
+                        for name in named_inputs.get(storage_id(t), ())
+                    )
+                ),
+                node=op.name,
+            )
+        )
+        came_before[node.target] += 1
+    return values
+
+
+def _named_inputs(facts: Facts) -> dict[int, tuple[str, ...]]:
+    """Return what the user calls the inputs of the graph, by storage."""
+    graph = next(iter(facts.op_node.values())).graph if facts.op_node else fx.Graph()
+    inputs = graph.find_nodes(op="placeholder")
+    return {storage_id(t): node.meta[NAME] for node in inputs if NAME in node.meta for t in tensors(node.meta.get("val"))}
+
+
+def _value(node: fx.Node) -> torch.Tensor | Any:
+    return node.meta.get("val")

@@ -1,0 +1,71 @@
+"""The oracle: a shortest path through all states (place in the backward, values at hand). It knows no stages, no order and no solver."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxckpt.solver.program import Program
+from fxckpt.solver.schedule import Schedule, forward_ops
+from fxckpt.solver.simulate import backward_own_profile, simulate
+
+
+@dataclass(frozen=True, order=True)
+class _State:
+    """Before backward op ``position``, these are at hand, and these ops have run at least once."""
+
+    position: int
+    there: frozenset[int]
+    ran: frozenset[int]
+
+
+def exhaustive(program: Program, limit: int) -> float | None:
+    """Return the least extra time within ``limit`` bytes, or None if nothing fits. For up to about eight forward ops."""
+    tables, own = program.tables, backward_own_profile(program)
+    outputs = int(tables.bytes[tables.is_output].sum())
+    steps = itertools.count()
+    queue: list[tuple[float, int, _State]] = [(0.0, next(steps), state) for state in _starts(program, limit)]
+    done: set[_State] = set()
+    heapq.heapify(queue)
+
+    def held(there: frozenset[int]) -> int:
+        return outputs + int(tables.bytes[list(there)].sum())
+
+    while queue:
+        spent, _, state = heapq.heappop(queue)
+        if state in done:
+            continue
+        done.add(state)
+        j, there, ran = state.position, state.there, state.ran
+        if j == len(program.backward):
+            return spent
+        after: list[tuple[float, _State]] = [(spent, _State(j, there - {s}, ran)) for s in there]
+        if all(s in there or tables.is_output[s] for s in program.forward_reads[j]):
+            if held(there) + own[j] + int(tables.scratch_bytes[len(program.ops) + j]) <= limit:
+                after.append((spent, _State(j + 1, there, ran)))
+        for i, op in enumerate(program.ops):
+            if op.pinned is not None or not all(s in there or tables.is_output[s] for s in op.needs):
+                continue
+            more = there | {s for s in op.writes if not tables.is_output[s]}
+            before_op = own[j] - int(tables.written_bytes[len(program.ops) + j])
+            if held(more) + before_op + int(tables.scratch_bytes[i] + tables.replay_bytes[i]) <= limit:
+                after.append((spent + (op.seconds if i in ran else 0.0), _State(j, more, ran | {i})))
+        for seconds, state in after:
+            heapq.heappush(queue, (seconds, next(steps), state))
+    return None
+
+
+def _starts(program: Program, limit: int) -> Iterator[_State]:
+    """Yield what may be at hand after the forward, within ``limit``."""
+    tables = program.tables
+    savable = [s for s, storage in enumerate(program.storages) if storage.producer != -2 and storage.is_savable and not storage.is_output]
+    for n in range(len(savable) + 1):
+        for saved in itertools.combinations(savable, n):
+            simulation = simulate(program, Schedule(saved, (), ()))
+            if max(simulation.profile[: simulation.forward_ops], default=0) <= limit:
+                ran = frozenset(i for i in forward_ops(program, saved) if not tables.is_forward[i])
+                yield _State(0, frozenset(saved), ran | frozenset(np.flatnonzero(tables.is_forward).tolist()))
