@@ -57,7 +57,7 @@ def rows(name: str, joint: Joint, cost: CostModel) -> Iterator[Row]:
     nodes = len(joint.module.graph.nodes)
     step = sum(cost.seconds(n) for n in joint.module.graph.nodes if allocates(n))
     for fraction in (1.0, *FRACTIONS):
-        planner = Planner(fraction, None, cost, measure_scratch=False)
+        planner = Planner(fraction, None, cost, measure_workspace=False)
         times = []
         try:
             for _ in range(REPEATS):
@@ -72,7 +72,7 @@ def rows(name: str, joint: Joint, cost: CostModel) -> Iterator[Row]:
         extra = f"{judged.seconds / step - 1:+.2%}"
         yield Row(name, nodes, f"fxckpt {fraction}", judged.peak_bytes / 1e6, extra, f"{statistics.median(times):.2f}")
     begin = time.perf_counter()
-    Planner(None, None, cost, measure_scratch=False).frontier(joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=POINTS)
+    Planner(None, None, cost, measure_workspace=False).frontier(joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=POINTS)
     yield Row(name, nodes, f"fxckpt, a frontier of {POINTS}", None, "", f"{time.perf_counter() - begin:.2f}")
     for budget in TORCH_BUDGETS:
         begin = time.perf_counter()

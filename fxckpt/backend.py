@@ -18,8 +18,8 @@ from torch import fx
 from fxckpt import budget as budgets
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import BudgetInfeasible, FxckptError, InvalidOption, PlanningFailed
-from fxckpt.inductor.plan_cache import PlanStore
-from fxckpt.inductor.planner import FusedPlanner
+from fxckpt.inductor.plan_cache import PlanCache
+from fxckpt.inductor.planner import InductorPlanner
 from fxckpt.passes.meta import ORDER
 from fxckpt.planner.planner import planner_of
 from fxckpt.plans.types import Plan
@@ -36,7 +36,7 @@ from fxckpt.torch_private import (
     make_boxed,
     through_dynamo,
 )
-from fxckpt.torch_private.inductor.execution_order import KeepOrder
+from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 from fxckpt.torch_private.inductor.lowering import Lowerings
 from fxckpt.torch_private.inductor.options import CustomPartitionerFn, inductor_backend, inductor_options
 from fxckpt.torch_private.versions import warn_of_newer
@@ -155,7 +155,7 @@ class Backend:
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             if self._inner == "inductor":
-                keep_order = KeepOrder(ORDER)
+                keep_order = KeepExecutionOrder(ORDER)
                 lowerings = Lowerings(keep_order)
                 partitioner = _InductorPartitioner(self, lowerings)
                 return inductor_backend(gm, example_inputs, partitioner, keep_order, self._inductor, lowerings.compile)  # type: ignore[no-any-return]
@@ -189,7 +189,7 @@ class Backend:
                 forward, backward, plan = self._planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
             else:
                 timed = lowerings.compile_alone if self._planner.cost == "measured" else None
-                fused = FusedPlanner(self._planner, lowerings.lower, PlanStore.beside_inductor(), source_digest(), timed)
+                fused = InductorPlanner(self._planner, lowerings.lower, PlanCache.beside_inductor(), source_digest(), timed)
                 forward, backward, plan = fused.partition(joint, num_fwd_outputs=num_fwd_outputs, **given)
         except (FxckptError, Warning):
             raise

@@ -41,7 +41,7 @@ def main() -> None:
     model, inputs = gpt2()
     joint = capture_joint(model, (), inputs)
     normalize(joint.module)
-    planner = Planner(None, None, cost, measure_scratch=False)
+    planner = Planner(None, None, cost, measure_workspace=False)
     curve = Frontier(planner.frontier(joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=16))
     step = sum(cost.seconds(node) for node in joint.module.graph.nodes if allocates(node))
     peers = []

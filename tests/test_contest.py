@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxckpt
-from fxckpt.inductor.autotune import ROUNDS, not_to_be_tried, step_seconds
-from fxckpt.inductor.planner import FusedPlanner
+from fxckpt.inductor.autotune import ROUNDS, step_seconds, unsafe_op
+from fxckpt.inductor.planner import InductorPlanner
 from fxckpt.passes.transforms.rematerialize import RUNS_AGAIN
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan
@@ -60,7 +60,7 @@ def step() -> tuple[nn.Module, Tensor, Tensor]:
 
 def chosen(compiler: Compiler) -> Plan:
     joint, count = inductor_joint(*step())
-    planner = FusedPlanner(Planner(cost="flops"), compile_half=compiler, clock=compiler.clock)
+    planner = InductorPlanner(Planner(cost="flops"), compile_half=compiler, clock=compiler.clock)
     return planner.partition(joint, num_fwd_outputs=count)[2]
 
 
@@ -72,7 +72,7 @@ def test_the_plan_that_takes_least_time_is_kept() -> None:
 def test_each_is_run_in_turn_and_once_untimed() -> None:
     compiler = Compiler(Clock(), each=2.0)
     joint, count = inductor_joint(*step())
-    forward, backward, _ = FusedPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)
+    forward, backward, _ = InductorPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)
     seconds = step_seconds([(forward, backward)] * 2, compiler, torch.device("cpu"), compiler.clock)
     assert compiler.runs == 2 * 2 * (1 + ROUNDS)
     assert seconds[0] == seconds[1] > 0
@@ -87,7 +87,7 @@ def test_a_step_that_made_up_values_do_not_suit_is_not_timed(caplog: pytest.LogC
 
     joint, count = inductor_joint(*step())
     with caplog.at_level(logging.WARNING, "fxckpt"):
-        plan = FusedPlanner(Planner(cost="flops"), compile_half=refuse).partition(joint, num_fwd_outputs=count)[2]
+        plan = InductorPlanner(Planner(cost="flops"), compile_half=refuse).partition(joint, num_fwd_outputs=count)[2]
     assert "cannot be timed" in caplog.text
     assert plan.saved
 
@@ -143,7 +143,7 @@ def _(x: Tensor) -> Tensor:
 def test_what_a_step_does_beside_computing_is_not_done_to_be_timed() -> None:
     def barred(function: Callable[[Tensor], Tensor]) -> str | None:
         joint, _ = plain_joint(function, torch.ones(8, 8, requires_grad=True))
-        return not_to_be_tried([joint])
+        return unsafe_op([joint])
 
     assert barred(lambda x: (x * logged(x.detach())).sum()) == "fxckpt_tests.logged.default"
     assert barred(lambda x: torch.cond(x.sum() > 0, lambda t: t * logged(t.detach()), torch.sin, (x,)).sum()) is not None

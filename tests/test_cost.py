@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxckpt
 from fxckpt.costs import models, roofline
-from fxckpt.costs.isolated_op import Trial
+from fxckpt.costs.isolated_op import IsolatedOp
 from fxckpt.costs.measured import MeasuredSeconds, Records, cpu_figures
 
 CPU = torch.device("cpu")
@@ -113,8 +113,8 @@ def test_what_is_not_torchs_own_is_estimated(records: Records) -> None:
 
 def test_kernels_with_buffers_of_their_own_are_not_tried_on_made_up_ones() -> None:
     graph = fx.Graph()
-    assert Trial.of(graph.call_function(torch.ops.aten.mkldnn_rnn_layer.default)) is None
-    assert Trial.of(graph.call_function(torch.ops.aten._cudnn_rnn.default)) is None
+    assert IsolatedOp.of(graph.call_function(torch.ops.aten.mkldnn_rnn_layer.default)) is None
+    assert IsolatedOp.of(graph.call_function(torch.ops.aten._cudnn_rnn.default)) is None
 
 
 def test_measuring_leaves_the_generator_alone(records: Records) -> None:

@@ -33,7 +33,7 @@ DIFFERENTIABLE = [op for op in op_db if op.supports_autograd and op.supports_dty
 def at_the_floor(plans: list[fxckpt.Plan]) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
     def split(joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         normalize(joint)
-        planner = Planner(budget=1, measure_scratch=False)
+        planner = Planner(budget=1, measure_workspace=False)
         try:
             planner.plan(joint, num_fwd_outputs=num_fwd_outputs)
         except fxckpt.BudgetInfeasible as error:

@@ -17,13 +17,13 @@ from torch.nn import functional as F
 import fxckpt
 from fxckpt.costs.models import FlopCost, checked
 from fxckpt.inductor.memory import backward_bytes, lower_backward
-from fxckpt.inductor.planner import FusedPlanner, stock_candidate
-from fxckpt.passes.analysis.joint import collect, no_scratch
+from fxckpt.inductor.planner import InductorPlanner, default_candidate
+from fxckpt.passes.analysis.joint import collect, no_workspace
 from fxckpt.passes.inductor.execution_order import ORDER
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan
-from fxckpt.torch_private.inductor.default_partitioner import stock_saved
-from fxckpt.torch_private.inductor.execution_order import KeepOrder
+from fxckpt.torch_private.inductor.default_partitioner import default_saved
+from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 from fxckpt.torch_private.inductor.lowering import Lowerings
 from tests.joints import inductor_joint
 from tests.steps import fresh, outcome
@@ -66,7 +66,7 @@ def planned(budget: Any, **options: Any) -> Plan:
     """The plan within a budget; nothing is compiled."""
     model, inputs = step(**options)
     joint, count = inductor_joint(model, *inputs)
-    return FusedPlanner(Planner(budget=budget, cost="flops")).partition(joint, num_fwd_outputs=count)[2]
+    return InductorPlanner(Planner(budget=budget, cost="flops")).partition(joint, num_fwd_outputs=count)[2]
 
 
 def test_what_is_measured_is_what_was_lowered() -> None:
@@ -89,9 +89,9 @@ def test_what_is_measured_is_what_was_lowered() -> None:
 def test_without_a_budget_the_choice_is_torch_s_own() -> None:
     model, inputs = step()
     joint, count = inductor_joint(model, *inputs)
-    stored = stock_saved(joint, num_fwd_outputs=count)
-    plan = FusedPlanner(Planner()).partition(joint, num_fwd_outputs=count)[2]
-    assert set(plan.saved) <= stored | {op.name for op in plan.step.program.ops if op.pinned}  # type: ignore[union-attr]
+    stored = default_saved(joint, num_fwd_outputs=count)
+    plan = InductorPlanner(Planner()).partition(joint, num_fwd_outputs=count)[2]
+    assert set(plan.saved) <= stored | {op.name for op in plan.step.program.ops if op.no_recompute}  # type: ignore[union-attr]
     assert plan.saved
 
 
@@ -108,12 +108,12 @@ def test_a_plan_whose_compiled_peak_is_over_the_budget_is_planned_again() -> Non
     calls = []
 
     def doubtful(half: Any, donated: Any, strides: Any) -> Any:
-        found = Lowerings(KeepOrder(ORDER)).lower(half, donated, strides)
+        found = Lowerings(KeepExecutionOrder(ORDER)).lower(half, donated, strides)
         calls.append(donated is not None)
         extra = ("imagined", budget, 0, len(found.kernels))
         return replace(found, allocated=(*found.allocated, extra)) if calls.count(True) <= 1 else found
 
-    plan = FusedPlanner(Planner(budget=budget), lower=doubtful).partition(joint, num_fwd_outputs=count)[2]
+    plan = InductorPlanner(Planner(budget=budget), lower=doubtful).partition(joint, num_fwd_outputs=count)[2]
     assert calls.count(True) >= 2
     assert plan.compiled_peak_bytes is not None and plan.compiled_peak_bytes <= budget
 
@@ -146,15 +146,15 @@ def test_what_runs_again_waits_for_its_turn() -> None:
     model = nn.Sequential(*(Attention() for _ in range(3)))
     joint, count = inductor_joint(model, torch.randn(4, 64, 32))
     facts = collect(joint, num_fwd_outputs=count, cost=checked(FlopCost()))
-    forward, backward, plan = FusedPlanner(Planner(budget=900_000, cost="flops")).partition(joint, num_fwd_outputs=count)
+    forward, backward, plan = InductorPlanner(Planner(budget=900_000, cost="flops")).partition(joint, num_fwd_outputs=count)
 
-    def peak(order: KeepOrder | None) -> int:
+    def peak(order: KeepExecutionOrder | None) -> int:
         lower = Lowerings(order).lower
         lowered = lower_backward(forward, backward, lower, num_fwd_outputs=count)
         left = lower(forward, None, {})
-        return int(backward_bytes(lowered, forward, backward, facts, no_scratch, num_fwd_outputs=count, lowered_forward=left).max())
+        return int(backward_bytes(lowered, forward, backward, facts, no_workspace, num_fwd_outputs=count, lowered_forward=left).max())
 
-    kept, loose = peak(KeepOrder(ORDER)), peak(None)
+    kept, loose = peak(KeepExecutionOrder(ORDER)), peak(None)
     assert kept == plan.compiled_peak_bytes
     assert kept < 0.9 * loose
 
@@ -164,7 +164,7 @@ def test_a_schedule_that_saves_what_it_must_not_is_no_candidate() -> None:
     assert plan.step is not None
     program = plan.step.program
     barred = replace(plan.step, program=replace(program, storages=tuple(replace(s, is_savable=False) for s in program.storages)))
-    assert stock_candidate(barred, frozenset(plan.saved)) is None
+    assert default_candidate(barred, frozenset(plan.saved)) is None
 
 
 @pytest.mark.parametrize("entry", [pytest.param(e, id=e.name, marks=() if e.name == "gpt2" else pytest.mark.sweep) for e in ENTRIES])

@@ -22,16 +22,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fxckpt
 from fxckpt.inductor.memory import learned, lower_backward
-from fxckpt.inductor.planner import FusedPlanner
-from fxckpt.passes.analysis.joint import RNG_STATE_BYTES, no_scratch
+from fxckpt.inductor.planner import InductorPlanner
+from fxckpt.passes.analysis.joint import RNG_STATE_BYTES, no_workspace
 from fxckpt.passes.inductor.execution_order import ORDER
 from fxckpt.passes.inductor.fusion_model import KernelGraph
 from fxckpt.planner.planner import Planner
 from fxckpt.torch_private.inductor.default_partitioner import fuses
-from fxckpt.torch_private.inductor.execution_order import KeepOrder
+from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 from fxckpt.torch_private.inductor.layouts import changes_layout, wants_channels_last
 from fxckpt.torch_private.inductor.lowered import live_bytes
-from fxckpt.torch_private.inductor.lowering import LETS_GO, Lowerings, let_go
+from fxckpt.torch_private.inductor.lowering import FREES_EARLY, Lowerings, free_early
 from fxckpt.torch_private.inductor.options import _begin_to_look_for_instructions
 from tests.joints import inductor_joint
 from tests.steps import peak_of
@@ -135,12 +135,12 @@ def test_the_least_peak_of_convolutions_can_be_had() -> None:
 
     def least(budget: int) -> int:
         with pytest.raises(fxckpt.BudgetInfeasible) as caught:
-            FusedPlanner(Planner(budget=budget, cost="flops")).partition(joint, num_fwd_outputs=count)
+            InductorPlanner(Planner(budget=budget, cost="flops")).partition(joint, num_fwd_outputs=count)
         return caught.value.floor_bytes
 
     floor = least(1)
     assert least(floor - 1) == floor
-    plan = FusedPlanner(Planner(budget=floor, cost="flops")).partition(joint, num_fwd_outputs=count)[2]
+    plan = InductorPlanner(Planner(budget=floor, cost="flops")).partition(joint, num_fwd_outputs=count)[2]
     assert plan.compiled_peak_bytes is not None and plan.compiled_peak_bytes <= floor
 
 
@@ -158,9 +158,9 @@ class Alignment(nn.Module):
 
 def test_the_least_peak_is_no_more_than_what_stock_saves_takes() -> None:
     joint, count = inductor_joint(Alignment(), torch.randn(30, 4, 32))
-    stock = FusedPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)[2]
+    stock = InductorPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)[2]
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
-        FusedPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
+        InductorPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
     assert stock.compiled_peak_bytes is not None and caught.value.floor_bytes <= stock.compiled_peak_bytes
 
 
@@ -184,9 +184,9 @@ class Collects(nn.Module):
 def test_no_plan_for_more_takes_less_than_the_least_peak_that_an_error_names() -> None:
     joint, count = inductor_joint(Collects(), torch.randn(1024, 64))
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
-        FusedPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
+        InductorPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
     for share in (0.75, 0.85):
-        plan = FusedPlanner(Planner(budget=share, cost="flops")).partition(joint, num_fwd_outputs=count)[2]
+        plan = InductorPlanner(Planner(budget=share, cost="flops")).partition(joint, num_fwd_outputs=count)[2]
         assert plan.compiled_peak_bytes is not None and plan.compiled_peak_bytes >= caught.value.floor_bytes
 
 
@@ -427,8 +427,8 @@ def skips() -> tuple[nn.Module, Tensor]:
 
 def test_memory_that_is_let_go_of_takes_no_more_than_what_is_kept_for_later_buffers() -> None:
     joint, count = inductor_joint(*skips())
-    forward, backward, _ = FusedPlanner(Planner(budget=0.85, cost="flops")).partition(joint, num_fwd_outputs=count)
-    kept = lower_backward(forward, backward, Lowerings(KeepOrder(ORDER)).lower, num_fwd_outputs=count)
+    forward, backward, _ = InductorPlanner(Planner(budget=0.85, cost="flops")).partition(joint, num_fwd_outputs=count)
+    kept = lower_backward(forward, backward, Lowerings(KeepExecutionOrder(ORDER)).lower, num_fwd_outputs=count)
     letting_go = kept.letting_go
     assert letting_go is not None
     assert letting_go.kernels == kept.kernels
@@ -450,28 +450,28 @@ def test_a_backward_lets_go_of_memory_where_it_is_over_the_budget_otherwise(
 
     monkeypatch.setattr(Lowerings, "lower", lowered)
     joint, count = inductor_joint(*skips())
-    _, backward, plan = FusedPlanner(Planner(budget=0.85, cost="flops")).partition(joint, num_fwd_outputs=count)
+    _, backward, plan = InductorPlanner(Planner(budget=0.85, cost="flops")).partition(joint, num_fwd_outputs=count)
     assert plan.keeps_order
-    assert plan.lets_go == lets_go == any(LETS_GO in node.meta for node in backward.graph.nodes)
+    assert plan.lets_go == lets_go == any(FREES_EARLY in node.meta for node in backward.graph.nodes)
     assert plan.compiled_peak_bytes is not None and plan.budget_bytes is not None
     assert plan.compiled_peak_bytes <= plan.budget_bytes
     again, _ = inductor_joint(*skips())
-    forward, backward, _ = FusedPlanner(Planner(known=(plan,), cost="flops")).partition(again, num_fwd_outputs=count)
-    assert lets_go == any(LETS_GO in node.meta for node in backward.graph.nodes)
-    assert not any(LETS_GO in node.meta for node in forward.graph.nodes)
+    forward, backward, _ = InductorPlanner(Planner(known=(plan,), cost="flops")).partition(again, num_fwd_outputs=count)
+    assert lets_go == any(FREES_EARLY in node.meta for node in backward.graph.nodes)
+    assert not any(FREES_EARLY in node.meta for node in forward.graph.nodes)
 
 
 def test_what_lets_go_is_compiled_without_keeping_memory_for_later_buffers() -> None:
     joint, count = inductor_joint(*skips())
-    _, backward, _ = FusedPlanner(Planner(budget=0.85, cost="flops")).partition(joint, num_fwd_outputs=count)
+    _, backward, _ = InductorPlanner(Planner(budget=0.85, cost="flops")).partition(joint, num_fwd_outputs=count)
 
     def reused(half: fx.GraphModule) -> int:
         with config.patch(fx_graph_cache=False):
-            _, code = run_and_get_code(lambda: Lowerings(KeepOrder(ORDER)).compile_alone(half, True, {}))
+            _, code = run_and_get_code(lambda: Lowerings(KeepExecutionOrder(ORDER)).compile_alone(half, True, {}))
         return sum("# reuse" in line for line in code[0].splitlines())
 
     keeping = reused(backward)
-    let_go(backward)
+    free_early(backward)
     assert reused(backward) < keeping
     assert config.allow_buffer_reuse
 
@@ -479,7 +479,7 @@ def test_what_lets_go_is_compiled_without_keeping_memory_for_later_buffers() -> 
 @pytest.mark.parametrize("options", [{}, {"max_fusion_size": 1}])
 def test_what_is_compiled_after_a_look_is_what_inductor_makes_without_one(options: dict[str, Any]) -> None:
     joint, count = inductor_joint(Grouped(48), torch.randn(8, 3, 64, 64))
-    _, backward, _ = FusedPlanner(Planner(budget=0.7, cost="flops")).partition(joint, num_fwd_outputs=count)
+    _, backward, _ = InductorPlanner(Planner(budget=0.7, cost="flops")).partition(joint, num_fwd_outputs=count)
     # Images lie channels last, as in the forward, where Inductor would lay them out otherwise.
     assert wants_channels_last(backward) and not changes_layout(backward)
 
@@ -488,23 +488,23 @@ def test_what_is_compiled_after_a_look_is_what_inductor_makes_without_one(option
             _, (text,) = run_and_get_code(lambda: lowerings.compile_alone(backward, True, {}))
         return text
 
-    looked_at = Lowerings(KeepOrder(ORDER))
+    looked_at = Lowerings(KeepExecutionOrder(ORDER))
     with config.patch(fx_graph_cache=False):
         looked_at.lower(backward, [], {})
-    assert code(looked_at) == code(Lowerings(KeepOrder(ORDER)))
+    assert code(looked_at) == code(Lowerings(KeepExecutionOrder(ORDER)))
 
 
 def test_what_was_lowered_in_inductor_s_own_order_is_not_compiled_in_place_of_what_is_held_to_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     joint, count = inductor_joint(*skips())
     planner = Planner(budget=0.85, cost="flops")
-    _, backward, _ = FusedPlanner(planner).partition(joint, num_fwd_outputs=count)
+    _, backward, _ = InductorPlanner(planner).partition(joint, num_fwd_outputs=count)
     free = copy.deepcopy(backward)
     for node in free.graph.nodes:
         node.meta.pop(ORDER, None)
     lowered: list[GraphLowering] = []
     run = GraphLowering.run
     monkeypatch.setattr(GraphLowering, "run", lambda graph, *args: (lowered.append(graph), run(graph, *args))[1])
-    lowerings = Lowerings(KeepOrder(ORDER))
+    lowerings = Lowerings(KeepExecutionOrder(ORDER))
     with config.patch(fx_graph_cache=False):
         lowerings.lower(free, [], {})
         lowerings.lower(backward, [], {})
@@ -520,7 +520,7 @@ def test_a_convolution_that_runs_again_makes_no_copies_of_the_other_images(monke
 
     def allocated(planner: Planner) -> tuple[int, fxckpt.Plan]:
         joint, count = inductor_joint(model, x)
-        forward, backward, plan = FusedPlanner(planner).partition(joint, num_fwd_outputs=count)
+        forward, backward, plan = InductorPlanner(planner).partition(joint, num_fwd_outputs=count)
         lower = Lowerings(None).lower
         lowered = lower_backward(forward, backward, lower, num_fwd_outputs=count, lowered_forward=lower(forward, None, {}))
         return sum(nbytes for _, nbytes, _, _ in lowered.allocated), plan
@@ -678,7 +678,7 @@ def test_a_head_s_weight_gradient_does_not_wait_for_the_embedding_s() -> None:
     """The gradient of the logits would live throughout the backward, and the layers' saved values beside it."""
     joint, count = inductor_joint(*next_tokens())
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
-        FusedPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
+        InductorPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
     logits, table = 8 * 64 * 1000 * 4, 1000 * 32 * 4
     assert caught.value.floor_bytes < 1.1 * (logits + table)
 
@@ -686,13 +686,13 @@ def test_a_head_s_weight_gradient_does_not_wait_for_the_embedding_s() -> None:
 def test_what_kernels_write_over_is_learned_from_a_lowering() -> None:
     """An op that is the last to read as much as it writes is spared that much, and no other."""
     joint, count = inductor_joint(*next_tokens())
-    forward, backward, plan = FusedPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)
+    forward, backward, plan = InductorPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)
     kernels = KernelGraph(fuses)(joint.graph, plan.saved)
     facts, _ = Planner(cost="flops").read(joint, count, bind_preferences=True, never_stored=kernels)
     lowered = lower_backward(forward, backward, Lowerings(None).lower, num_fwd_outputs=count)
-    program, seen = facts.program, learned(facts, lowered, backward, no_scratch)
+    program, seen = facts.program, learned(facts, lowered, backward, no_workspace)
     pairs = zip(program.backward, seen.backward, strict=True)
-    spared = {k: one.scratch_bytes - other.scratch_bytes for k, (one, other) in enumerate(pairs)}
+    spared = {k: one.workspace_bytes - other.workspace_bytes for k, (one, other) in enumerate(pairs)}
     last = {s: k for k, op in enumerate(program.backward) for s in op.reads}
     assert 0 < sum(spared.values()) <= sum(nbytes for _, nbytes in lowered.written_over)
     for k, nbytes in spared.items():
@@ -763,10 +763,10 @@ class Masked(nn.Module):
 
 def test_the_order_that_is_kept_has_no_cycles() -> None:
     joint, count = inductor_joint(Masked(), torch.randint(0, 128, (32,)))
-    stock = FusedPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)[2].compiled_peak_bytes
+    stock = InductorPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)[2].compiled_peak_bytes
     assert stock is not None
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
-        FusedPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
+        InductorPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
     assert caught.value.floor_bytes <= stock
 
 

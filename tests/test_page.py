@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 import fxckpt
 from fxckpt.costs.roofline import Roofline
-from fxckpt.planner.build_plan import describe
-from fxckpt.plans.snapshot import Kind, Label, Step
+from fxckpt.planner.build_plan import build_plan
+from fxckpt.plans.snapshot import GraphSnapshot, NodeKind, NodeLabel
 from fxckpt.reports import html
 from fxckpt.solver.lower_bounds import Bound
 from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.solver.schedule import save_all
-from fxckpt.solver.search import Candidate, Found
+from fxckpt.solver.search import Candidate, SearchResult
 from fxckpt.solver.simulate import simulate
 
 COST = Roofline(2e11, 1e10, 0.0)
@@ -94,19 +94,19 @@ def chain(length: int) -> fxckpt.Plan:
     storages = (*(Storage(f"f{i}", 1024, i) for i in range(half)), *(Storage(f"b{j}", 1024, IN_BACKWARD) for j in range(half)))
     program = Program(ops, (*backward, Op("output", Side.BACKWARD, 0.0, 0, (2 * half - 1,), ())), storages, ())
 
-    def label(at: int) -> Label:
+    def label(at: int) -> NodeLabel:
         is_backward = at >= half
         layer = (at if not is_backward else 2 * half - 1 - at) * 100 // half
         inputs = (at - 1,) if 0 < at != half else (half - 1,) if at else ()
         name = f"b{at - half}" if is_backward else f"f{at}"
-        return Label(
-            name, Kind.OP, "aten.mm", f"model.layers.{layer}.mlp", "model.py:1", (16, 16), "float32", inputs, (at,), is_backward, False
+        return NodeLabel(
+            name, NodeKind.OP, "aten.mm", f"model.layers.{layer}.mlp", "model.py:1", (16, 16), "float32", inputs, (at,), is_backward, False
         )
 
-    step = Step(program, tuple(label(at) for at in range(2 * half)))
+    step = GraphSnapshot(program, tuple(label(at) for at in range(2 * half)))
     candidate = Candidate(save_all(program), simulate(program, save_all(program)))
-    found = Found(None, candidate, candidate, candidate, Bound(0.0, 0.0), Bound(0.0, 0.0), 0)
-    return describe(step, found, candidate, budget_bytes=None, cost="none")
+    found = SearchResult(None, candidate, candidate, candidate, Bound(0.0, 0.0), Bound(0.0, 0.0), 0)
+    return build_plan(step, found, candidate, budget_bytes=None, cost="none")
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +273,9 @@ def test_no_reason_denies_the_readers_beside_it(viewed: fxckpt.Frontier, opened:
         for kind, why, backward, again in tab.evaluate(said, number):
             is_denied = "does not need" in why or "does not read" in why or "not needed" in why
             assert not (is_denied and backward), why
-            views += [(is_denied, backward + again > 0)] if kind == list(Kind).index(Kind.VIEW) and why.startswith("a view: ") else []
+            views += (
+                [(is_denied, backward + again > 0)] if kind == list(NodeKind).index(NodeKind.VIEW) and why.startswith("a view: ") else []
+            )
     assert {(True, False), (False, True)} == set(views)
 
 

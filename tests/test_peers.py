@@ -41,7 +41,7 @@ def test_no_slower_at_the_peak_of_torchs_partitioner(name: str) -> None:
     joint = captured(name)
     theirs = min_cut_rematerialization_partition(copy.deepcopy(joint.module), None, num_fwd_outputs=joint.num_fwd_outputs)
     peak = emitted_peak(*theirs, num_fwd_outputs=joint.num_fwd_outputs)
-    planner = Planner(peak, None, GENERIC_GPU, measure_scratch=False)
+    planner = Planner(peak, None, GENERIC_GPU, measure_workspace=False)
     _, plan = planner.plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)
     assert plan.peak_bytes <= peak
     assert plan.recompute_seconds <= seconds(theirs) - seconds((joint.module,)) + 1e-12

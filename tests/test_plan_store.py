@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxckpt
 from fxckpt.costs.models import FlopCost
-from fxckpt.inductor.plan_cache import PlanStore, key_of
+from fxckpt.inductor.plan_cache import PlanCache, key_of
 from fxckpt.passes.analysis.fingerprint import fingerprint
 from fxckpt.planner.planner import Planner
 from fxckpt.policies import save_ops
@@ -35,10 +35,10 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanStore:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanCache:
     """A store of the test's own, which backends use too."""
-    found = PlanStore(tmp_path / "plans")
-    monkeypatch.setattr(PlanStore, "beside_inductor", lambda: found)
+    found = PlanCache(tmp_path / "plans")
+    monkeypatch.setattr(PlanCache, "beside_inductor", lambda: found)
     return found
 
 
@@ -64,7 +64,7 @@ def step(budget: Any = "4MiB", rows: int = 2048) -> fxckpt.Plan:
     return plan
 
 
-def test_a_plan_made_before_is_neither_searched_nor_lowered_again(store: PlanStore, lowered: list[bool]) -> None:
+def test_a_plan_made_before_is_neither_searched_nor_lowered_again(store: PlanCache, lowered: list[bool]) -> None:
     first = step()
     assert lowered
     lowered.clear()
@@ -75,7 +75,7 @@ def test_a_plan_made_before_is_neither_searched_nor_lowered_again(store: PlanSto
 
 
 @pytest.mark.parametrize("other", [{"budget": "8MiB"}, {"rows": 1024}], ids=str)
-def test_another_budget_or_shape_is_planned_anew(store: PlanStore, lowered: list[bool], other: dict[str, Any]) -> None:
+def test_another_budget_or_shape_is_planned_anew(store: PlanCache, lowered: list[bool], other: dict[str, Any]) -> None:
     step()
     lowered.clear()
     step(**other)
@@ -87,7 +87,7 @@ def test_another_budget_or_shape_is_planned_anew(store: PlanStore, lowered: list
     "broken", [lambda text: text[:100], lambda text: "[" * 100_000, lambda text: "9" * 5_000], ids=["cut", "deep", "long"]
 )
 def test_a_broken_file_is_planned_over(
-    store: PlanStore, lowered: list[bool], caplog: pytest.LogCaptureFixture, broken: Callable[[str], str]
+    store: PlanCache, lowered: list[bool], caplog: pytest.LogCaptureFixture, broken: Callable[[str], str]
 ) -> None:
     first = step()
     (path,) = store.folder.iterdir()
@@ -102,16 +102,16 @@ def test_a_broken_file_is_planned_over(
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(PlanStore, "beside_inductor", lambda: PlanStore(tmp_path / "file" / "plans"))
+    monkeypatch.setattr(PlanCache, "beside_inductor", lambda: PlanCache(tmp_path / "file" / "plans"))
     with caplog.at_level(logging.WARNING, "fxckpt"):
         assert step().saved
     assert "cannot be written" in caplog.text
 
 
 def test_where_inductor_s_cache_is_off_no_plan_is_kept() -> None:
-    assert PlanStore.beside_inductor() is not None
+    assert PlanCache.beside_inductor() is not None
     with torch._inductor.config.patch(fx_graph_cache=False):
-        assert PlanStore.beside_inductor() is None
+        assert PlanCache.beside_inductor() is None
 
 
 def test_keys_tell_what_a_plan_depends_on_apart() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fxckpt
 from fxckpt.costs.roofline import Roofline
-from fxckpt.reports.narrate import Reasons
+from fxckpt.reports.narrate import Narrator
 from fxckpt.solver.live_intervals import Holder
 from tests.zoo import ENTRIES
 
@@ -79,7 +79,7 @@ def test_a_chain_ends_at_what_is_at_hand() -> None:
 
     x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
     plan = fxckpt.plan(step, x, w, cost=COST, budget=1.0)
-    reasons = Reasons(plan)
+    reasons = Narrator(plan)
     assert plan.saved == ("exp", "exp_1", "exp_2")
     chain = reasons.chain(reasons.step.storage_index["exp_1"])
     assert [op.name for op in chain.ops] == ["mm_1", "exp_1"]

@@ -1,4 +1,4 @@
-"""Trial: an op of a graph on its own, run on made-up values to learn what a graph does not show."""
+"""Isolated op: an op of a graph on its own, run on made-up values to learn what a graph does not show."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_BYTES = 2**32
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class IsolatedOp:
     """One op and what it is called with."""
 
     op: OpOverload
@@ -33,7 +33,7 @@ class Trial:
     """Equal for equal calls: target, plain arguments, and of tensors shape, strides, offset, dtype and device."""
 
     @classmethod
-    def of(cls, node: fx.Node) -> Trial | None:
+    def of(cls, node: fx.Node) -> IsolatedOp | None:
         """Return the trial of a node's op; None for what is not torch's own, has effects, or talks to other ranks."""
         if not isinstance(node.target, OpOverload) or not is_torchs_own(node) or is_collective(node):
             return None
@@ -53,7 +53,7 @@ class Trial:
         """
         devices = sorted({leaf.device.index or 0 for leaf in self.leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"})
         with outside_trace(), torch.no_grad(), torch.random.fork_rng(devices=devices):
-            args, kwargs = pytree.tree_unflatten([made_up(leaf) for leaf in self.leaves], self.spec)
+            args, kwargs = pytree.tree_unflatten([synthetic_input(leaf) for leaf in self.leaves], self.spec)
             yield lambda: self.op(*args, **kwargs)
 
 
@@ -84,7 +84,7 @@ def signature(leaf: Any) -> str:
     return repr(leaf)
 
 
-def made_up(leaf: Any) -> Any:
+def synthetic_input(leaf: Any) -> Any:
     """Return a real value for a fake or symbolic one: random floats in [0, 1), integers of zero, booleans that are all true."""
     if isinstance(leaf, torch.Tensor):
         shape, stride = [size_hint(n) for n in leaf.shape], [size_hint(n) for n in leaf.stride()]

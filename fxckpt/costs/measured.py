@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.timer import timer as default_timer
 
-from fxckpt.costs.isolated_op import REFUSED, Trial, devices
+from fxckpt.costs.isolated_op import REFUSED, IsolatedOp, devices
 from fxckpt.torch_private import outside_trace
 
 log = logging.getLogger("fxckpt")
@@ -170,7 +170,7 @@ class MeasuredSeconds:
 
     def __call__(self, node: fx.Node) -> float | None:
         """Return the seconds of one run of ``node``, or None for what cannot be run on its own."""
-        trial = Trial.of(node)
+        trial = IsolatedOp.of(node)
         if trial is None or not devices(node) <= {"cpu", self.device.type}:
             return None
         key = f"{machine(self.device)} {trial.key}"
@@ -183,7 +183,7 @@ class MeasuredSeconds:
         return self._known[key]
 
 
-def _measure(trial: Trial, clock: Callable[[], float]) -> float | None:
+def _measure(trial: IsolatedOp, clock: Callable[[], float]) -> float | None:
     try:
         with trial.call() as call:
             call()

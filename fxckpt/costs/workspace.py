@@ -1,4 +1,4 @@
-"""Scratch: the memory an op's kernel allocates and frees before it returns.
+"""Workspace: the memory an op's kernel allocates and frees before it returns.
 
 Convolutions reorder their operands, attention keeps blocks, some reductions buffer: library workspace that no graph shows. Each distinct op
 of a CPU graph is run once on made-up values and watched by the allocator's own events.
@@ -11,7 +11,7 @@ import logging
 import torch
 from torch import fx
 
-from fxckpt.costs.isolated_op import REFUSED, Trial, devices
+from fxckpt.costs.isolated_op import REFUSED, IsolatedOp, devices
 from fxckpt.ops.properties import tensors
 from fxckpt.torch_private import allocation_events, size_hint, storage_id
 
@@ -22,15 +22,15 @@ WITHOUT_SCRATCH = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 BLAS_DTYPES = (torch.float32, torch.float64)
 
 
-class MeasuredScratch:
+class MeasuredWorkspace:
     """Measures ops once each; lives for one compile."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
 
     def __call__(self, node: fx.Node) -> int:
-        """Return the scratch bytes of one run of ``node``; 0 for what does not run on the CPU or is not torch's own."""
-        trial = Trial.of(node)
+        """Return the workspace bytes of one run of ``node``; 0 for what does not run on the CPU or is not torch's own."""
+        trial = IsolatedOp.of(node)
         if trial is None or devices(node) != {"cpu"}:
             return 0
         operands = [t for arg in node.all_input_nodes for t in tensors(arg.meta.get("val"))]
@@ -60,12 +60,12 @@ def _result_bytes(node: fx.Node) -> int:
     return sum({storage_id(t): size_hint(t.untyped_storage().nbytes()) for t in tensors(node.meta.get("val"))}.values())
 
 
-def _measure(trial: Trial, result_bytes: int) -> int:
+def _measure(trial: IsolatedOp, result_bytes: int) -> int:
     try:
         with trial.call() as call:
             changes, result = allocation_events(call)
     except REFUSED as error:
-        log.info("scratch of %s not measured, planned as none: %s", trial.op, error)
+        log.info("workspace of %s not measured, planned as none: %s", trial.op, error)
         return 0
     del result
     live = peak = 0

@@ -36,8 +36,8 @@ from torch.utils.checkpoint import (
 
 from fxckpt.budget import Budget
 from fxckpt.eager.recorder import Keep, Kept, Recorder
-from fxckpt.eager.region_cache import MEMORY, Follower, differentiable, plan_region
-from fxckpt.eager.region_plan import Course
+from fxckpt.eager.region_cache import MEMORY, RegionMatcher, differentiable, plan_region
+from fxckpt.eager.region_plan import RegionPlan
 from fxckpt.eager.region_report import region_of, watched
 from fxckpt.eager.replay import unpack
 from fxckpt.errors import CheckpointError, InvalidOption
@@ -203,7 +203,7 @@ def checkpoint(
         raise InvalidOption(
             "context_fn and policy (or budget) were given: both say what the region keeps. Give the policy alone: policy=..."
         )
-    follower = None if planner is None else Follower(MEMORY.courses(function, budget, planner.policy))
+    follower = None if planner is None else RegionMatcher(MEMORY.courses(function, budget, planner.policy))
     watchers = watched()
     is_shown = watchers is not None or debug_override(debug) or (follower is not None and not follower.courses.known)
     looks_at_modules = is_shown or (planner is not None and planner.policy is not None and planner.policy.needs_graph)
@@ -219,7 +219,7 @@ def checkpoint(
             replay_context=contexts[1],
         )
 
-        def end(result: Any) -> Course | None:
+        def end(result: Any) -> RegionPlan | None:
             course = None if planner is None or follower is None else plan_region(recorder, follower, result, planner)
             if watchers is not None:
                 watchers.append(region_of(function, recorder, differentiable(result), None if course is None else course.plan))
@@ -319,7 +319,7 @@ def _record(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    plan: Callable[[Any], Course | None] | None = None,
+    plan: Callable[[Any], RegionPlan | None] | None = None,
 ) -> Any:
     """Run a region on a recorder, which is on top of all modes: it sees ops as the region calls them, and replays them so."""
     course = None

@@ -1,7 +1,7 @@
 """Plans of regions: what an eager region keeps, and when what it does not keep runs again.
 
 The first call of a region is recorded with its results held, so that its tape, as a graph, can be planned by the compile door's own planner and
-policies; a plan is then a :class:`Course` for this call and for later ones that go the same way, op by op and shape by shape.
+policies; a plan is then a :class:`RegionPlan` for this call and for later ones that go the same way, op by op and shape by shape.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxckpt.eager.region_plan import Consumer, Course, Rerun, Seen, unplanned
-from fxckpt.eager.tape import Call, Place
+from fxckpt.eager.region_plan import CallKey, Consumer, RegionPlan, Rerun, unplanned
+from fxckpt.eager.tape import Call, TensorVersion
 from fxckpt.eager.tape_to_fx import graph_of
 from fxckpt.errors import CaptureError
 from fxckpt.passes.analysis.joint import Facts
@@ -27,7 +27,9 @@ from fxckpt.reason import Decision
 from fxckpt.torch_private import partitioner_tag, tag_side, trace_joint
 
 
-def course_of(calls: Sequence[Call], outputs: Sequence[Place], did: Sequence[Seen], packed: tuple[int, ...], planner: Planner) -> Course:
+def region_plan_of(
+    calls: Sequence[Call], outputs: Sequence[TensorVersion], did: Sequence[CallKey], packed: tuple[int, ...], planner: Planner
+) -> RegionPlan:
     """Return the course of a region whose calls are given; one without a plan if nothing in it has a gradient.
 
     Raises :class:`BudgetInfeasible`, :class:`PolicyConflict` and what else planning raises, and :class:`CaptureError`.
@@ -49,7 +51,7 @@ def course_of(calls: Sequence[Call], outputs: Sequence[Place], did: Sequence[See
         planner = replace(planner, is_eager=True)
     normalize(joint)
     facts, plan = planner.plan(joint, num_fwd_outputs=num_fwd_outputs)
-    return Course(
+    return RegionPlan(
         plan=plan,
         seen=tuple(did),
         packed=packed,

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxckpt.eager.region_plan import Course
+from fxckpt.eager.region_plan import RegionPlan
 from fxckpt.eager.tape import (
     Call,
     Detail,
-    Draw,
     Handle,
-    Like,
+    MetaArg,
     Pack,
-    Place,
     PlannedReplay,
+    RngSnapshot,
     Snapshot,
     Tape,
+    TensorVersion,
     Unpack,
     base_of,
     flatten,
@@ -53,7 +53,7 @@ NOTHING_AROUND: AbstractContextManager[None] = nullcontext()
 Hooks = tuple[Pack, Unpack]
 
 
-class Memory:
+class StorageState:
     """A storage, while it is recorded."""
 
     __slots__ = ("doubt", "is_external", "number", "places", "snapshot", "writes")
@@ -62,7 +62,7 @@ class Memory:
         self.number = number
         self.is_external = is_external
         self.doubt = doubt
-        self.places: dict[Any, Place] = {}
+        self.places: dict[Any, TensorVersion] = {}
         """The places that nothing has written since, by geometry."""
         self.writes: list[Call] = []
         """The calls that wrote it."""
@@ -99,11 +99,11 @@ class Recorder(TorchDispatchMode):
         self._keep_draws = keep_draws
         self._check_versions = check_versions
         self._locate = locate
-        self._memories: dict[int, Memory] = {}
+        self._memories: dict[int, StorageState] = {}
         self._remembered: list[int] = []
         self._objects: list[Tensor] = []
-        self._unsettled: list[Place] = []
-        self._held: list[Place] = []
+        self._unsettled: list[TensorVersion] = []
+        self._held: list[TensorVersion] = []
         self._is_packing = False
         """Whether ops are the recorder's own, not the region's."""
 
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
         reads = known.reads
         placed = tuple([self._placed(a, reads and not (known.overwrites and i == 0)) for i, a in enumerate(args)])
         if known.asks_geometry and type(args[0]) is Tensor and placed[0].geometry is not None:
-            like = Like(weakref.ref(placed[0]), tuple(args[0].shape), args[0].stride(), args[0].dtype, args[0].device)
+            like = MetaArg(weakref.ref(placed[0]), tuple(args[0].shape), args[0].stride(), args[0].dtype, args[0].device)
             placed = (like, *placed[1:])
         placed_kwargs = {name: self._placed(value, reads and name not in known.writes) for name, value in kwargs.items()}
         draw = None
@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
                 never_twice = True
             else:
                 generator = _generator(known, args, kwargs)
-                draw = Draw(generator, generator.get_state())
+                draw = RngSnapshot(generator, generator.get_state())
         written = self._before_writes(known, args, kwargs) if known.writes else ()
         out = op(*args, **kwargs)
         call = Call(self.count, op, placed, placed_kwargs, draw)
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
                 place.version = place.kept._version
         self._unsettled.clear()
 
-    def _ask(self, call: Call, places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _ask(self, call: Call, places: list[TensorVersion], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Ask whether the results of a call are kept, and where it ran."""
         self.calls.append(call)
         if self._locate is not None:
@@ -224,11 +224,11 @@ class Recorder(TorchDispatchMode):
                 if where is Kept.ON_CPU:
                     offload(place)
 
-    def places_of(self, tensors: Iterable[Tensor]) -> list[Place]:
+    def places_of(self, tensors: Iterable[Tensor]) -> list[TensorVersion]:
         """Return the places of tensors that the region made or took."""
         return [self._place(tensor, reads=False) for tensor in tensors]
 
-    def latest(self, kept: Mapping[int, frozenset[int]]) -> set[Place]:
+    def latest(self, kept: Mapping[int, frozenset[int]]) -> set[TensorVersion]:
         """Return the places of results, of each call by position; where they were written since, the places that this began."""
         self._settle()
         memories = {memory.number: memory for memory in self._memories.values()}
@@ -236,7 +236,7 @@ class Recorder(TorchDispatchMode):
         found = {place for place in found if not memories[place.memory].is_external}
         return {memories[place.memory].places[place.geometry] for place in found}
 
-    def keep_only(self, made: Mapping[Place, Tensor]) -> None:
+    def keep_only(self, made: Mapping[TensorVersion, Tensor]) -> None:
         """Keep by choice what was made again, and nothing else; nobody else has it."""
         for place in self._held:
             if place.is_chosen and place not in made:
@@ -246,7 +246,7 @@ class Recorder(TorchDispatchMode):
                 place.kept = tensor
                 self._held.append(place)
 
-    def finish(self, course: Course | None = None) -> None:
+    def finish(self, course: RegionPlan | None = None) -> None:
         """End the recording: what no handle can ask for dies, and what stays goes through the hooks around the region."""
         tape = self.tape
         self._settle()
@@ -277,16 +277,16 @@ class Recorder(TorchDispatchMode):
             return [self._placed(g, reads) for g in given]
         return given
 
-    def _add_memory(self, key: int, tensor: Tensor, *, is_external: bool, doubt: int) -> Memory:
+    def _add_memory(self, key: int, tensor: Tensor, *, is_external: bool, doubt: int) -> StorageState:
         if key > 0:
             self._remembered.append(remember_storage(tensor))
         else:
             self._objects.append(tensor)
         # Tensors without a storage of their own (subclasses, sparse ones) may share memory with others that the tape cannot tell.
-        memory = self._memories[key] = Memory(len(self._memories), is_external=is_external, doubt=doubt if key > 0 else OPAQUE)
+        memory = self._memories[key] = StorageState(len(self._memories), is_external=is_external, doubt=doubt if key > 0 else OPAQUE)
         return memory
 
-    def _place(self, tensor: Tensor, reads: bool = True) -> Place:
+    def _place(self, tensor: Tensor, reads: bool = True) -> TensorVersion:
         """Return the place of a tensor; one that the tape has not seen comes from outside."""
         key = storage_key(tensor)
         memory = self._memories.get(key)
@@ -299,13 +299,13 @@ class Recorder(TorchDispatchMode):
             self._hold(place, tensor)
         return place
 
-    def _seen(self, memory: Memory, geometry: Any, tensor: Tensor) -> Place:
+    def _seen(self, memory: StorageState, geometry: Any, tensor: Tensor) -> TensorVersion:
         """Return the place of a tensor that no call on the tape has made."""
-        place = Place(memory.number, geometry, None)
+        place = TensorVersion(memory.number, geometry, None)
         if memory.snapshot is not None:
             place.snapshot = memory.snapshot
             for call in memory.writes:
-                place = Place(memory.number, geometry, call, carried=place)
+                place = TensorVersion(memory.number, geometry, call, carried=place)
         else:
             self._hold(place, tensor)
             place.needs_grad = tensor.requires_grad
@@ -314,7 +314,7 @@ class Recorder(TorchDispatchMode):
         memory.places[geometry] = place
         return place
 
-    def _made(self, tensor: Tensor, call: Call, doubt: int) -> Place:
+    def _made(self, tensor: Tensor, call: Call, doubt: int) -> TensorVersion:
         """Return the place of a result."""
         key = storage_key(tensor)
         memory = self._memories.get(key)
@@ -323,11 +323,11 @@ class Recorder(TorchDispatchMode):
             memory = self._add_memory(key, tensor, is_external=False, doubt=doubt)
         geometry, place = _find(memory, key, tensor)
         if place is None:
-            place = memory.places[geometry] = Place(memory.number, geometry, call)
+            place = memory.places[geometry] = TensorVersion(memory.number, geometry, call)
             place.is_view = is_view
         return place
 
-    def _hold(self, place: Place, tensor: Tensor) -> None:
+    def _hold(self, place: TensorVersion, tensor: Tensor) -> None:
         """Keep a tensor as it is now: an alias, until a call on the tape writes it."""
         place.kept = share_version(tensor)
         place.is_shared = True
@@ -337,9 +337,9 @@ class Recorder(TorchDispatchMode):
             place.version = tensor._version
             place.storage = storage_key(tensor) if place.kept is tensor else None
 
-    def _before_writes(self, known: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Memory, bool]]:
+    def _before_writes(self, known: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[StorageState, bool]]:
         """Save what the tape holds of the storages that a call is about to write; return them, and whether it writes all of each."""
-        found: dict[Memory, bool] = {}
+        found: dict[StorageState, bool] = {}
         for tensor in (t for where in known.writes for t in _written(args, kwargs, where)):
             for part in (tensor, *parts_of(tensor)):
                 memory = self._memories.get(storage_key(part))
@@ -352,7 +352,7 @@ class Recorder(TorchDispatchMode):
                     memory.doubt = OPAQUE
         return list(found.items())
 
-    def _save_from_write(self, memory: Memory, tensor: Tensor) -> None:
+    def _save_from_write(self, memory: StorageState, tensor: Tensor) -> None:
         if memory.is_external and not memory.writes and storage_key(tensor) > 0:
             memory.snapshot = Snapshot(_bytes_of(tensor).clone())
         for place in memory.places.values():
@@ -363,12 +363,12 @@ class Recorder(TorchDispatchMode):
                 # What the tape can make again is not held; what it cannot is held as it was.
                 place.kept, place.is_shared, place.version = place.kept.clone() if memory.doubt else None, False, None
 
-    def _after_write(self, memory: Memory, call: Call, doubt: int) -> None:
+    def _after_write(self, memory: StorageState, call: Call, doubt: int) -> None:
         """End the places of a storage, and begin those that follow."""
         memory.writes.append(call)
         memory.doubt = doubt
         for geometry, place in memory.places.items():
-            successor = memory.places[geometry] = Place(memory.number, geometry, call, carried=place)
+            successor = memory.places[geometry] = TensorVersion(memory.number, geometry, call, carried=place)
             if place.is_chosen:
                 # What was chosen to be kept is now the written value, and the old one can be had from the tape.
                 is_here = place.unpack is None
@@ -379,7 +379,7 @@ class Recorder(TorchDispatchMode):
                     place.let_go()
 
 
-def _find(memory: Memory, key: int, tensor: Tensor) -> tuple[Any, Place | None]:
+def _find(memory: StorageState, key: int, tensor: Tensor) -> tuple[Any, TensorVersion | None]:
     """Return a tensor's geometry, and its place if that has one; tensors without a storage of their own have no geometry."""
     if key < 0:
         return None, memory.places.get(None)
@@ -390,7 +390,7 @@ def _find(memory: Memory, key: int, tensor: Tensor) -> tuple[Any, Place | None]:
         return str(geometry), memory.places.get(str(geometry))
 
 
-def _doubt_after(memory: Memory, *, is_whole: bool) -> int:
+def _doubt_after(memory: StorageState, *, is_whole: bool) -> int:
     """Return what a tape does not know of a storage after a call on it wrote the storage."""
     if any(place.kept is not None and not place.is_chosen for place in memory.places.values()):
         return max(memory.doubt, BLANK) if memory.doubt else CERTAIN
@@ -399,7 +399,7 @@ def _doubt_after(memory: Memory, *, is_whole: bool) -> int:
     return memory.doubt
 
 
-def offload(place: Place) -> None:
+def offload(place: TensorVersion) -> None:
     """Move what is kept to the memory of the CPU."""
     device = place.kept.device
     place.kept, place.is_shared, place.version = place.kept.to("cpu", copy=True), False, None

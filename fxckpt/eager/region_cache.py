@@ -13,15 +13,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxckpt.budget import Budget
-from fxckpt.eager.plan_region import course_of
+from fxckpt.eager.plan_region import region_plan_of
 from fxckpt.eager.recorder import Kept, Recorder
-from fxckpt.eager.region_plan import Course, Seen, seen, unplanned
+from fxckpt.eager.region_plan import CallKey, RegionPlan, seen, unplanned
 from fxckpt.eager.replay import make
-from fxckpt.eager.tape import Call, Place
+from fxckpt.eager.tape import Call, TensorVersion
 from fxckpt.errors import CaptureError
 from fxckpt.planner.planner import Planner
 from fxckpt.policies.base import Policy
-from fxckpt.policies.torch_form import Function
+from fxckpt.policies.torch_form import FunctionPolicy
 from fxckpt.torch_private import OpOverload
 from fxckpt.utils.pytrees import flatten
 
@@ -33,22 +33,22 @@ MOST_COURSES = 64
 
 
 @dataclass(eq=False)
-class Courses:
+class CachedPlans:
     """The ways that one function was seen to go, under one policy and budget."""
 
-    known: list[Course] = field(default_factory=list)
+    known: list[RegionPlan] = field(default_factory=list)
 
-    def add(self, course: Course) -> None:
+    def add(self, course: RegionPlan) -> None:
         """Remember a course, and forget the oldest of too many."""
         self.known = [course, *self.known[: MOST_COURSES - 1]]
 
 
-class Follower:
+class RegionMatcher:
     """Says, call by call, what a region keeps: what the first of the courses says that the region has kept to so far."""
 
-    def __init__(self, courses: Courses) -> None:
+    def __init__(self, courses: CachedPlans) -> None:
         self.courses = courses
-        self.did: list[Seen] = []
+        self.did: list[CallKey] = []
         self._left = list(courses.known)
 
     def __call__(self, number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Kept | frozenset[int]:
@@ -58,34 +58,34 @@ class Follower:
         self._left = [course for course in self._left if at < len(course.seen) and course.seen[at] == self.did[at]]
         return self._left[0].kept.get(number, frozenset()) if self._left else Kept.NOWHERE
 
-    def course(self, packed: tuple[int, ...]) -> Course | None:
+    def course(self, packed: tuple[int, ...]) -> RegionPlan | None:
         """Return the course that the region went, at its end, when tensors were saved after ``packed`` calls; None if it is a new one."""
         return next((course for course in self._left if len(course.seen) == len(self.did) and course.packed == packed), None)
 
 
-class Memory:
+class RegionCache:
     """The courses of all functions, as long as those live; the one memory that outlives a call of ``checkpoint``."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         """Held while a region is planned: torch traces one graph at a time."""
-        self._of: weakref.WeakKeyDictionary[Any, dict[Any, Courses]] = weakref.WeakKeyDictionary()
+        self._of: weakref.WeakKeyDictionary[Any, dict[Any, CachedPlans]] = weakref.WeakKeyDictionary()
 
-    def courses(self, function: Callable[..., Any], budget: Budget, policy: Policy | None) -> Courses:
+    def courses(self, function: Callable[..., Any], budget: Budget, policy: Policy | None) -> CachedPlans:
         """Return the courses of a function, which all modules of a class share."""
         with self.lock:
             ways = self._of.setdefault(_kind(function), {})
             # 1 byte is not 1.0 of the peak.
-            found = ways.setdefault((type(budget), budget, _identity(policy)), Courses())
+            found = ways.setdefault((type(budget), budget, _identity(policy)), CachedPlans())
             while len(ways) > MOST_WAYS:
                 del ways[next(iter(ways))]
             return found
 
 
-MEMORY = Memory()
+MEMORY = RegionCache()
 
 
-def plan_region(recorder: Recorder, follower: Follower, result: Any, planner: Planner) -> Course:
+def plan_region(recorder: Recorder, follower: RegionMatcher, result: Any, planner: Planner) -> RegionPlan:
     """Return the course of a region that has just run; plan it, if it is new.
 
     What the plan keeps of a new region is then made from its tape, once, so that the first call too stays within its budget. A region that cannot be
@@ -98,7 +98,7 @@ def plan_region(recorder: Recorder, follower: Follower, result: Any, planner: Pl
     outputs = recorder.places_of(differentiable(result)) or _ends(recorder.calls)
     try:
         with MEMORY.lock:
-            course = course_of(recorder.calls, outputs, follower.did, packed, planner)
+            course = region_plan_of(recorder.calls, outputs, follower.did, packed, planner)
     except CaptureError as error:
         if planner.budget is not None:
             raise CaptureError(f"{error}\nA budget needs a plan of the region. Leave out what cannot be traced, or the budget.") from error
@@ -109,7 +109,7 @@ def plan_region(recorder: Recorder, follower: Follower, result: Any, planner: Pl
     return course
 
 
-def _ends(calls: Sequence[Call]) -> list[Place]:
+def _ends(calls: Sequence[Call]) -> list[TensorVersion]:
     """Return the results that no call reads: what a region is likely to give, where it gives it in objects of its own."""
     read = {place for call in calls for place in call.reads()}
     ends = [place for call in calls for ref in call.outputs if (place := ref()) is not None and place not in read]
@@ -133,7 +133,7 @@ def _kind(function: Callable[..., Any]) -> Any:
 
 def _identity(policy: Policy | None) -> Any:
     """Return what tells a policy from others: of a function, its code and what it closes over, so that a lambda made anew is known again."""
-    return _identity_of(policy.function) if isinstance(policy, Function) else policy
+    return _identity_of(policy.function) if isinstance(policy, FunctionPolicy) else policy
 
 
 def _identity_of(function: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxckpt.plans.types import Plan
 
-Seen = tuple[Any, tuple[int, ...] | None, torch.dtype | None]
+CallKey = tuple[Any, tuple[int, ...] | None, torch.dtype | None]
 """An op, and shape and type of its first result."""
 
 
@@ -40,12 +40,12 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class Course:
+class RegionPlan:
     """What a region does, and what its plan says of it."""
 
     plan: Plan | None
     """None: there is nothing to plan, and nothing is kept."""
-    seen: tuple[Seen, ...]
+    seen: tuple[CallKey, ...]
     """What the region did, call by call, views left out: a course is for regions that do the same."""
     packed: tuple[int, ...]
     """After how many calls autograd saved tensors, which differs with what needs a gradient."""
@@ -68,12 +68,12 @@ class Course:
         return able[-1 if is_second else 0].position if able else self.end
 
 
-def unplanned(did: Sequence[Seen], packed: tuple[int, ...]) -> Course:
+def unplanned(did: Sequence[CallKey], packed: tuple[int, ...]) -> RegionPlan:
     """Return the course of a region that keeps nothing."""
-    return Course(plan=None, seen=tuple(did), packed=packed, kept={}, reruns=(), consumers={}, end=0)
+    return RegionPlan(plan=None, seen=tuple(did), packed=packed, kept={}, reruns=(), consumers={}, end=0)
 
 
-def seen(op: Any, out: Any) -> Seen:
+def seen(op: Any, out: Any) -> CallKey:
     """Return what tells a call from others."""
     first = out[0] if isinstance(out, (tuple, list)) and out else out
     return (op, tuple(first.shape), first.dtype) if isinstance(first, Tensor) else (op, None, None)

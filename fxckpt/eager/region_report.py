@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from fxckpt.budget import format_bytes
 from fxckpt.eager.recorder import Recorder
-from fxckpt.eager.tape import Call, Place, slice_of
+from fxckpt.eager.tape import Call, TensorVersion, slice_of
 from fxckpt.eager.tape_to_fx import graph_of
 from fxckpt.ops.traits import traits_of
 from fxckpt.passes.meta import CALL
@@ -107,7 +107,7 @@ def _became(call: Call, needed: set[Call]) -> str:
 
 
 def _row(call: Call, what: str) -> RegionRow:
-    place: Place | None = call.outputs[0]()
+    place: TensorVersion | None = call.outputs[0]()
     geometry = place.geometry if place is not None else None
     _, shape, _, dtype, _, _ = geometry if geometry is not None else (0, (), (), None, False, False)
     detail = call.detail

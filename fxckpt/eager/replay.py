@@ -14,35 +14,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxckpt.eager.tape import Call, Draw, Handle, Like, Place, PlannedReplay, Snapshot, Tape, flatten, slice_of
+from fxckpt.eager.tape import Call, Handle, MetaArg, PlannedReplay, RngSnapshot, Snapshot, Tape, TensorVersion, flatten, slice_of
 from fxckpt.errors import CheckpointError
 from fxckpt.torch_private import after_backward, below_autograd, current_backward, laid_out, not_compiled, storage_key
 
-NOTHING: Mapping[Place, Tensor] = MappingProxyType({})
+NOTHING: Mapping[TensorVersion, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReplayStep:
     """One call of a program."""
 
     call: Call
-    carries: tuple[Place, ...]
+    carries: tuple[TensorVersion, ...]
     """Places that its write begins."""
-    frees: tuple[Place, ...]
+    frees: tuple[TensorVersion, ...]
     """Places that nothing reads after it."""
 
 
 @dataclass(frozen=True)
-class Program:
+class ReplayProgram:
     """The calls that make some places, in the order of the forward."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ReplayStep, ...]
     last_write: dict[int, int]
     """For each storage that a step writes, by number, the number of the last call to do so."""
-    places: Container[Place]
+    places: Container[TensorVersion]
     """All that are made, or read."""
 
-    def is_written_after(self, place: Place) -> bool:
+    def is_written_after(self, place: TensorVersion) -> bool:
         """Return whether a step writes the storage of ``place`` after it was made."""
         return self.last_write.get(place.memory, -1) > (-1 if place.call is None else place.call.number)
 
@@ -84,7 +84,7 @@ def unpack(handle: Handle) -> Tensor:
         return found
 
 
-def deliver(handles: Iterable[Handle], made: Mapping[Place, Tensor]) -> None:
+def deliver(handles: Iterable[Handle], made: Mapping[TensorVersion, Tensor]) -> None:
     """Give handles their tensors, as far as those were made."""
     for handle in handles:
         tensor = made.get(handle.place)
@@ -106,7 +106,7 @@ def advance(tape: Tape, plan: PlannedReplay, here: int) -> None:
         for h in tape.live()
         if h.place.kept is None and (rerun := due.get(plan.roots[h])) is not None and rerun.position <= plan.positions[h] < rerun.until
     ]
-    held: dict[Place, int] = {}
+    held: dict[TensorVersion, int] = {}
     for rerun in due.values():
         call = plan.calls[rerun.call]() if rerun.call in plan.calls else None
         if call is not None and rerun.last_reader >= plan.done:
@@ -132,15 +132,15 @@ def release(tape: Tape) -> None:
             handle.is_asked = False
 
 
-def make(tape: Tape, wanted: Iterable[Place], available: Mapping[Place, Tensor] = NOTHING) -> dict[Place, Tensor]:
+def make(tape: Tape, wanted: Iterable[TensorVersion], available: Mapping[TensorVersion, Tensor] = NOTHING) -> dict[TensorVersion, Tensor]:
     """Run what makes the tensors of ``wanted`` that are not ``available``, below autograd, and return all of them."""
     todo = program(wanted, available)
-    values: dict[Place, Tensor] = {}
+    values: dict[TensorVersion, Tensor] = {}
     copies: dict[Snapshot, Tensor] = {}
-    made: dict[Place, Tensor] = {}
+    made: dict[TensorVersion, Tensor] = {}
     wanted = frozenset(wanted)
 
-    def tensor_of(place: Place) -> Tensor:
+    def tensor_of(place: TensorVersion) -> Tensor:
         found = values.get(place)
         if found is None:
             found = available.get(place)
@@ -148,7 +148,7 @@ def make(tape: Tape, wanted: Iterable[Place], available: Mapping[Place, Tensor] 
             found = given_back(tape, place) if place.unpack else fetch(place, copies if place.memory in todo.last_write else None)
         return found
 
-    def made_now(place: Place, tensor: Tensor) -> None:
+    def made_now(place: TensorVersion, tensor: Tensor) -> None:
         values[place] = tensor
         if place in wanted:
             made[place] = tensor.clone() if todo.is_written_after(place) else tensor
@@ -190,11 +190,11 @@ def make(tape: Tape, wanted: Iterable[Place], available: Mapping[Place, Tensor] 
     return made
 
 
-def program(wanted: Iterable[Place], available: Mapping[Place, Tensor] = NOTHING) -> Program:
+def program(wanted: Iterable[TensorVersion], available: Mapping[TensorVersion, Tensor] = NOTHING) -> ReplayProgram:
     """Return what makes ``wanted`` of what is ``available``."""
     needed, places = slice_of(wanted, available)
-    last_read: dict[Place, Call] = {}
-    carries: dict[Call, list[Place]] = {}
+    last_read: dict[TensorVersion, Call] = {}
+    carries: dict[Call, list[TensorVersion]] = {}
     last_write: dict[int, int] = {}
     calls = sorted(needed, key=lambda call: call.number)
     for call in calls:
@@ -210,14 +210,14 @@ def program(wanted: Iterable[Place], available: Mapping[Place, Tensor] = NOTHING
             carries.setdefault(place.call, []).append(place)
             if place.carried not in last_read or last_read[place.carried].number < place.call.number:
                 last_read[place.carried] = place.call
-    frees: dict[Call, list[Place]] = {}
+    frees: dict[Call, list[TensorVersion]] = {}
     for place, call in last_read.items():
         frees.setdefault(call, []).append(place)
-    steps = tuple(Step(call, tuple(carries.get(call, ())), tuple(frees.get(call, ()))) for call in calls)
-    return Program(steps, last_write, places)
+    steps = tuple(ReplayStep(call, tuple(carries.get(call, ())), tuple(frees.get(call, ()))) for call in calls)
+    return ReplayProgram(steps, last_write, places)
 
 
-def fetch(place: Place, copies: dict[Snapshot, Tensor] | None = None) -> Tensor:
+def fetch(place: TensorVersion, copies: dict[Snapshot, Tensor] | None = None) -> Tensor:
     """Return the tensor of a place that is there without running anything.
 
     ``copies`` is given where the storage is about to be written: of a snapshot, the one copy all its places share in this replay.
@@ -237,7 +237,7 @@ def fetch(place: Place, copies: dict[Snapshot, Tensor] | None = None) -> Tensor:
     return tensor
 
 
-def given_back(tape: Tape, place: Place) -> Tensor:
+def given_back(tape: Tape, place: TensorVersion) -> Tensor:
     """Return what the hooks around the region give for a place, asked once in a backward."""
     tensor = tape.fetched.get(place)
     if tensor is None:
@@ -267,7 +267,7 @@ class _Generators:
     def __enter__(self) -> _Generators:
         return self
 
-    def rewind(self, draw: Draw) -> None:
+    def rewind(self, draw: RngSnapshot) -> None:
         """Set a generator to where an op found it in the forward."""
         if draw.generator not in self._before:
             self._before[draw.generator] = draw.generator.get_state()
@@ -278,20 +278,20 @@ class _Generators:
             generator.set_state(state)
 
 
-def _filled(given: Any, tensor_of: Callable[[Place], Tensor]) -> list[Any]:
+def _filled(given: Any, tensor_of: Callable[[TensorVersion], Tensor]) -> list[Any]:
     """Return arguments with tensors in place of places."""
     return [_filled_one(item, tensor_of) for item in given]
 
 
-def _filled_one(item: Any, tensor_of: Callable[[Place], Tensor]) -> Any:
-    if type(item) is Place:
+def _filled_one(item: Any, tensor_of: Callable[[TensorVersion], Tensor]) -> Any:
+    if type(item) is TensorVersion:
         return tensor_of(item)
-    if type(item) is Like:
+    if type(item) is MetaArg:
         return torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device=item.device)
     return _filled(item, tensor_of) if type(item) is list else item
 
 
-def _filled_kwargs(given: Mapping[str, Any] | None, tensor_of: Callable[[Place], Tensor]) -> dict[str, Any]:
+def _filled_kwargs(given: Mapping[str, Any] | None, tensor_of: Callable[[TensorVersion], Tensor]) -> dict[str, Any]:
     return {name: _filled_one(value, tensor_of) for name, value in given.items()} if given else {}
 
 

@@ -3,7 +3,7 @@
 A region runs once. Every ATen op that it comes down to is written on the tape, and what autograd would have saved becomes a :class:`Handle`: a
 place on the tape. :mod:`fxckpt.eager.replay` makes the tensor of a place again from the tape, without any of the user's Python.
 
-A :class:`Place` is one tensor geometry (offset, sizes, strides, dtype) over one storage between two writes to that storage. So views, and writes
+A :class:`TensorVersion` is one tensor geometry (offset, sizes, strides, dtype) over one storage between two writes to that storage. So views, and writes
 through them, mean on the tape what they meant to the user: a call that writes a storage ends all its places and begins new ones, carried from the
 old. :mod:`fxckpt.eager.recorder` writes all this down.
 
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxckpt.eager.region_plan import Course
+from fxckpt.eager.region_plan import RegionPlan
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
@@ -38,7 +38,7 @@ class Snapshot:
         self.bytes = bytes
 
 
-class Place:
+class TensorVersion:
     """A tensor on the tape, from one write of its storage to the next."""
 
     __slots__ = (
@@ -58,7 +58,7 @@ class Place:
         "version",
     )
 
-    def __init__(self, memory: int, geometry: Any, call: Call | None, carried: Place | None = None) -> None:
+    def __init__(self, memory: int, geometry: Any, call: Call | None, carried: TensorVersion | None = None) -> None:
         self.memory = memory
         """Number of its storage."""
         self.geometry = geometry
@@ -95,7 +95,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class RngSnapshot:
     """Where a random op found its generator."""
 
     generator: torch.Generator
@@ -119,10 +119,10 @@ class Detail:
 
 
 @dataclass(frozen=True, slots=True)
-class Like:
+class MetaArg:
     """An argument of which an op asks the geometry alone (``empty_like``): any memory does."""
 
-    place: weakref.ref[Place]
+    place: weakref.ref[TensorVersion]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -130,32 +130,32 @@ class Like:
 
 
 class Call:
-    """One op as it ran. Tensors among its arguments are :class:`Place`, or :class:`Like`."""
+    """One op as it ran. Tensors among its arguments are :class:`TensorVersion`, or :class:`MetaArg`."""
 
     __slots__ = ("__weakref__", "args", "detail", "draw", "kwargs", "number", "op", "outputs", "writes")
 
-    def __init__(self, number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, draw: Draw | None) -> None:
+    def __init__(self, number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, draw: RngSnapshot | None) -> None:
         self.number = number
         """How many calls came before it."""
         self.op = op
         self.args = args
         self.kwargs = kwargs
         self.draw = draw
-        self.outputs: tuple[weakref.ref[Place], ...] = ()
+        self.outputs: tuple[weakref.ref[TensorVersion], ...] = ()
         self.writes: tuple[int, ...] = ()
         """Numbers of the storages that it writes."""
         self.detail: Detail | None = None
 
-    def reads(self) -> Iterator[Place]:
+    def reads(self) -> Iterator[TensorVersion]:
         """Yield the places among the arguments."""
         yield from _places(self.args)
         if self.kwargs:
             yield from _places(self.kwargs.values())
 
 
-def _places(given: Any) -> Iterator[Place]:
+def _places(given: Any) -> Iterator[TensorVersion]:
     for item in given:
-        if type(item) is Place:
+        if type(item) is TensorVersion:
             yield item
         elif type(item) in (tuple, list):
             yield from _places(item)
@@ -166,7 +166,7 @@ class Handle:
 
     __slots__ = ("__weakref__", "cached", "is_asked", "place", "tape", "time")
 
-    def __init__(self, tape: Tape, place: Place, time: int) -> None:
+    def __init__(self, tape: Tape, place: TensorVersion, time: int) -> None:
         self.tape = tape
         self.place = place
         self.time = time
@@ -190,7 +190,7 @@ class Tape:
         """The backward that the cached tensors of the handles belong to."""
         self.is_made = False
         """Whether it has made them."""
-        self.fetched: dict[Place, Tensor] = {}
+        self.fetched: dict[TensorVersion, Tensor] = {}
         """What the hooks around the region gave back in that backward: some give only once."""
         self.replay: PlannedReplay | None = None
         """How a plan has it go; None: all is made at the first question."""
@@ -209,7 +209,7 @@ class PlannedReplay:
 
     __slots__ = ("calls", "course", "done", "held_until", "made", "positions", "roots", "written")
 
-    def __init__(self, course: Course, handles: Sequence[Handle], calls: Iterable[Call], written: frozenset[int]) -> None:
+    def __init__(self, course: RegionPlan, handles: Sequence[Handle], calls: Iterable[Call], written: frozenset[int]) -> None:
         self.course = course
         self.written = written
         due = {rerun.call for rerun in course.reruns}
@@ -227,13 +227,13 @@ class PlannedReplay:
         """Forget what a backward has made."""
         self.done = 0
         """How many of the course's reruns it had."""
-        self.made: dict[Place, Tensor] = {}
+        self.made: dict[TensorVersion, Tensor] = {}
         """What later reruns read."""
-        self.held_until: dict[Place, int] = {}
+        self.held_until: dict[TensorVersion, int] = {}
         """The last of them, for each."""
 
 
-def base_of(place: Place) -> Place:
+def base_of(place: TensorVersion) -> TensorVersion:
     """Return the place that a place is a view of, or a view of a view of."""
     while place.is_view and place.call is not None:
         base = next((read for read in place.call.reads() if read.memory == place.memory), None)
@@ -243,16 +243,16 @@ def base_of(place: Place) -> Place:
     return place
 
 
-def root_of(place: Place) -> int:
+def root_of(place: TensorVersion) -> int:
     """Return the number of the call that filled what a place looks at; -1 for what comes from outside."""
     call = base_of(place).call
     return -1 if call is None else call.number
 
 
-def slice_of(wanted: Iterable[Place], available: Container[Place] = ()) -> tuple[set[Call], Collection[Place]]:
+def slice_of(wanted: Iterable[TensorVersion], available: Container[TensorVersion] = ()) -> tuple[set[Call], Collection[TensorVersion]]:
     """Return the calls that make ``wanted`` of what is ``available``, and all the places on the way there, in the same order every time."""
     needed: set[Call] = set()
-    seen: dict[Place, None] = {}
+    seen: dict[TensorVersion, None] = {}
     stack = list(wanted)
     while stack:
         place = stack.pop()

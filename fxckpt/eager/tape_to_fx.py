@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxckpt.eager.tape import Call, Like, Place
+from fxckpt.eager.tape import Call, MetaArg, TensorVersion
 from fxckpt.ops.traits import BLANK, SUSPECT, traits_of
 from fxckpt.passes.meta import CALL, UNTRACKED
 from fxckpt.torch_private import FakeTensorMode, OpOverload, name_op
@@ -21,7 +21,7 @@ class TapeGraph:
     """The calls of a tape as a module; its inputs are what comes from outside, and what depends on values that a trace does not have."""
 
     module: fx.GraphModule
-    inputs: tuple[Place, ...]
+    inputs: tuple[TensorVersion, ...]
 
     def fake_inputs(self) -> list[Tensor]:
         """Return fake tensors like the inputs."""
@@ -30,19 +30,19 @@ class TapeGraph:
             return [_like(place) for place in self.inputs]
 
 
-def graph_of(calls: Sequence[Call], outputs: Sequence[Place] = ()) -> TapeGraph:
+def graph_of(calls: Sequence[Call], outputs: Sequence[TensorVersion] = ()) -> TapeGraph:
     """Return the graph of a region's calls; ``outputs`` are what the region returned."""
     graph = fx.Graph()
-    nodes: dict[Place, fx.Node] = {}
-    inputs: list[Place] = []
+    nodes: dict[TensorVersion, fx.Node] = {}
+    inputs: list[TensorVersion] = []
 
-    def from_outside(place: Place) -> fx.Node:
+    def from_outside(place: TensorVersion) -> fx.Node:
         with graph.inserting_before(first):
             node = nodes[place] = graph.placeholder(f"input_{len(inputs)}")
         inputs.append(place)
         return node
 
-    def node_of(place: Place) -> fx.Node:
+    def node_of(place: TensorVersion) -> fx.Node:
         chain = [place]
         while chain[-1] not in nodes and chain[-1].carried is not None:
             chain.append(chain[-1].carried)
@@ -68,7 +68,7 @@ def graph_of(calls: Sequence[Call], outputs: Sequence[Place] = ()) -> TapeGraph:
     return TapeGraph(module, tuple(inputs))
 
 
-def _add(graph: fx.Graph, call: Call, nodes: dict[Place, fx.Node], node_of: Callable[[Place], fx.Node]) -> None:
+def _add(graph: fx.Graph, call: Call, nodes: dict[TensorVersion, fx.Node], node_of: Callable[[TensorVersion], fx.Node]) -> None:
     """Add the node of a call, and those that take its results apart."""
     kwargs = {k: None if isinstance(v, torch.Generator) else _filled(v, node_of) for k, v in (call.kwargs or {}).items()}
     args = tuple(None if isinstance(a, torch.Generator) else _filled(a, node_of) for a in call.args)
@@ -98,15 +98,15 @@ def _describe(node: fx.Node, call: Call) -> None:
             node.meta["stack_trace"] = f'File "{file}", line {line}, in region\n    '
 
 
-def _filled(given: Any, node_of: Callable[[Place], fx.Node]) -> Any:
-    if type(given) is Place:
+def _filled(given: Any, node_of: Callable[[TensorVersion], fx.Node]) -> Any:
+    if type(given) is TensorVersion:
         return node_of(given)
-    if type(given) is Like and (place := given.place()) is not None:
+    if type(given) is MetaArg and (place := given.place()) is not None:
         return node_of(place)
     return [_filled(g, node_of) for g in given] if type(given) is list else given
 
 
-def _is_filled(place: Place) -> bool:
+def _is_filled(place: TensorVersion) -> bool:
     return place.call is not None and traits_of(place.call.op).doubt in (BLANK, SUSPECT)
 
 
@@ -119,7 +119,7 @@ def depends_on_values(call: Call) -> bool:
     return any(place.geometry is not None and place.geometry[3] in (torch.bool, torch.uint8) for place in list(call.reads())[1:])
 
 
-def _like(place: Place) -> Tensor:
+def _like(place: TensorVersion) -> Tensor:
     if place.geometry is None:
         raise TypeError("it reads a tensor without a storage of its own: a tensor subclass, or a sparse one")
     _, shape, stride, dtype, _, _ = place.geometry
@@ -128,7 +128,7 @@ def _like(place: Place) -> Tensor:
     return tensor.requires_grad_(place.needs_grad or (made_of_values and dtype.is_floating_point))
 
 
-def _device(place: Place) -> torch.device:
+def _device(place: TensorVersion) -> torch.device:
     if place.call is not None and place.call.detail is not None and place.call.detail.device is not None:
         return place.call.detail.device
     held = place.kept if place.snapshot is None else place.snapshot.bytes

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxckpt.costs.isolated_op import made_up
+from fxckpt.costs.isolated_op import synthetic_input
 from fxckpt.ops.properties import has_hidden_effect, is_collective, is_mutating, is_torchs_own
 from fxckpt.passes.analysis.placement import graph_outputs
 from fxckpt.torch_private import HigherOrderOperator, OpOverload, outside_trace
@@ -22,7 +22,7 @@ ROUNDS = 5
 """Timed steps of each, in turn, after one that is not timed."""
 
 
-def not_to_be_tried(halves: Sequence[fx.GraphModule]) -> str | None:
+def unsafe_op(halves: Sequence[fx.GraphModule]) -> str | None:
     """Return an op of the halves that must not run on made-up values: one that is not torch's own, has effects or talks to other ranks."""
     graphs = [gm.graph for half in halves for gm in half.modules() if isinstance(gm, fx.GraphModule)]
     calls = (node for graph in graphs for node in graph.nodes if node.op == "call_function")
@@ -77,8 +77,8 @@ class _Step:
 
     def get_ready(self) -> None:
         """Make up the step's inputs, and the gradients that come in."""
-        self.inputs = [made_up(value) for value in self.values]
-        self.tangents = {name: made_up(value) for name, value in self.reads.items() if name not in self.names}
+        self.inputs = [synthetic_input(value) for value in self.values]
+        self.tangents = {name: synthetic_input(value) for name, value in self.reads.items() if name not in self.names}
 
     def __call__(self) -> None:
         made = dict(zip(self.names, self.forward(self.inputs), strict=True))

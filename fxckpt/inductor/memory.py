@@ -18,7 +18,7 @@ from torch import fx
 
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.byte_counts import replay_bytes, storage_bytes
-from fxckpt.passes.analysis.joint import Facts, Scratch
+from fxckpt.passes.analysis.joint import Facts, Workspace
 from fxckpt.passes.analysis.placement import graph_outputs, is_held_by_caller, tangents_of
 from fxckpt.passes.meta import RECOMPUTE_OF
 from fxckpt.solver.program import IntArray, Program
@@ -31,12 +31,12 @@ Lower = Callable[[fx.GraphModule, Sequence[int] | None, Mapping[str, tuple[int, 
 they were traced with."""
 
 
-def forward_bytes(lowered: LoweredHalf, forward: fx.GraphModule, facts: Facts, scratch: Scratch) -> IntArray:
+def forward_bytes(lowered: LoweredHalf, forward: fx.GraphModule, facts: Facts, workspace: Workspace) -> IntArray:
     """Return the live bytes during each kernel of a lowered forward, and at its end, beyond what was allocated when the step began.
 
-    ``scratch`` tells the workspace of a library call; ``facts`` that of what is none.
+    ``workspace`` tells the workspace of a library call; ``facts`` that of what is none.
     """
-    return live_bytes(lowered) + _workspace(lowered, forward, facts, scratch)
+    return live_bytes(lowered) + _workspace(lowered, forward, facts, workspace)
 
 
 def lower_backward(
@@ -51,7 +51,7 @@ def backward_bytes(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
     facts: Facts,
-    scratch: Scratch,
+    workspace: Workspace,
     *,
     num_fwd_outputs: int,
     lowered_forward: LoweredHalf | None = None,
@@ -78,12 +78,12 @@ def backward_bytes(
                 held.until(left[node.name], tensor, last)
             elif not str(node.target).startswith("primals"):
                 held.until(storage_id(tensor), tensor, last)
-    own = live_bytes(lowered) + _workspace(lowered, backward, facts, scratch)
-    own[-1] += facts.program.backward[-1].scratch_bytes if facts.program.backward else 0
+    own = live_bytes(lowered) + _workspace(lowered, backward, facts, workspace)
+    own[-1] += facts.program.backward[-1].workspace_bytes if facts.program.backward else 0
     return own + held.bytes(given)
 
 
-def learned(facts: Facts, lowered: LoweredHalf, backward: fx.GraphModule, scratch: Scratch) -> Program:
+def learned(facts: Facts, lowered: LoweredHalf, backward: fx.GraphModule, workspace: Workspace) -> Program:
     """Return the program, with what was seen of its backward ops in a lowered backward.
 
     They write over what they are the last to read where kernels did, and set aside what library calls do with operands laid out like that. Which
@@ -110,16 +110,16 @@ def learned(facts: Facts, lowered: LoweredHalf, backward: fx.GraphModule, scratc
                 taken |= {dying[0], written[0]}
                 spared[k] = spared.get(k, 0) + nbytes
                 break
-    called = {lowered.operands[i][0]: nbytes for i, nbytes in _called(lowered, backward, scratch).items()}
-    own = (called.get(op.name, op.scratch_bytes) - spared.get(k, 0) for k, op in enumerate(program.backward))
-    seen = tuple(replace(op, scratch_bytes=nbytes) for op, nbytes in zip(program.backward, own, strict=True))
+    called = {lowered.operands[i][0]: nbytes for i, nbytes in _called(lowered, backward, workspace).items()}
+    own = (called.get(op.name, op.workspace_bytes) - spared.get(k, 0) for k, op in enumerate(program.backward))
+    seen = tuple(replace(op, workspace_bytes=nbytes) for op, nbytes in zip(program.backward, own, strict=True))
     return replace(program, backward=seen) if seen != program.backward else program
 
 
-def at_best(facts: Facts, is_library_call: Callable[[fx.Node], bool], scratch: Scratch) -> Program:
+def at_best(facts: Facts, is_extern_kernel: Callable[[fx.Node], bool], workspace: Workspace) -> Program:
     """Return the program of a step whose backward's loops write over whatever they are the last to read.
 
-    Its convolutions are given their images as they were traced, where that takes less ``scratch``, as Inductor does where none runs again.
+    Its convolutions are given their images as they were traced, where that takes less ``workspace``, as Inductor does where none runs again.
     """
     program = facts.program
     last = {s: k for k, op in enumerate(program.backward) for s in op.reads}
@@ -127,11 +127,11 @@ def at_best(facts: Facts, is_library_call: Callable[[fx.Node], bool], scratch: S
     seen = []
     for k, op in enumerate(program.backward):
         node = facts.op_node.get(op.name)
-        is_loop = node is not None and not is_library_call(node)
+        is_loop = node is not None and not is_extern_kernel(node)
         read = Counter(program.storages[s].bytes for s in op.reads if is_loop and last[s] == k and s in owned)
         spared = read & Counter(program.storages[s].bytes for s in op.writes)
-        own = min(op.scratch_bytes, scratch(node)) if node is not None and is_convolution(node) else op.scratch_bytes
-        seen.append(replace(op, scratch_bytes=own - sum(spared.elements())))
+        own = min(op.workspace_bytes, workspace(node)) if node is not None and is_convolution(node) else op.workspace_bytes
+        seen.append(replace(op, workspace_bytes=own - sum(spared.elements())))
     return replace(program, backward=tuple(seen))
 
 
@@ -182,26 +182,26 @@ def donated(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_output
     return [i for i, storages in lies_in.items() if storages and others.isdisjoint(storages)]
 
 
-def _workspace(half: LoweredHalf, graph: fx.GraphModule, facts: Facts, scratch: Scratch) -> IntArray:
+def _workspace(half: LoweredHalf, graph: fx.GraphModule, facts: Facts, workspace: Workspace) -> IntArray:
     """Return what the kernels of library calls, and the graphs inside ops, allocate and free before they return."""
-    planned = {op.name: op.scratch_bytes for op in (*facts.program.ops, *facts.program.backward)}
+    planned = {op.name: op.workspace_bytes for op in (*facts.program.ops, *facts.program.backward)}
     of = {n.name: planned.get(str(n.meta.get(RECOMPUTE_OF, n.name)), 0) + replay_bytes(n) for n in graph.graph.nodes}
     during = np.zeros(len(half.kernels) + 1, dtype=np.int64)
     for i in half.operands:
         during[i] = max((of.get(name, 0) for name in half.kernels[i]), default=0)
-    for i, nbytes in (_called(half, graph, scratch) | half.inside).items():
+    for i, nbytes in (_called(half, graph, workspace) | half.inside).items():
         during[i] = nbytes
     return during
 
 
-def _called(half: LoweredHalf, graph: fx.GraphModule, scratch: Scratch) -> dict[int, int]:
+def _called(half: LoweredHalf, graph: fx.GraphModule, workspace: Workspace) -> dict[int, int]:
     """Return the workspace of library calls, by kernel, where it is known how they are called.
 
     Which of its kernels a library takes, and what that reorders, depends on how the operands lie, which the plan has a say in.
     """
     nodes = {node.name: node for node in graph.graph.nodes}
     calls = {i: laid_out(nodes[name], layouts) for i, (name, layouts) in half.operands.items() if name in nodes}
-    return {i: scratch(call) for i, call in calls.items() if call is not None}
+    return {i: workspace(call) for i, call in calls.items() if call is not None}
 
 
 class _Held:

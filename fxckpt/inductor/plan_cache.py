@@ -31,13 +31,13 @@ log = logging.getLogger("fxckpt")
 
 
 @dataclass(frozen=True)
-class PlanStore:
+class PlanCache:
     """Plans by key, a file each."""
 
     folder: Path
 
     @classmethod
-    def beside_inductor(cls) -> PlanStore | None:
+    def beside_inductor(cls) -> PlanCache | None:
         """Return the plans in Inductor's cache folder; None where that cache is off."""
         folder = cache_folder()
         return None if folder is None else cls(folder / "fxckpt")
@@ -77,7 +77,7 @@ def key_of(joint: fx.GraphModule, planner: Planner, code: str, given: dict[str, 
     nodes = [node for gm in joint.modules() if isinstance(gm, fx.GraphModule) for node in gm.graph.nodes]
     if any(isinstance(node.meta.get("val"), torch.SymInt) or _has_formula(node) for node in nodes):
         return None
-    asked = (planner.budget, planner.cost, planner.measure_scratch, sorted(given.items()))
+    asked = (planner.budget, planner.cost, planner.measure_workspace, sorted(given.items()))
     parts = [code, machine(device_of(joint.graph)), torch.__version__, configuration(), kernel_switches(), repr(asked), *map(_line, nodes)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

@@ -19,44 +19,44 @@ from typing import Any
 from torch import fx
 
 from fxckpt import budget as budgets
-from fxckpt.inductor.autotune import CompileHalf, not_to_be_tried, step_seconds
+from fxckpt.inductor.autotune import CompileHalf, step_seconds, unsafe_op
 from fxckpt.inductor.memory import Lower, at_best, backward_bytes, forward_bytes, learned, lower_backward
-from fxckpt.inductor.plan_cache import PlanStore, key_of
+from fxckpt.inductor.plan_cache import PlanCache, key_of
 from fxckpt.passes.analysis.fingerprint import fingerprint
-from fxckpt.passes.analysis.graph_snapshot import step_of
-from fxckpt.passes.analysis.joint import Facts, Scratch
-from fxckpt.passes.inductor.channels_last import lay_out
-from fxckpt.passes.inductor.execution_order import mark_order
+from fxckpt.passes.analysis.graph_snapshot import snapshot_of
+from fxckpt.passes.analysis.joint import Facts, Workspace
+from fxckpt.passes.inductor.channels_last import to_channels_last
+from fxckpt.passes.inductor.execution_order import mark_execution_order
 from fxckpt.passes.inductor.fusion_model import KernelGraph, is_reduction
-from fxckpt.passes.inductor.isolate_matmuls import unfold
-from fxckpt.passes.inductor.preserve_strides import keep_strides
-from fxckpt.passes.inductor.sink_reshapes import unflatten
+from fxckpt.passes.inductor.isolate_matmuls import isolate_matmuls
+from fxckpt.passes.inductor.preserve_strides import preserve_strides
+from fxckpt.passes.inductor.sink_reshapes import sink_reshapes
 from fxckpt.passes.meta import ORDER
 from fxckpt.passes.transforms.normalize import normalize
-from fxckpt.planner.build_plan import describe
+from fxckpt.planner.build_plan import build_plan
 from fxckpt.planner.planner import Planner, device_of, infeasible, warn_of_unbounded_sizes
 from fxckpt.plans.log import log_plan
-from fxckpt.plans.snapshot import Step
+from fxckpt.plans.snapshot import GraphSnapshot
 from fxckpt.plans.types import Plan
-from fxckpt.solver.schedule import Decisions, Schedule, emit
-from fxckpt.solver.search import Candidate, Found
+from fxckpt.solver.schedule import Schedule, StageAssignment, emit
+from fxckpt.solver.search import Candidate, SearchResult
 from fxckpt.solver.simulate import simulate
-from fxckpt.torch_private.inductor.default_partitioner import fuses, stock_saved
-from fxckpt.torch_private.inductor.execution_order import KeepOrder
+from fxckpt.torch_private.inductor.default_partitioner import default_saved, fuses
+from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 from fxckpt.torch_private.inductor.layouts import changes_layout, channels_last, is_convolution
-from fxckpt.torch_private.inductor.lowering import Lowerings, let_go
+from fxckpt.torch_private.inductor.lowering import Lowerings, free_early
 
 log = logging.getLogger("fxckpt")
 Halves = tuple[fx.GraphModule, fx.GraphModule, Plan]
 
 
 @dataclass(frozen=True)
-class FusedPlanner:
+class InductorPlanner:
     """Plans as ``planner`` says, for halves that Inductor compiles."""
 
     planner: Planner
-    lower: Lower = field(default_factory=lambda: Lowerings(KeepOrder(ORDER)).lower)
-    store: PlanStore | None = None
+    lower: Lower = field(default_factory=lambda: Lowerings(KeepExecutionOrder(ORDER)).lower)
+    store: PlanCache | None = None
     """Where plans are kept for the next process,"""
     code: str = ""
     """by this version of what plans."""
@@ -84,8 +84,8 @@ class FusedPlanner:
         """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is normalized; raises :class:`BudgetInfeasible`."""
         planner = self.planner
         begin = time.perf_counter()
-        normalize(joint, makes_kernels=True)
-        unflatten(joint.graph)
+        normalize(joint, is_fused=True)
+        sink_reshapes(joint.graph)
         # What the trace unpacked its arguments by is not needed here, and torch warns when it is copied.
         joint.graph.set_codegen(fx.graph.CodeGen())
         lines = fingerprint(joint.graph)
@@ -95,36 +95,36 @@ class FusedPlanner:
             planner = replace(planner, known=(kept,))
         if planner.is_fixed or any(plan.graph == lines for plan in planner.known):
             facts, plan = planner.plan(joint, num_fwd_outputs=num_fwd_outputs)
-            plan = replace(plan, step=step_of(joint.graph, facts))
+            plan = replace(plan, step=snapshot_of(joint.graph, facts))
             return emitted(planner, joint, facts, plan, num_fwd_outputs)
         if planner.budget is not None:
             warn_of_unbounded_sizes(joint.graph, planner.budget)
-        stored = stock_saved(joint, num_fwd_outputs=num_fwd_outputs, **given)
+        stored = default_saved(joint, num_fwd_outputs=num_fwd_outputs, **given)
         kernels = KernelGraph(fuses)(joint.graph, stored)
-        scratch = planner.measured()
+        workspace = planner.measured()
         facts, cost = planner.read(
-            joint, num_fwd_outputs, bind_preferences=planner.budget is None, never_stored=kernels, scratch=_as_run(joint, scratch)
+            joint, num_fwd_outputs, bind_preferences=planner.budget is None, never_stored=kernels, workspace=_as_run(joint, workspace)
         )
-        halves = _Fit(self, joint, lines, facts, cost, scratch, stored, num_fwd_outputs).run()
+        halves = _Fit(self, joint, lines, facts, cost, workspace, stored, num_fwd_outputs).run()
         if self.store is not None and key is not None:
             self.store.keep(key, halves[2])
         log_plan(halves[2], time.perf_counter() - begin)
         return halves
 
 
-def is_library_call(node: fx.Node) -> bool:
+def is_extern_kernel(node: fx.Node) -> bool:
     """Return whether Inductor calls a kernel of a library for an op, rather than write a loop."""
     return node.op == "call_function" and not fuses(node) and not is_reduction(node) and node.target is not operator.getitem
 
 
-def _as_run(joint: fx.GraphModule, scratch: Scratch) -> Scratch:
+def _as_run(joint: fx.GraphModule, workspace: Workspace) -> Workspace:
     """Return the workspace of ops as Inductor is expected to run them: a loop has none, a convolution is likely laid out anew."""
     is_relaid = changes_layout(joint)
 
     def of(node: fx.Node) -> int:
-        if not is_library_call(node):
+        if not is_extern_kernel(node):
             return 0
-        return scratch(channels_last(node) if is_relaid and is_convolution(node) else node)
+        return workspace(channels_last(node) if is_relaid and is_convolution(node) else node)
 
     return of
 
@@ -134,15 +134,15 @@ def emitted(planner: Planner, joint: fx.GraphModule, facts: Facts, plan: Plan, n
     # A graph remembers the names it once had, and a copy does not: in every process new nodes get the same names, by which caches know them.
     joint = fx.GraphModule(joint, copy.deepcopy(joint.graph))
     facts = facts.moved_to(joint.graph)
-    forward, backward = planner.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs, is_library_call=is_library_call)
+    forward, backward = planner.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs, is_extern_kernel=is_extern_kernel)
     if plan.keeps_order:
-        unfold(backward, is_library_call=is_library_call)
+        isolate_matmuls(backward, is_extern_kernel=is_extern_kernel)
         if changes_layout(forward):
-            lay_out(backward)
-        mark_order(backward)
-    keep_strides(backward)
+            to_channels_last(backward)
+        mark_execution_order(backward)
+    preserve_strides(backward)
     if plan.lets_go:
-        let_go(backward)
+        free_early(backward)
     return forward, backward, plan
 
 
@@ -151,17 +151,17 @@ class _Fit:
 
     def __init__(
         self,
-        options: FusedPlanner,
+        options: InductorPlanner,
         joint: fx.GraphModule,
         lines: tuple[str, ...],
         facts: Facts,
         cost: str,
-        scratch: Scratch,
+        workspace: Workspace,
         stored: frozenset[str],
         num_fwd_outputs: int,
     ) -> None:
         self.planner, self.options = options.planner, options
-        self.scratch = scratch
+        self.workspace = workspace
         self.wrong_by = 0
         self.least: int | None = None
         self.doubt = 0.0
@@ -169,8 +169,8 @@ class _Fit:
         self.program = facts.program
         """What plans are searched on: with what the last plan that was judged turned out to write over."""
         self.joint, self.lines, self.facts, self.cost, self.num_fwd_outputs = joint, lines, facts, cost, num_fwd_outputs
-        self.step = step_of(joint.graph, facts)
-        self.stock = stock_candidate(self.step, stored) if options.planner.policy is None else None
+        self.step = snapshot_of(joint.graph, facts)
+        self.stock = default_candidate(self.step, stored) if options.planner.policy is None else None
 
     def run(self) -> Halves:
         """Return the halves of the plan that is expected to be fastest within the budget, or was timed to be."""
@@ -186,7 +186,7 @@ class _Fit:
         first = self.first(found, limit)
         return self.fastest([first, *self.others(found, first, limit)]) if self.options.compile_half is not None else first
 
-    def first(self, found: Found, limit: int | None) -> Halves:
+    def first(self, found: SearchResult, limit: int | None) -> Halves:
         """Return the halves of the first candidate that fits. Raises :class:`BudgetInfeasible`."""
         if limit is None:
             return self.lowered(found, self.stock or found.best or found.baseline, None)[0]
@@ -206,13 +206,13 @@ class _Fit:
         least = self.least or floor
         raise infeasible(self.planner.budget, limit, least, max(least, baseline))
 
-    def others(self, found: Found, first: Halves, limit: int | None) -> Iterator[Halves]:
+    def others(self, found: SearchResult, first: Halves, limit: int | None) -> Iterator[Halves]:
         """Yield other plans that fit: torch's own choice, the model's fastest at as much memory as the first plan takes, and at less."""
         peak = first[2].compiled_peak_bytes or first[2].peak_bytes
         at_less = (self.search(int((1 - less) * peak)) for less in (0.0, self.options.slack))
         seen = {first[2].digest}
         for search, chosen in itertools.chain([(found, self.stock)], ((search, search.best) for search in at_less)):
-            if chosen is not None and (digest := self.describe(search, chosen, limit).digest) not in seen:
+            if chosen is not None and (digest := self.plan_of(search, chosen, limit).digest) not in seen:
                 seen.add(digest)
                 halves, compiled = self.lowered(search, chosen, limit)
                 if limit is None or compiled <= limit:
@@ -223,7 +223,7 @@ class _Fit:
         compile_half, device = self.options.compile_half, device_of(self.joint.graph)
         if compile_half is None or len(finalists) == 1:
             return finalists[0]
-        if (op := not_to_be_tried(finalists[0][:2])) is not None:
+        if (op := unsafe_op(finalists[0][:2])) is not None:
             log.warning("plans are not timed, as %s is not torch's own, or talks to others: the one expected to be fastest is taken.", op)
             return finalists[0]
         try:
@@ -240,13 +240,13 @@ class _Fit:
         fast = [halves for halves, took in zip(finalists, seconds, strict=True) if took <= (1 + self.options.tie) * min(seconds)]
         return min(fast, key=lambda halves: halves[2].compiled_peak_bytes or 0)
 
-    def lowered(self, found: Found, chosen: Candidate, limit: int | None, *, is_whole: bool = False) -> tuple[Halves, int]:
+    def lowered(self, found: SearchResult, chosen: Candidate, limit: int | None, *, is_whole: bool = False) -> tuple[Halves, int]:
         """Return the halves of a candidate, with the peak of what the compiler makes of them, or unless ``is_whole`` a part of it over the limit."""
         self.judged.add(chosen.schedule)
-        forward, backward, plan = emitted(self.planner, self.joint, self.facts, self.describe(found, chosen, limit), self.num_fwd_outputs)
+        forward, backward, plan = emitted(self.planner, self.joint, self.facts, self.plan_of(found, chosen, limit), self.num_fwd_outputs)
         compiled, lets_go = self.judge(forward, backward, limit, is_whole=is_whole, may_let_go=plan.keeps_order)
         if lets_go:
-            let_go(backward)
+            free_early(backward)
         log.debug("planned %d bytes, compiled %d, budget %s", chosen.simulation.peak_bytes, compiled, limit)
         return (forward, backward, replace(plan, compiled_peak_bytes=compiled, lets_go=lets_go)), compiled
 
@@ -278,7 +278,7 @@ class _Fit:
                 refused, share = (better.schedule, compiled), share / 2
         return halves
 
-    def candidates(self, found: Found, limit: int) -> Iterator[tuple[Candidate, bool]]:
+    def candidates(self, found: SearchResult, limit: int) -> Iterator[tuple[Candidate, bool]]:
         """Yield what may fit, the fastest first; after each, :attr:`wrong_by` says by how much it did not, :attr:`doubt` by what share the
         model was wrong at most.
 
@@ -324,7 +324,7 @@ class _Fit:
             if (least := self.search(int(factor * self.planned(floor.schedule))).best) is not None:
                 yield least
 
-    def search(self, limit: int) -> Found:
+    def search(self, limit: int) -> SearchResult:
         return self.planner.search(self.program, lambda peak: limit)
 
     def planned(self, schedule: Schedule) -> int:
@@ -333,10 +333,10 @@ class _Fit:
 
     def _least_peak(self, chosen: Candidate) -> int:
         """Return what a candidate takes if the compiler does its best."""
-        return simulate(at_best(self.facts, is_library_call, self.scratch), chosen.schedule).peak_bytes
+        return simulate(at_best(self.facts, is_extern_kernel, self.workspace), chosen.schedule).peak_bytes
 
-    def describe(self, found: Found, chosen: Candidate, limit: int | None) -> Plan:
-        plan = describe(self.step, found, chosen, budget_bytes=limit, cost=self.cost)
+    def plan_of(self, found: SearchResult, chosen: Candidate, limit: int | None) -> Plan:
+        plan = build_plan(self.step, found, chosen, budget_bytes=limit, cost=self.cost)
         fused = tuple(n.name for n in self.joint.graph.nodes if n in self.facts.never_stored)
         # Held to our order, torch's own choice might take more than torch makes of it.
         return replace(plan, graph=self.lines, never_stored=fused, keeps_order=chosen is not self.stock)
@@ -352,9 +352,9 @@ class _Fit:
         facts, lower = self.facts, self.options.lower
         # The backward knows what the forward leaves, and is the likelier to be over: it is lowered first wherever that may be known without.
         lowered = lower(forward, None, {}) if changes_layout(forward) else None
-        num, of = self.num_fwd_outputs, (forward, backward, facts, self.scratch)
+        num, of = self.num_fwd_outputs, (forward, backward, facts, self.workspace)
         lowered_backward = lower_backward(forward, backward, lower, num_fwd_outputs=num, lowered_forward=lowered)
-        self.program = learned(facts, lowered_backward, backward, self.scratch)
+        self.program = learned(facts, lowered_backward, backward, self.workspace)
 
         def backward_peak() -> tuple[int, bool]:
             ways = lowered_backward, lowered_backward.letting_go or lowered_backward
@@ -369,15 +369,15 @@ class _Fit:
             # Only now is it known which of what is saved lies in one buffer.
             lowered = lower(forward, None, {})
             peak, lets_go = backward_peak()
-        return max(peak, int(forward_bytes(lowered, forward, facts, self.scratch).max())), lets_go
+        return max(peak, int(forward_bytes(lowered, forward, facts, self.workspace).max())), lets_go
 
 
-def stock_candidate(step: Step, stored: frozenset[str]) -> Candidate | None:
+def default_candidate(step: GraphSnapshot, stored: frozenset[str]) -> Candidate | None:
     """Return the schedule that saves what torch's own partitioner saves and runs the rest again just in time; None if that may not be saved."""
     program = step.program
     saved = frozenset(s for name in stored if name in step.by_name for s in step.by_name[name].storages)
-    again = frozenset(i for i, op in enumerate(program.ops) if op.pinned is None)
-    schedule = emit(program, Decisions((0,), (saved,), (again,)))
+    again = frozenset(i for i, op in enumerate(program.ops) if op.no_recompute is None)
+    schedule = emit(program, StageAssignment((0,), (saved,), (again,)))
     if not program.tables.is_savable[list(schedule.saved)].all():
         return None
     return Candidate(schedule, simulate(program, schedule))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fxckpt.plans.snapshot import Label, Step, state_name
+from fxckpt.plans.snapshot import GraphSnapshot, NodeLabel, state_name
 from fxckpt.plans.types import Plan, Recompute, Row
 from fxckpt.reason import Decision, Reason
 from fxckpt.solver.program import Side
-from fxckpt.solver.search import Candidate, Found
+from fxckpt.solver.search import Candidate, SearchResult
 
 
-def describe(step: Step, found: Found, chosen: Candidate, *, budget_bytes: int | None, cost: str) -> Plan:
+def build_plan(step: GraphSnapshot, found: SearchResult, chosen: Candidate, *, budget_bytes: int | None, cost: str) -> Plan:
     """Return the plan of a chosen schedule."""
     program, schedule, simulation = step.program, chosen.schedule, chosen.simulation
     recomputed = sorted(set(schedule.runs))
@@ -42,7 +42,7 @@ def describe(step: Step, found: Found, chosen: Candidate, *, budget_bytes: int |
     )
 
 
-def _rows(step: Step, chosen: Candidate) -> list[Row]:
+def _rows(step: GraphSnapshot, chosen: Candidate) -> list[Row]:
     program = step.program
     runs = Counter(chosen.schedule.runs)
     rows = []
@@ -60,16 +60,16 @@ def _rows(step: Step, chosen: Candidate) -> list[Row]:
     return rows
 
 
-def _why_saved(step: Step, s: int) -> Reason:
+def _why_saved(step: GraphSnapshot, s: int) -> Reason:
     storage = step.program.storages[s]
     if storage.producer < 0:
         return Reason.RNG_STATE
     if storage.is_output:
         return Reason.OUTPUT
-    return step.program.ops[storage.producer].pinned or Reason.CHEAPER_TO_SAVE
+    return step.program.ops[storage.producer].no_recompute or Reason.CHEAPER_TO_SAVE
 
 
-def _why_recomputed(step: Step, o: int) -> Reason:
+def _why_recomputed(step: GraphSnapshot, o: int) -> Reason:
     op = step.program.ops[o]
     if op.writes and not all(step.program.storages[s].is_savable for s in op.writes):
         return Reason.REGION if step.by_name[op.name].is_in_region else Reason.POLICY
@@ -78,7 +78,7 @@ def _why_recomputed(step: Step, o: int) -> Reason:
     return Reason.CHEAPER_TO_RECOMPUTE
 
 
-def _row(label: Label, name: str, nbytes: int, decision: Decision, reason: Reason, runs: int, seconds: float, flops: int) -> Row:
+def _row(label: NodeLabel, name: str, nbytes: int, decision: Decision, reason: Reason, runs: int, seconds: float, flops: int) -> Row:
     is_state = reason is Reason.RNG_STATE
     shape, dtype = ((nbytes,), "uint8") if is_state else (label.shape, label.dtype)
     return Row(name, label.op, shape, dtype, nbytes, label.module, label.source, decision, reason, runs, seconds, flops)

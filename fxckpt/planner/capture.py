@@ -85,7 +85,7 @@ def plan(
     ()
     """
     # A model on the meta device may be far too large for this machine: its kernels are not tried out.
-    planner = planner_of(budget, policy, cost, measure_scratch=not is_on_meta(model_or_fn, args, kwargs))
+    planner = planner_of(budget, policy, cost, measure_workspace=not is_on_meta(model_or_fn, args, kwargs))
     joint = capture_joint(model_or_fn, args, kwargs)
     normalize(joint.module)
     _, plan = planner.plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)

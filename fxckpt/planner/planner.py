@@ -16,22 +16,22 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt import budget as budgets
 from fxckpt.costs.models import CostModel, FlopCost, checked, resolve
-from fxckpt.costs.workspace import MeasuredScratch
+from fxckpt.costs.workspace import MeasuredWorkspace
 from fxckpt.errors import BudgetInfeasible, InvalidOption
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.autograd_liveness import held_by_nodes
 from fxckpt.passes.analysis.fingerprint import fingerprint, refuse_another_graph, refuse_unknown_ops
 from fxckpt.passes.analysis.graph_memory import inner_bytes
-from fxckpt.passes.analysis.graph_snapshot import step_of
-from fxckpt.passes.analysis.joint import Facts, Scratch, collect, no_scratch
+from fxckpt.passes.analysis.graph_snapshot import snapshot_of
+from fxckpt.passes.analysis.joint import Facts, Workspace, collect, no_workspace
 from fxckpt.passes.analysis.policy_values import values_of
-from fxckpt.passes.inductor.save_views import hand_over
+from fxckpt.passes.inductor.save_views import save_views
 from fxckpt.passes.transforms.normalize import normalize
 from fxckpt.passes.transforms.partition import partition
 from fxckpt.passes.transforms.recompute_checks import insert_checks
 from fxckpt.passes.transforms.rematerialize import rematerialize
 from fxckpt.passes.transforms.verify import verify
-from fxckpt.planner.build_plan import describe
+from fxckpt.planner.build_plan import build_plan
 from fxckpt.plans.log import log_frontier, log_known, log_plan
 from fxckpt.plans.types import Plan
 from fxckpt.policies import as_policy
@@ -49,7 +49,7 @@ class Planner:
     budget: budgets.Budget = None
     policy: Policy | None = None
     cost: str | CostModel = "roofline"
-    measure_scratch: bool = True
+    measure_workspace: bool = True
     """Run each distinct CPU op once on made-up values to learn its kernel's workspace."""
     known: tuple[Plan, ...] = ()
     """Plans to apply to the graphs that they were made for, instead of planning those again."""
@@ -86,7 +86,7 @@ class Planner:
         if found.best is None:
             assert budget_bytes is not None
             raise infeasible(self.budget, budget_bytes, floor, found.baseline.simulation.peak_bytes)
-        described = describe(step_of(joint.graph, facts), found, found.best, budget_bytes=budget_bytes, cost=cost)
+        described = build_plan(snapshot_of(joint.graph, facts), found, found.best, budget_bytes=budget_bytes, cost=cost)
         plan = replace(described, graph=lines)
         log_plan(plan, time.perf_counter() - begin)
         return facts, plan
@@ -120,8 +120,8 @@ class Planner:
             return chosen
 
         found = self.search.frontier(facts.program, limits, tick)
-        step, lines = step_of(joint.graph, facts), fingerprint(joint.graph)
-        made = (describe(step, f, f.best, budget_bytes=f.limit, cost=cost) for f in found if f.best is not None)
+        step, lines = snapshot_of(joint.graph, facts), fingerprint(joint.graph)
+        made = (build_plan(step, f, f.best, budget_bytes=f.limit, cost=cost) for f in found if f.best is not None)
         plans = tuple(replace(plan, graph=lines) for plan in made)
         log_frontier(plans, time.perf_counter() - begin)
         return plans
@@ -133,20 +133,20 @@ class Planner:
         *,
         bind_preferences: bool,
         never_stored: frozenset[fx.Node] = frozenset(),
-        scratch: Scratch | None = None,
+        workspace: Workspace | None = None,
     ) -> tuple[Facts, str]:
         """Return the facts of a normalized joint graph, and the name of the cost model they were made with.
 
-        ``scratch`` tells the workspace of an op's kernel, if that is not the one that eager calls.
+        ``workspace`` tells the workspace of an op's kernel, if that is not the one that eager calls.
         """
         cost = checked(resolve(self.cost, device_of(joint.graph)))
-        measured = self.measured() if scratch is None else scratch
+        measured = self.measured() if workspace is None else workspace
         facts = collect(
             joint,
             num_fwd_outputs=num_fwd_outputs,
             cost=cost,
             policy=self._decided(joint, num_fwd_outputs).get,
-            scratch=lambda node: measured(node) + inner_bytes(node),
+            workspace=lambda node: measured(node) + inner_bytes(node),
             bind_preferences=bind_preferences,
             never_stored=never_stored,
         )
@@ -154,9 +154,9 @@ class Planner:
             facts = replace(facts, program=held_by_nodes(facts))
         return facts, cost.name
 
-    def measured(self) -> Scratch:
+    def measured(self) -> Workspace:
         """Return what measures the workspace of ops, each once."""
-        return MeasuredScratch() if self.measure_scratch else no_scratch
+        return MeasuredWorkspace() if self.measure_workspace else no_workspace
 
     def _decided(self, joint: fx.GraphModule, num_fwd_outputs: int) -> dict[fx.Node, CheckpointPolicy | None]:
         """Return what the policy says of each op of the forward."""
@@ -182,18 +182,18 @@ class Planner:
         plan: Plan,
         *,
         num_fwd_outputs: int,
-        is_library_call: Callable[[fx.Node], bool] | None = None,
+        is_extern_kernel: Callable[[fx.Node], bool] | None = None,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and the backward that follow ``plan``. ``joint`` is used up.
 
-        ``is_library_call`` tells of a compiler that lays values out anew which ops it calls as they are.
+        ``is_extern_kernel`` tells of a compiler that lays values out anew which ops it calls as they are.
         """
         with _timed("rematerialize"):
             result = rematerialize(joint, facts, plan, num_fwd_outputs=num_fwd_outputs)
         if self.exact:
             result = insert_checks(joint, result, num_fwd_outputs=num_fwd_outputs)
-        if is_library_call is not None:
-            result = hand_over(joint, result, is_library_call=is_library_call)
+        if is_extern_kernel is not None:
+            result = save_views(joint, result, is_extern_kernel=is_extern_kernel)
         with _timed("partition"):
             forward, backward = partition(joint, result, num_fwd_outputs=num_fwd_outputs)
         with _timed("verify"):

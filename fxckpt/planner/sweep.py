@@ -14,11 +14,11 @@ from fxckpt.budget import Budget, validate
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import InvalidOption
 from fxckpt.passes.transforms.normalize import normalize
-from fxckpt.planner.build_plan import describe
+from fxckpt.planner.build_plan import build_plan
 from fxckpt.planner.capture import capture_joint, is_on_meta
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.log import log_frontier
-from fxckpt.plans.types import Plan, step_of_plan
+from fxckpt.plans.types import Plan, snapshot_of_plan
 from fxckpt.policies import as_policy
 from fxckpt.reports.tradeoff import Frontier
 from fxckpt.solver.search import PriceSearch, evenly_spaced
@@ -59,7 +59,7 @@ def frontier(
         )
     for budget in () if isinstance(points, int) else points:
         validate(budget)
-    planner = Planner(None, as_policy(policy), cost, measure_scratch=not is_on_meta(model_or_fn, args, kwargs))
+    planner = Planner(None, as_policy(policy), cost, measure_workspace=not is_on_meta(model_or_fn, args, kwargs))
     joint = capture_joint(model_or_fn, args, kwargs)
     normalize(joint.module)
     with tqdm(total=count, desc="frontier", disable=None) as bar:
@@ -74,11 +74,11 @@ def frontier_of(plan: Plan, points: int = 8) -> Frontier:
     """
     if points < 2:
         raise InvalidOption(f"points={points!r}: a frontier has at least 2 points, the floor and the uncheckpointed plan.")
-    step = step_of_plan(plan)
+    step = snapshot_of_plan(plan)
     begin = time.perf_counter()
     with tqdm(total=points, desc="frontier", disable=None) as bar:
         found = PriceSearch().frontier(step.program, partial(evenly_spaced, points), bar.update)
-    made = (describe(step, f, f.best, budget_bytes=f.limit, cost=plan.cost) for f in found if f.best is not None)
+    made = (build_plan(step, f, f.best, budget_bytes=f.limit, cost=plan.cost) for f in found if f.best is not None)
     others = (replace(other, graph=plan.graph) for other in made)
     apart = [other for other in others if (other.saved, other.schedule) != (plan.saved, plan.schedule)]
     plans = tuple(sorted((*apart, plan), key=lambda p: (p.peak_bytes, p.budget_bytes or p.peak_bytes)))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fxckpt.solver.program import Op, Program
 
 
-class Kind(enum.StrEnum):
+class NodeKind(enum.StrEnum):
     """What a node of the joint graph is to the planner."""
 
     INPUT = "input"
@@ -25,11 +25,11 @@ class Kind(enum.StrEnum):
     """A size or a scalar."""
 
 
-class Label(NamedTuple):
+class NodeLabel(NamedTuple):
     """What one node of the joint graph is called. ``inputs`` are positions among the labels, ``storages`` indices of the program."""
 
     name: str
-    kind: Kind
+    kind: NodeKind
     op: str
     module: str
     source: str
@@ -44,23 +44,23 @@ class Label(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class GraphSnapshot:
     """A joint graph as planning saw it: the program, and a label for every node in the graph's order."""
 
     program: Program
-    labels: tuple[Label, ...]
+    labels: tuple[NodeLabel, ...]
 
     @cached_property
-    def by_name(self) -> dict[str, Label]:
+    def by_name(self) -> dict[str, NodeLabel]:
         """Every node's label, by its name."""
         return {label.name: label for label in self.labels}
 
     @cached_property
-    def owners(self) -> tuple[Label, ...]:
+    def owners(self) -> tuple[NodeLabel, ...]:
         """Per storage: the node that is saved where the storage is; for a generator state, the op that draws."""
-        found = {s: label for label in reversed(self.labels) if label.kind in (Kind.OP, Kind.PART) for s in label.storages}
+        found = {s: label for label in reversed(self.labels) if label.kind in (NodeKind.OP, NodeKind.PART) for s in label.storages}
         # An op's parts are named apart: they come after it, and own what they show.
-        parts = {s: label for label in self.labels if label.kind is Kind.PART for s in label.storages}
+        parts = {s: label for label in self.labels if label.kind is NodeKind.PART for s in label.storages}
         return tuple((parts.get(s) or found.get(s) or self.by_name[_op_of(st.name)]) for s, st in enumerate(self.program.storages))
 
     @cached_property

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxckpt.errors import InvalidOption
-from fxckpt.plans.snapshot import Step
+from fxckpt.plans.snapshot import GraphSnapshot
 from fxckpt.reason import Decision, Reason
 from fxckpt.solver.schedule import Schedule
 
@@ -102,8 +102,8 @@ class Plan:
     """Whether the compiled backward lets go of memory that Inductor would keep for a later buffer, as it is over the budget otherwise."""
     graph: tuple[str, ...] = field(default=(), repr=False)
     """The joint graph the plan was made for, a line a node."""
-    step: Step | None = field(default=None, compare=False, repr=False)
-    """The graph it was made for, as plain data (:class:`fxckpt.passes.analysis.graph_snapshot.Step`): what reports, pictures and pages are drawn from. Two plans
+    step: GraphSnapshot | None = field(default=None, compare=False, repr=False)
+    """The graph it was made for, as plain data (:class:`fxckpt.passes.analysis.graph_snapshot.GraphSnapshot`): what reports, pictures and pages are drawn from. Two plans
     that decide the same are equal whatever it is."""
 
     @property
@@ -197,7 +197,7 @@ class Plan:
 
 def schedule_of(plan: Plan) -> Schedule:
     """Return the schedule of a plan, in the indices of its step's program."""
-    step = step_of_plan(plan)
+    step = snapshot_of_plan(plan)
     return Schedule(
         tuple(sorted(step.storage_index[name] for name in plan.saved)),
         tuple(step.op_index[run.name] for run in plan.schedule),
@@ -205,7 +205,7 @@ def schedule_of(plan: Plan) -> Schedule:
     )
 
 
-def step_of_plan(plan: Plan) -> Step:
+def snapshot_of_plan(plan: Plan) -> GraphSnapshot:
     """Return the step a plan carries. Raises :class:`fxckpt.InvalidOption` for a plan without one."""
     if plan.step is None:
         raise InvalidOption(

@@ -34,10 +34,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from fxckpt.errors import InvalidOption
 from fxckpt.ops.classes import is_attention, is_matmul, is_pointwise
-from fxckpt.policies.base import Either, FirstMatch, Policy, Value, coerces, decide_all
+from fxckpt.policies.base import Disjunction, FirstMatch, Policy, Value, coerces, decide_all
 from fxckpt.policies.segments import BlockBoundaries, Every, SqrtN
-from fxckpt.policies.selectors import Everything, Kind, Modules, Names, Ops, overload_name
-from fxckpt.policies.torch_form import Function
+from fxckpt.policies.selectors import ConstantPolicy, ModulesPolicy, NamesPolicy, OpClassPolicy, OpsPolicy, overload_name
+from fxckpt.policies.torch_form import FunctionPolicy
 from fxckpt.torch_private import HigherOrderOperator, OpOverload, overloads_of
 
 __all__ = [
@@ -64,17 +64,17 @@ __all__ = [
 MUST_SAVE, PREFER_SAVE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE
 MUST_RECOMPUTE, PREFER_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
 
-save_all: Policy = Everything("save_all", PREFER_SAVE)
-recompute_all: Policy = Everything("recompute_all", PREFER_RECOMPUTE)
-save_matmuls: Policy = Kind("save_matmuls", is_matmul, MUST_SAVE, PREFER_RECOMPUTE, "no matrix product (mm, addmm, bmm, ...)")
-save_attention: Policy = Kind(
+save_all: Policy = ConstantPolicy("save_all", PREFER_SAVE)
+recompute_all: Policy = ConstantPolicy("recompute_all", PREFER_RECOMPUTE)
+save_matmuls: Policy = OpClassPolicy("save_matmuls", is_matmul, MUST_SAVE, PREFER_RECOMPUTE, "no matrix product (mm, addmm, bmm, ...)")
+save_attention: Policy = OpClassPolicy(
     "save_attention",
     is_attention,
     MUST_SAVE,
     PREFER_RECOMPUTE,
     "no attention in one kernel (scaled_dot_product_attention, flex_attention); attention of separate ops is saved by save('**.attn')",
 )
-recompute_pointwise: Policy = Kind("recompute_pointwise", is_pointwise, PREFER_RECOMPUTE, PREFER_SAVE)
+recompute_pointwise: Policy = OpClassPolicy("recompute_pointwise", is_pointwise, PREFER_RECOMPUTE, PREFER_SAVE)
 sqrt_n: Policy = SqrtN()
 
 
@@ -101,7 +101,7 @@ def save_ops(*ops: Any) -> Policy:
 
     An op is ``torch.ops.aten.mm`` (all its overloads), ``torch.ops.aten.mm.default``, or what ``torch.library.custom_op`` returned.
     """
-    return Ops(_op_names("save_ops", ops))
+    return OpsPolicy(_op_names("save_ops", ops))
 
 
 def save(*patterns: str) -> Policy:
@@ -110,22 +110,22 @@ def save(*patterns: str) -> Policy:
     A path is matched from the model down: ``*`` stands for text within one part (``"layers.*.attn"``), ``**`` for any number of parts
     (``"**.attn"``).
     """
-    return Modules("save", _texts("save", patterns, "layers.*.attn"), MUST_SAVE)
+    return ModulesPolicy("save", _texts("save", patterns, "layers.*.attn"), MUST_SAVE)
 
 
 def recompute(*patterns: str) -> Policy:
     """Run again what the modules of these paths, and those inside them, make; leave the rest open. Paths are matched as in :func:`save`."""
-    return Modules("recompute", _texts("recompute", patterns, "decoder.**.mlp.*"), MUST_RECOMPUTE)
+    return ModulesPolicy("recompute", _texts("recompute", patterns, "decoder.**.mlp.*"), MUST_RECOMPUTE)
 
 
 def save_only(*names: str) -> Policy:
     """Save the values of these names (:func:`fxckpt.name`; globs are understood) and run the rest again."""
-    return Names("save_only", _texts("save_only", names, "attn_out"), MUST_SAVE, PREFER_RECOMPUTE)
+    return NamesPolicy("save_only", _texts("save_only", names, "attn_out"), MUST_SAVE, PREFER_RECOMPUTE)
 
 
 def save_any_except(*names: str) -> Policy:
     """Run the values of these names (:func:`fxckpt.name`; globs are understood) again and save the rest."""
-    return Names("save_any_except", _texts("save_any_except", names, "attn_out"), MUST_RECOMPUTE, PREFER_SAVE)
+    return NamesPolicy("save_any_except", _texts("save_any_except", names, "attn_out"), MUST_RECOMPUTE, PREFER_SAVE)
 
 
 def first_match(*policies: Any) -> Policy:
@@ -164,14 +164,14 @@ def as_policy(policy: Any) -> Policy | None:
     if isinstance(policy, (list, tuple)) and policy:
         if all(map(_is_op, policy)):
             # A list is often written for several machines, whose kernels differ: what a graph does not have is no error, as torch has it.
-            return Ops(_op_names("policy", policy), is_strict=False)
-        return functools.reduce(Either, [as_part(part) for part in policy if part is not None])
+            return OpsPolicy(_op_names("policy", policy), is_strict=False)
+        return functools.reduce(Disjunction, [as_part(part) for part in policy if part is not None])
     if isinstance(policy, functools.partial) and policy.func is create_selective_checkpoint_contexts:
         return as_policy(policy.args[0] if policy.args else policy.keywords.get("policy_fn_or_list"))
     if (example := next((text for maker, text in MAKERS if policy is maker), None)) is not None:
         raise InvalidOption(f"policy={policy.__name__} makes policies, and is none itself: call it, as in policy={example}.")
     if callable(policy) and not isinstance(policy, type) and not _is_op(policy):
-        return Function(policy)
+        return FunctionPolicy(policy)
     raise InvalidOption(f"policy={policy!r} is not a policy. {_hint(policy)}{FORMS}")
 
 
@@ -193,7 +193,7 @@ def as_part(policy: Any) -> Policy:
     found = as_policy(policy)
     if found is None:
         raise InvalidOption(f"policy=None is not a policy. {FORMS}")
-    return replace(found, is_part=True) if isinstance(found, Function) else found
+    return replace(found, is_part=True) if isinstance(found, FunctionPolicy) else found
 
 
 def _is_op(op: Any) -> bool:

@@ -101,26 +101,26 @@ class Policy(ABC):
 
     def lenient(self) -> Policy:
         """Return the policy for one graph of several: what it names may be in another one, so that no match is no error."""
-        return Lenient(self)
+        return LenientPolicy(self)
 
     def without_match(self, values: Sequence[Value]) -> Policy:
         """Return the policy for a graph that has nothing of what it names."""
         return self
 
     def __or__(self, other: Any) -> Policy:
-        return Either(self, _part(other))
+        return Disjunction(self, _part(other))
 
     def __ror__(self, other: Any) -> Policy:
-        return Either(_part(other), self)
+        return Disjunction(_part(other), self)
 
     def __and__(self, other: Any) -> Policy:
-        return Both(self, _part(other))
+        return Conjunction(self, _part(other))
 
     def __rand__(self, other: Any) -> Policy:
-        return Both(_part(other), self)
+        return Conjunction(_part(other), self)
 
     def __invert__(self) -> Policy:
-        return Opposite(self)
+        return Negation(self)
 
 
 _coercions: list[Callable[[Any], Policy]] = []
@@ -143,7 +143,7 @@ def decide_all(policy: Policy, values: Sequence[Value]) -> list[CheckpointPolicy
 
 
 @dataclass(frozen=True)
-class Either(Policy):
+class Disjunction(Policy):
     """``a | b``."""
 
     a: Policy
@@ -164,18 +164,18 @@ class Either(Policy):
 
     def bind(self, values: Sequence[Value]) -> Policy:
         """Bind both."""
-        return Either(self.a.bind(values), self.b.bind(values))
+        return Disjunction(self.a.bind(values), self.b.bind(values))
 
     def lenient(self) -> Policy:
         """Make each part lenient."""
-        return Either(self.a.lenient(), self.b.lenient())
+        return Disjunction(self.a.lenient(), self.b.lenient())
 
     def __repr__(self) -> str:
         return f"({self.a!r} | {self.b!r})"
 
 
 @dataclass(frozen=True)
-class Both(Policy):
+class Conjunction(Policy):
     """``a & b``."""
 
     a: Policy
@@ -196,18 +196,18 @@ class Both(Policy):
 
     def bind(self, values: Sequence[Value]) -> Policy:
         """Bind both."""
-        return Both(self.a.bind(values), self.b.bind(values))
+        return Conjunction(self.a.bind(values), self.b.bind(values))
 
     def lenient(self) -> Policy:
         """Make each part lenient."""
-        return Both(self.a.lenient(), self.b.lenient())
+        return Conjunction(self.a.lenient(), self.b.lenient())
 
     def __repr__(self) -> str:
         return f"({self.a!r} & {self.b!r})"
 
 
 @dataclass(frozen=True)
-class Opposite(Policy):
+class Negation(Policy):
     """``~a``."""
 
     a: Policy
@@ -224,11 +224,11 @@ class Opposite(Policy):
 
     def bind(self, values: Sequence[Value]) -> Policy:
         """Bind ``a``."""
-        return Opposite(self.a.bind(values))
+        return Negation(self.a.bind(values))
 
     def lenient(self) -> Policy:
         """Make each part lenient."""
-        return Opposite(self.a.lenient())
+        return Negation(self.a.lenient())
 
     def __repr__(self) -> str:
         return f"~{self.a!r}"
@@ -262,7 +262,7 @@ class FirstMatch(Policy):
 
 
 @dataclass(frozen=True)
-class Lenient(Policy):
+class LenientPolicy(Policy):
     """A policy that need not find what it names."""
 
     policy: Policy
@@ -289,7 +289,7 @@ class Lenient(Policy):
 
 
 @dataclass(frozen=True)
-class Bound(Policy):
+class BoundPolicy(Policy):
     """What a policy that looks at the whole sequence decided, by position."""
 
     policy: Policy

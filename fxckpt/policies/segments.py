@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.errors import InvalidOption
-from fxckpt.policies.base import SAVE, Bound, Policy, Value, decide_all
+from fxckpt.policies.base import SAVE, BoundPolicy, Policy, Value, decide_all
 from fxckpt.policies.selectors import matched_module, refuse_unmatched_modules
 
 SAVED, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -51,7 +51,7 @@ class SqrtN(_OfSequence):
             if places:
                 boundaries.append(min(places, key=lambda i, even=even: (width[i], abs(i - even))))  # type: ignore[misc]
         saved = [any(i < place <= last for place in boundaries) for i, last in enumerate(last_read)]
-        return Bound(self, tuple(SAVED if s else AGAIN for s in saved))
+        return BoundPolicy(self, tuple(SAVED if s else AGAIN for s in saved))
 
     def __repr__(self) -> str:
         return "sqrt_n"
@@ -71,7 +71,7 @@ class Every(_OfSequence):
         for counts in counted:
             count += counts
             answers.append(SAVED if counts and count % self.n == 0 else AGAIN)
-        return Bound(self, tuple(answers))
+        return BoundPolicy(self, tuple(answers))
 
     def lenient(self) -> Policy:
         """Make what is counted lenient."""
@@ -95,11 +95,11 @@ class BlockBoundaries(_OfSequence):
         refuse_unmatched_modules(self, self.patterns, values)
         blocks = [next((m for p in self.patterns if (m := matched_module(value.module, p)) is not None), None) for value in values]
         leaves = {read for value, block in zip(values, blocks, strict=True) for read in value.reads if blocks[read] != block}
-        return Bound(self, tuple(None if block is None else SAVED if i in leaves else AGAIN for i, block in enumerate(blocks)))
+        return BoundPolicy(self, tuple(None if block is None else SAVED if i in leaves else AGAIN for i, block in enumerate(blocks)))
 
     def without_match(self, values: Sequence[Value]) -> Policy:
         """Leave all open."""
-        return Bound(self, (None,) * len(values))
+        return BoundPolicy(self, (None,) * len(values))
 
     def __repr__(self) -> str:
         return f"block_boundaries({', '.join(map(repr, self.patterns))})"

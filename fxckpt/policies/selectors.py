@@ -16,7 +16,7 @@ from fxckpt.utils.globs import fits
 
 
 @dataclass(frozen=True)
-class Everything(Policy):
+class ConstantPolicy(Policy):
     """One answer for all values."""
 
     label: str
@@ -31,7 +31,7 @@ class Everything(Policy):
 
 
 @dataclass(frozen=True)
-class Kind(Policy):
+class OpClassPolicy(Policy):
     """One answer for the ops of a kind, another for the rest."""
 
     label: str
@@ -56,7 +56,7 @@ class Kind(Policy):
 
 
 @dataclass(frozen=True)
-class Ops(Policy):
+class OpsPolicy(Policy):
     """What some ops give is saved, the rest is run again."""
 
     names: tuple[str, ...]
@@ -89,7 +89,7 @@ class Ops(Policy):
 
 
 @dataclass(frozen=True)
-class Modules(Policy):
+class ModulesPolicy(Policy):
     """One answer for what some modules, and the modules inside them, make."""
 
     label: str
@@ -115,7 +115,7 @@ class Modules(Policy):
 
 
 @dataclass(frozen=True)
-class Names(Policy):
+class NamesPolicy(Policy):
     """One answer for values of some names (:func:`fxckpt.name`), another for the rest."""
 
     label: str

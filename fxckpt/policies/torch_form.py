@@ -15,7 +15,7 @@ from fxckpt.torch_private import policy_context, policy_output
 
 
 @dataclass(frozen=True)
-class Function(Policy):
+class FunctionPolicy(Policy):
     """A function ``policy(ctx, op, *args, **kwargs)``, torch's own form."""
 
     function: Callable[..., Any]

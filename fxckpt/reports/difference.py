@@ -10,7 +10,7 @@ from tabulate import tabulate
 from fxckpt.budget import format_bytes
 from fxckpt.errors import InvalidOption
 from fxckpt.plans.types import Plan, Row
-from fxckpt.reports.narrate import Reasons
+from fxckpt.reports.narrate import Narrator
 from fxckpt.utils.tables import Column, Table
 from fxckpt.utils.units import format_seconds, shorten
 
@@ -35,7 +35,7 @@ class Difference:
             Column("after", "after"),
             Column("why", "why now", lambda v: shorten(v, 110)),
         )
-        words = Reasons(self.after)
+        words = Narrator(self.after)
 
         def cells(before: Row | None, after: Row | None) -> tuple[Any, ...]:
             row = after or before

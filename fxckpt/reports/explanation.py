@@ -12,12 +12,12 @@ from tabulate import tabulate
 
 from fxckpt.budget import format_bytes
 from fxckpt.errors import InvalidOption
-from fxckpt.plans.snapshot import Label
+from fxckpt.plans.snapshot import NodeLabel
 from fxckpt.plans.types import Plan, Row
 from fxckpt.reason import Decision, Reason
 from fxckpt.reports.difference import Difference, diff
 from fxckpt.reports.memory_bar import memory_bar
-from fxckpt.reports.narrate import Readers, Reasons
+from fxckpt.reports.narrate import Narrator, Readers
 from fxckpt.reports.saved_values import SavedValue, SavedValues
 from fxckpt.utils.globs import fits, is_inside
 from fxckpt.utils.tables import Column, Table
@@ -54,12 +54,12 @@ class Explanation:
     plan: Plan
     rows: tuple[Row, ...]
     """Largest first."""
-    inputs: tuple[Label, ...] = ()
+    inputs: tuple[NodeLabel, ...] = ()
     """The graph's inputs that the backward reads, for :meth:`saved_values`; a plan without its step knows none."""
 
     @cached_property
-    def _reasons(self) -> Reasons:
-        return Reasons(self.plan)
+    def _reasons(self) -> Narrator:
+        return Narrator(self.plan)
 
     def top(self, count: int) -> Explanation:
         """Return the explanation with its first ``count`` rows: the largest, unless it was sorted otherwise."""
@@ -232,7 +232,7 @@ class Explanation:
 
 def explain(plan: Plan) -> Explanation:
     """Return the explanation of a plan."""
-    inputs = Reasons(plan).inputs_read() if plan.step is not None else ()
+    inputs = Narrator(plan).inputs_read() if plan.step is not None else ()
     return Explanation(plan, tuple(sorted(plan.rows, key=lambda row: -row.bytes)), inputs)
 
 

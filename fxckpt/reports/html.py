@@ -17,11 +17,11 @@ from typing import Any
 
 from fxckpt.budget import format_bytes
 from fxckpt.errors import InvalidOption
-from fxckpt.plans.snapshot import Kind, Label, Step
-from fxckpt.plans.types import Plan, schedule_of, step_of_plan
+from fxckpt.plans.snapshot import GraphSnapshot, NodeKind, NodeLabel
+from fxckpt.plans.types import Plan, schedule_of, snapshot_of_plan
 from fxckpt.reason import Decision
 from fxckpt.reports.explanation import explain
-from fxckpt.reports.narrate import Reasons
+from fxckpt.reports.narrate import Narrator
 from fxckpt.reports.plots import LOOKS
 from fxckpt.solver.live_intervals import NO_STORAGE, Holder, aligned, lifetimes, moments
 from fxckpt.solver.schedule import save_all
@@ -74,8 +74,8 @@ def _asset(name: str) -> str:
 
 def data(plans: Sequence[Plan], chosen: int = 0) -> dict[str, Any]:
     """Return what the page is drawn from, as plain values."""
-    step = step_of_plan(plans[0])
-    if any(step_of_plan(plan).labels != step.labels for plan in plans):
+    step = snapshot_of_plan(plans[0])
+    if any(snapshot_of_plan(plan).labels != step.labels for plan in plans):
         raise InvalidOption(
             "these plans are of different graphs; a page shows plans of one, for example those of a frontier: frontier(...).to_html(path)."
         )
@@ -97,20 +97,20 @@ class _Texts:
         return self.numbers.setdefault(text, len(self.numbers))
 
 
-def _nodes(step: Step) -> dict[str, Any]:
+def _nodes(step: GraphSnapshot) -> dict[str, Any]:
     """Return the joint graph's nodes by column."""
     texts = _Texts()
     storages = step.program.storages
     position = {label.name: i for i, label in enumerate(step.labels)}
     work = {op.name: (op.seconds, op.flops) for op in (*step.program.ops, *step.program.backward)}
 
-    def own_bytes(label: Label) -> int:
-        own = label.storages if label.kind is not Kind.VIEW else ()
+    def own_bytes(label: NodeLabel) -> int:
+        own = label.storages if label.kind is not NodeKind.VIEW else ()
         return sum(storages[s].bytes for s in own if step.owners[s] is label)
 
     return {
         "name": [label.name for label in step.labels],
-        "kind": [list(Kind).index(label.kind) for label in step.labels],
+        "kind": [list(NodeKind).index(label.kind) for label in step.labels],
         "op": [texts(label.op) for label in step.labels],
         "module": [texts(label.module) for label in step.labels],
         "source": [texts(label.source) for label in step.labels],
@@ -122,7 +122,7 @@ def _nodes(step: Step) -> dict[str, Any]:
         "seconds": [_short(work.get(label.name, (0.0, 0))[0]) for label in step.labels],
         "flops": [work.get(label.name, (0.0, 0))[1] for label in step.labels],
         "texts": list(texts.numbers),
-        "kinds": [kind.value for kind in Kind],
+        "kinds": [kind.value for kind in NodeKind],
         "owner": [position[label.name] for label in step.owners],
         "storage_names": step.storage_names,
         "storage_bytes": [storage.bytes for storage in storages],
@@ -134,13 +134,13 @@ def _short(seconds: float) -> float:
     return float(f"{seconds:.3g}")
 
 
-def _plan(step: Step, plan: Plan) -> dict[str, Any]:
+def _plan(step: GraphSnapshot, plan: Plan) -> dict[str, Any]:
     program, schedule = step.program, schedule_of(plan)
     order, baseline = moments(program, schedule), save_all(program)
     without = aligned(order, moments(program, baseline), simulate(program, baseline).profile)
     intervals = lifetimes(program, schedule)
     position = {label.name: i for i, label in enumerate(step.labels)}
-    words = Reasons(plan)
+    words = Narrator(plan)
     share = plan.recompute_seconds / plan.step_seconds if plan.step_seconds else 0.0
     budget = "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
     return {

@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fxckpt.budget import format_bytes
-from fxckpt.plans.snapshot import Kind, Label, Step
-from fxckpt.plans.types import Plan, Row, step_of_plan
+from fxckpt.plans.snapshot import GraphSnapshot, NodeKind, NodeLabel
+from fxckpt.plans.types import Plan, Row, snapshot_of_plan
 from fxckpt.reason import Decision, Reason
 from fxckpt.solver.program import Op
 from fxckpt.utils.units import format_flops, format_seconds
@@ -23,7 +23,7 @@ FEW = 3
 """How many ops a sentence names."""
 
 
-class Chain(NamedTuple):
+class RecomputeChain(NamedTuple):
     """What would run again for a value that was not saved, all else as planned."""
 
     ops: tuple[Op, ...]
@@ -54,15 +54,15 @@ class Readers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reasons:
+class Narrator:
     """Explains one plan's decisions."""
 
     plan: Plan
 
     @cached_property
-    def step(self) -> Step:
+    def step(self) -> GraphSnapshot:
         """The plan's step. Raises :class:`fxckpt.InvalidOption` for a plan without one."""
-        return step_of_plan(self.plan)
+        return snapshot_of_plan(self.plan)
 
     @cached_property
     def _at_hand(self) -> frozenset[int]:
@@ -74,7 +74,7 @@ class Reasons:
     def _again(self) -> frozenset[str]:
         return frozenset(self.plan.recomputed)
 
-    def chain(self, storage: int) -> Chain:
+    def chain(self, storage: int) -> RecomputeChain:
         """Return what would run again if ``storage`` were not saved."""
         program = self.step.program
         at_hand, ops = self._at_hand - {storage}, program.ops
@@ -86,9 +86,9 @@ class Reasons:
             if o < 0 or o in seen:
                 continue
             seen.add(o)
-            barred = ops[o] if ops[o].pinned is not None else barred
+            barred = ops[o] if ops[o].no_recompute is not None else barred
             stack.extend(program.storages[s].producer for s in ops[o].reads if s not in at_hand)
-        return Chain(tuple(ops[o] for o in sorted(seen)), barred, not stack)
+        return RecomputeChain(tuple(ops[o] for o in sorted(seen)), barred, not stack)
 
     def sources(self, storage: int) -> tuple[str, ...]:
         """Return the saved values and outputs that a recomputed storage is made from."""
@@ -131,7 +131,9 @@ class Reasons:
             return f"recomputing it needs more than {LONGEST_CHAIN} ops, to free {format_bytes(row.bytes)}"
         needs = f"recomputing it needs {self._named(chain.ops)}"
         if chain.barred is not None:
-            return f"{needs}, of which {chain.barred.name} must not run twice ({chain.barred.pinned}); holds {format_bytes(row.bytes)}"
+            return (
+                f"{needs}, of which {chain.barred.name} must not run twice ({chain.barred.no_recompute}); holds {format_bytes(row.bytes)}"
+            )
         needs += f"{' and' if len(chain.ops) == 1 else ','} {format_flops(chain.flops)}" if chain.flops else ""
         rate = f" ({format_seconds(chain.seconds / (row.bytes / 2**20))} a MiB)" if row.bytes and chain.seconds else ""
         return f"{needs}; costs {format_seconds(chain.seconds)} to free {format_bytes(row.bytes)}{rate}"
@@ -157,7 +159,7 @@ class Reasons:
         label = self.step.by_name.get(name)
         return name if label is None else short_name(label)
 
-    def inputs_read(self) -> tuple[Label, ...]:
+    def inputs_read(self) -> tuple[NodeLabel, ...]:
         """Return the graph's inputs that the backward reads, itself or through what it runs again. They take no memory of the step."""
         labels, again = self.step.labels, set(self.plan.recomputed)
         wanted: set[int] = set()
@@ -166,12 +168,12 @@ class Reasons:
                 wanted.update(label.inputs)
         for position in range(len(labels) - 1, -1, -1):
             # A view is made again from what it shows.
-            if position in wanted and labels[position].kind is Kind.VIEW and not labels[position].is_backward:
+            if position in wanted and labels[position].kind is NodeKind.VIEW and not labels[position].is_backward:
                 wanted.update(labels[position].inputs)
-        return tuple(labels[i] for i in sorted(wanted) if labels[i].kind is Kind.INPUT and not labels[i].is_backward)
+        return tuple(labels[i] for i in sorted(wanted) if labels[i].kind is NodeKind.INPUT and not labels[i].is_backward)
 
 
-def short_name(label: Label) -> str:
+def short_name(label: NodeLabel) -> str:
     """Return ``attn.softmax`` for an op ``_softmax`` of module ``h.0.attn``."""
     op = label.op.split(".")[0].strip("_")
     return ".".join(part for part in (label.module.rpartition(".")[2], op) if part)

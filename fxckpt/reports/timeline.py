@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fxckpt.budget import format_bytes
-from fxckpt.plans.snapshot import Step
-from fxckpt.plans.types import Plan, schedule_of, step_of_plan
-from fxckpt.solver.live_intervals import NO_STORAGE, Holder, Lifetime, Moment, aligned, lifetimes, moments, stacked
+from fxckpt.plans.snapshot import GraphSnapshot
+from fxckpt.plans.types import Plan, schedule_of, snapshot_of_plan
+from fxckpt.solver.live_intervals import NO_STORAGE, Holder, LiveInterval, Moment, aligned, lifetimes, moments, stacked
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.simulate import simulate
 from fxckpt.utils.tables import Column, Table
@@ -58,7 +58,7 @@ class Timeline:
     @cached_property
     def stack(self) -> dict[Holder, tuple[int, ...]]:
         """Live bytes at each tick by what holds them."""
-        parts = stacked((Lifetime(NO_STORAGE, h.holder, h.first, h.last, h.bytes) for h in self.held), len(self.ticks))
+        parts = stacked((LiveInterval(NO_STORAGE, h.holder, h.first, h.last, h.bytes) for h in self.held), len(self.ticks))
         return {holder: tuple(live) for holder, live in parts.items()}
 
     @property
@@ -104,7 +104,7 @@ class Timeline:
 
 def timeline(plan: Plan) -> Timeline:
     """Return the timeline of a plan. Raises :class:`fxckpt.InvalidOption` for a plan that does not carry its step."""
-    step = step_of_plan(plan)
+    step = snapshot_of_plan(plan)
     program, schedule = step.program, schedule_of(plan)
     order = moments(program, schedule)
     baseline = save_all(program)
@@ -114,13 +114,13 @@ def timeline(plan: Plan) -> Timeline:
     return Timeline(ticks, held, plan.forward_ops, plan.budget_bytes)
 
 
-def _tick(step: Step, moment: Moment, live: int, without: int) -> Tick:
+def _tick(step: GraphSnapshot, moment: Moment, live: int, without: int) -> Tick:
     phase = "forward" if moment.is_forward else ("recompute" if moment.is_again else "backward")
     label = step.by_name.get(moment.op.name)
     return Tick(moment.op.name, phase, label.module if label else "", moment.op.seconds, live, without)
 
 
-def _held(step: Step, interval: Lifetime) -> Held:
+def _held(step: GraphSnapshot, interval: LiveInterval) -> Held:
     if interval.storage == NO_STORAGE:
         return Held("(workspace)", "", interval.holder, interval.first, interval.last, interval.bytes)
     name, owner = step.storage_names[interval.storage], step.owners[interval.storage]

@@ -15,7 +15,7 @@ from fxckpt.costs.models import CostModel
 from fxckpt.errors import InvalidOption
 from fxckpt.rewriting.example_inputs import inputs_of, real_like
 from fxckpt.rewriting.joint import is_joint, rewrite_joint
-from fxckpt.rewriting.module import FunctionModule, Rewritten, Step, parameters_of
+from fxckpt.rewriting.module import FunctionModule, Rewritten, StepModule, parameters_of
 from fxckpt.torch_private import FakeTensor
 
 
@@ -87,7 +87,7 @@ def rewrite(
         gm = owner
     source = gm if isinstance(gm, nn.Module) else FunctionModule(gm)
     _refuse_what_has_no_step(source)
-    step = Step(source, options)
+    step = StepModule(source, options)
     made = Rewritten(step)
     given = inputs_of(source) if example_inputs is None else _arguments(source, example_inputs)
     if given is not None:

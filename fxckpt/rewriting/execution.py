@@ -37,7 +37,7 @@ class Halves:
     backward: fx.GraphModule
 
 
-class Recorder(Backend):
+class RecordingBackend(Backend):
     """The compile door's backend; keeps the graphs it emits, and applies plans that are known already."""
 
     def __init__(self, known: Sequence[Plan], *options: Any) -> None:
@@ -76,7 +76,7 @@ class Recorder(Backend):
 class Runner(ABC):
     """Runs the step of one module."""
 
-    def __init__(self, source: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, source: nn.Module, recorder: RecordingBackend) -> None:
         self.source = source
         self.recorder = recorder
 
@@ -92,7 +92,7 @@ class Runner(ABC):
 class DynamoRunner(Runner):
     """Runs a module by Dynamo, one graph without breaks a signature."""
 
-    def __init__(self, source: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, source: nn.Module, recorder: RecordingBackend) -> None:
         super().__init__(source, recorder)
         self._forward: Callable[..., Any] | None = None
         self._compiled: Callable[..., Any] = source.forward
@@ -123,7 +123,7 @@ class GraphRunner(Runner):
     A trace puts other tensors in the place of the parameters for a while: in the meantime no other thread may look for its own.
     """
 
-    def __init__(self, source: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, source: nn.Module, recorder: RecordingBackend) -> None:
         super().__init__(source, recorder)
         self._compiled: dict[Signature, _Compiled] = {}
 

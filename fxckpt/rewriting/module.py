@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from fxckpt.errors import CaptureError
 from fxckpt.plans.types import Plan
-from fxckpt.rewriting.execution import DynamoRunner, GraphRunner, Halves, Recorder, Runner
+from fxckpt.rewriting.execution import DynamoRunner, GraphRunner, Halves, RecordingBackend, Runner
 from fxckpt.rewriting.export_guards import Guards
 from fxckpt.rewriting.graph_pickle import Packed, pack, unpack
 from fxckpt.torch_private import GRAPH_FIELDS, is_jit_traced, is_traced, is_transformed, not_compiled, with_code
@@ -37,7 +37,7 @@ class Rewritten(fx.GraphModule):
 
     __slots__ = (*sorted(GRAPH_FIELDS), "_step")
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: StepModule) -> None:
         self._step = step
         super().__init__({}, step_graph(step.source, step), type(step.source).__name__)
         self.__dict__ = step.source.__dict__
@@ -122,18 +122,18 @@ class Rewritten(fx.GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Rewritten:
         source = copy.deepcopy(self.source, memo)
         # Among the attributes may have been the module itself.
-        made: Rewritten = memo.setdefault(id(self), Rewritten(Step(source, self._step.options, self.plans)))
+        made: Rewritten = memo.setdefault(id(self), Rewritten(StepModule(source, self._step.options, self.plans)))
         return made
 
     def __copy__(self) -> Rewritten:
-        return Rewritten(Step(copy.copy(self.source), self._step.options, self.plans))
+        return Rewritten(StepModule(copy.copy(self.source), self._step.options, self.plans))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_unpickled, (pack(self.source), self._step.options, self.plans))
 
 
 def _unpickled(source: nn.Module | Packed | Guards, options: tuple[Any, ...], known: Sequence[Plan]) -> Rewritten:
-    return Rewritten(Step(unpack(source), options, known))
+    return Rewritten(StepModule(unpack(source), options, known))
 
 
 def _class_of(source: nn.Module) -> type[nn.Module]:
@@ -165,13 +165,13 @@ NOT_YET = (
 NO_KWARGS: Mapping[str, Any] = types.MappingProxyType({})
 
 
-class Step:
+class StepModule:
     """What the one node of a rewritten module's graph calls."""
 
     def __init__(self, source: nn.Module, options: tuple[Any, ...], known: Sequence[Plan] = ()) -> None:
         self.source = with_code(source)
         self.options = options
-        self.recorder = Recorder(known, *options)
+        self.recorder = RecordingBackend(known, *options)
         kind = GraphRunner if isinstance(source, fx.GraphModule) else DynamoRunner
         self.runner: Runner = kind(source, self.recorder)
         # The code of a graph calls a function by its name.

@@ -1,4 +1,4 @@
-"""Trim: bring a schedule that is over the budget within it.
+"""Evict: bring a schedule that is over the budget within it.
 
 A cut flips all layers of the same shape at one price, so the fastest schedules of a price search often miss the budget by little. Here single
 copies are given up where the profile is over the limit: a copy is dropped between two touches and its op runs again in front of the second, with
@@ -26,7 +26,7 @@ NOT_HELD = -1
 
 
 @dataclass(frozen=True)
-class Trim:
+class Evict:
     """Give up copies while the profile is above ``limit`` bytes."""
 
     limit: int
@@ -37,7 +37,7 @@ class Trim:
         """Return a schedule of a lower peak, as far as it goes; the simulator is to judge it. ``simulation`` is that of ``schedule``."""
         copies = _Copies(program, schedule, simulation, self.limit)
         for gap in copies.cheapest_first(program.tables.seconds.tolist() if self.seconds is None else self.seconds):
-            copies.give_up(gap)
+            copies.evict_range(gap)
         return copies.schedule()
 
 
@@ -167,7 +167,7 @@ class _Copies:
                 continue
             ops.add(o)
             op = all_ops[o]
-            if len(ops) > LONGEST or op.pinned is not None:
+            if len(ops) > LONGEST or op.no_recompute is not None:
                 return None
             for u in op.needs:
                 last = None if u == gap.s or self.is_output[u] else self._last_touch(u, gap.end)
@@ -193,7 +193,7 @@ class _Copies:
     def _fits(self, begin: int, end: int, nbytes: int) -> bool:
         return _most(self.profile[begin + 1 : end + 1]) + nbytes <= self.limit
 
-    def give_up(self, gap: _Gap) -> None:
+    def evict_range(self, gap: _Gap) -> None:
         """Run the gap's op again in front of its end, unless that would take as many bytes there as it frees before."""
         touches = self._touches(gap.s)
         i = bisect_left(touches, 2 * gap.end)
@@ -235,7 +235,7 @@ class _Copies:
         most = at_end + self.bytes[gap.s]
         for i, o in enumerate(chain.ops):
             live += int(tables.written_bytes[o])
-            most = max(most, live + int(tables.scratch_bytes[o] + tables.replay_bytes[o]))
+            most = max(most, live + int(tables.workspace_bytes[o] + tables.replay_bytes[o]))
             live -= sum(self.bytes[s] for s in {*program.ops[o].reads, *program.ops[o].writes} & made if dies[s] == i)
         # The gap's own copy was counted twice: it is among what is live at the gap's end.
         return most - self.bytes[gap.s]

@@ -1,4 +1,4 @@
-"""References: the plans people make by rule. They are among the planner's candidates, so it is never worse than any of them.
+"""Heuristics: the plans people make by rule. They are among the planner's candidates, so it is never worse than any of them.
 
 The plan that saves all is :func:`~fxckpt.solver.schedule.save_all`.
 """
@@ -13,17 +13,17 @@ from functools import cached_property
 import numpy as np
 
 from fxckpt.solver.program import BoolArray, IntArray, Program
-from fxckpt.solver.schedule import Decisions, Schedule, emit
+from fxckpt.solver.schedule import Schedule, StageAssignment, emit
 from fxckpt.solver.staged_cut import Layout, StagedCut
-from fxckpt.solver.stages import NarrowPlaces, deepest, persistence
+from fxckpt.solver.stages import StageBoundaries, deepest, persistence
 
 
 @dataclass(frozen=True)
-class References:
+class Heuristics:
     """The reference plans of one program."""
 
     program: Program
-    places: NarrowPlaces
+    places: StageBoundaries
 
     def __call__(self) -> Iterator[Schedule]:
         """Yield all of them."""
@@ -66,7 +66,7 @@ class References:
         saved = frozenset(storage[crosses].tolist())
         starts = self.places.stages(count)
         free = frozenset(np.flatnonzero(self.program.tables.is_rerunnable).tolist())
-        return emit(self.program, Decisions(starts, (saved,) * len(starts), (free,) * len(starts)))
+        return emit(self.program, StageAssignment(starts, (saved,) * len(starts), (free,) * len(starts)))
 
     @cached_property
     def _crossing(self) -> tuple[IntArray, IntArray, IntArray]:
@@ -80,7 +80,7 @@ class References:
 
     @cached_property
     def _forward_depth(self) -> dict[int, int]:
-        """As :attr:`NarrowPlaces.depth`, of the forward."""
+        """As :attr:`StageBoundaries.depth`, of the forward."""
         storage, made, read = self._crossing
         change = np.zeros(len(self.program.ops) + 1, dtype=np.int64)
         np.add.at(change, made + 1, self.program.tables.bytes[storage])

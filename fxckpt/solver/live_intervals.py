@@ -32,7 +32,7 @@ class Holder(enum.StrEnum):
     """A forward value that nobody keeps, and the workspace of kernels."""
 
 
-class Lifetime(NamedTuple):
+class LiveInterval(NamedTuple):
     """``bytes`` are live during the positions ``first`` to ``last`` of the profile, both included."""
 
     storage: int
@@ -65,15 +65,15 @@ def moments(program: Program, schedule: Schedule) -> list[Moment]:
     return found
 
 
-def lifetimes(program: Program, schedule: Schedule) -> list[Lifetime]:
+def lifetimes(program: Program, schedule: Schedule) -> list[LiveInterval]:
     """Return every interval in which a schedule holds bytes; their sum is the profile of :func:`~fxckpt.solver.simulate.simulate`."""
     order = moments(program, schedule)
     saved = set(schedule.saved)
     backward_at = sum(moment.is_forward for moment in order)
     last = len(order) - 1
-    open_ = {s: Lifetime(s, Holder.GRADIENT, backward_at, backward_at, program.storages[s].bytes) for s in program.tangents}
-    closed: list[Lifetime] = []
-    workspace: list[Lifetime] = []
+    open_ = {s: LiveInterval(s, Holder.GRADIENT, backward_at, backward_at, program.storages[s].bytes) for s in program.tangents}
+    closed: list[LiveInterval] = []
+    temporary: list[LiveInterval] = []
     for at, (op, is_forward, is_again) in enumerate(order):
         reads = op.needs if is_again else op.reads
         for s in reads:
@@ -85,15 +85,15 @@ def lifetimes(program: Program, schedule: Schedule) -> list[Lifetime]:
         for s in made:
             if s in open_:
                 closed.append(open_[s])
-            open_[s] = Lifetime(s, _holder(program, s, saved, is_forward, is_again), at, at, program.storages[s].bytes)
-        if scratch := op.scratch_bytes + (_replay_bytes(program, op) if is_again else 0):
-            workspace.append(Lifetime(NO_STORAGE, Holder.TEMPORARY, at, at, scratch))
+            open_[s] = LiveInterval(s, _holder(program, s, saved, is_forward, is_again), at, at, program.storages[s].bytes)
+        if workspace := op.workspace_bytes + (_replay_bytes(program, op) if is_again else 0):
+            temporary.append(LiveInterval(NO_STORAGE, Holder.TEMPORARY, at, at, workspace))
     closed.extend(open_.values())
     stay = (_stay(interval, backward_at - 1, last) for interval in closed)
-    return sorted([*stay, *workspace], key=lambda i: (i.first, i.storage, i.last))
+    return sorted([*stay, *temporary], key=lambda i: (i.first, i.storage, i.last))
 
 
-def _stay(interval: Lifetime, end_of_forward: int, last: int) -> Lifetime:
+def _stay(interval: LiveInterval, end_of_forward: int, last: int) -> LiveInterval:
     """Extend what the forward made by how it is held: outputs to the end, what is saved at least to the backward."""
     if interval.holder is Holder.OUTPUT:
         return interval._replace(last=last)
@@ -117,7 +117,7 @@ def _replay_bytes(program: Program, op: Op) -> int:
     return 0 if op.rng_state is None else program.storages[op.rng_state].bytes
 
 
-def stacked(intervals: Iterable[Lifetime], length: int) -> dict[Holder, list[int]]:
+def stacked(intervals: Iterable[LiveInterval], length: int) -> dict[Holder, list[int]]:
     """Return live bytes at each of ``length`` positions, by holder."""
     change = {holder: [0] * (length + 1) for holder in Holder}
     for interval in intervals:

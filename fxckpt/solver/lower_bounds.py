@@ -22,7 +22,7 @@ from fxckpt.solver.min_cut import Network, Unbounded
 from fxckpt.solver.program import FloatArray, IntArray, Program
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.simulate import backward_own_profile, simulate
-from fxckpt.solver.staged_cut import needed_cut, no_way
+from fxckpt.solver.staged_cut import no_way, stage_cut
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Moments:
     def _cut(self) -> tuple[Network, IntArray, IntArray]:
         """The network, and the ops and storages of its vertices."""
         length, reach = len(self.program.backward), len(self.program.ops)
-        cuts = [needed_cut(self.program, range(position, length), reach) for position in self.positions]
+        cuts = [stage_cut(self.program, range(position, length), reach) for position in self.positions]
         ops, values = chain.from_iterable(c[1] for c in cuts), chain.from_iterable(c[2] for c in cuts)
-        return Network.side_by_side([c[0] for c in cuts]), np.fromiter(ops, np.int64), np.fromiter(values, np.int64)
+        return Network.disjoint_union([c[0] for c in cuts]), np.fromiter(ops, np.int64), np.fromiter(values, np.int64)
 
     @cached_property
     def _known(self) -> dict[tuple[int, float], Least]:
@@ -75,16 +75,16 @@ class Moments:
         network, ops, values = self._cut
         # The first run of what only the backward needs may be the uncheckpointed step's own.
         seconds = np.where(tables.is_either[ops], 0.0, tables.seconds[ops])
-        run_price = np.where(tables.is_rerunnable[ops], seconds, math.inf)
+        recompute_cost = np.where(tables.is_rerunnable[ops], seconds, math.inf)
         nbytes = np.where(tables.is_output[values], 0, tables.bytes[values])
         # After the start a value that must not be saved may be at hand all the same, made again before.
         may_keep = tables.is_savable[values] | tables.is_output[values] | (np.asarray(self.positions) > 0)[network.part_of_value]
-        keep_price = np.where(may_keep, nbytes * prices[network.part_of_value], math.inf)
+        keep_cost = np.where(may_keep, nbytes * prices[network.part_of_value], math.inf)
         try:
-            kept, runs = network.solve(run_price, keep_price)
+            kept, runs = network.solve(recompute_cost, keep_cost)
         except Unbounded as error:
             raise no_way(self.program, int(values[error.value])) from error
-        for moment, rounding in enumerate(network.errors(run_price, keep_price).tolist()):
+        for moment, rounding in enumerate(network.errors(recompute_cost, keep_cost).tolist()):
             held = kept & (network.part_of_value == moment)
             again = runs & (network.part_of_op == moment)
             yield Least(float(seconds[again].sum()), int(nbytes[held].sum()), rounding)
@@ -120,9 +120,9 @@ class LowerBounds:
         outputs = int(tables.bytes[tables.is_output].sum())
         nbytes, not_held = tables.bytes.tolist(), np.where(tables.is_output, 0, tables.bytes).tolist()
         forward = [program.ops[o] for o in program.always_forward]
-        at_ops = [sum([nbytes[s] for s in {*op.reads, *op.writes}]) + op.scratch_bytes for op in forward]
+        at_ops = [sum([nbytes[s] for s in {*op.reads, *op.writes}]) + op.workspace_bytes for op in forward]
         for own, op, reads in zip(self._own, program.backward, program.forward_reads, strict=True):
-            at_ops.append(own + outputs + sum([not_held[s] for s in reads]) + op.scratch_bytes)
+            at_ops.append(own + outputs + sum([not_held[s] for s in reads]) + op.workspace_bytes)
         return max(at_ops, default=0)
 
     def seconds(self, limit: int) -> Bound:

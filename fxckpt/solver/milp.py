@@ -61,7 +61,7 @@ class _Model:
     def __init__(self, program: Program, limit: int) -> None:
         self.program = program
         self.limit = limit
-        self.ops = [i for i, op in enumerate(program.ops) if op.pinned is None]
+        self.ops = [i for i, op in enumerate(program.ops) if op.no_recompute is None]
         self.storages = [s for s, storage in enumerate(program.storages) if storage.producer != -2 and not storage.is_output]
         self.points = [(j, i) for j in range(len(program.backward)) for i in (*self.ops, None)]
         self.column: dict[tuple[str, int, int], int] = {}
@@ -113,13 +113,13 @@ class _Model:
             memory = {self.there(t, s): float(tables.bytes[s]) for s in self.storages}
             room = self.limit - outputs - own[j]
             if i is None:
-                room -= int(tables.scratch_bytes[len(program.ops) + j])
+                room -= int(tables.workspace_bytes[len(program.ops) + j])
                 for s in program.forward_reads[j]:
                     if not tables.is_output[s]:
                         self.rows.append(({self.there(t, s): 1.0}, 1.0, 1.0))
             else:
                 room += int(tables.written_bytes[len(program.ops) + j])
-                memory[self.run(j, i)] = float(tables.scratch_bytes[i] + tables.replay_bytes[i])
+                memory[self.run(j, i)] = float(tables.workspace_bytes[i] + tables.replay_bytes[i])
                 for s in {*program.ops[i].needs, *program.ops[i].writes}:
                     if not tables.is_output[s]:
                         self.rows.append(({self.there(t, s): 1.0, self.run(j, i): -1.0}, 0.0, np.inf))
@@ -136,7 +136,7 @@ class _Model:
         last = {s: k for k, op in enumerate(program.ops) for s in (*op.reads, *op.writes)}
         for k in range(len(program.ops)):
             saved = {}
-            live = int(tables.scratch_bytes[k])
+            live = int(tables.workspace_bytes[k])
             for s in {s for o in program.ops[: k + 1] for s in (*o.writes, *(() if o.rng_state is None else (o.rng_state,)))}:
                 if tables.is_output[s] or last.get(s, -1) >= k:
                     live += int(tables.bytes[s])

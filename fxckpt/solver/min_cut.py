@@ -39,11 +39,11 @@ NOTHING = 1e-250
 class CutProblem:
     """Ops and values of one stage by position. ``math.inf`` means must not."""
 
-    run_price: tuple[float, ...]
+    recompute_cost: tuple[float, ...]
     """Per op: seconds (and priced bytes) of running it again."""
     op_reads: tuple[tuple[int, ...], ...]
     """Per op: the values it reads."""
-    keep_price: tuple[float, ...]
+    keep_cost: tuple[float, ...]
     """Per value: price of keeping it."""
     producer: tuple[int, ...]
     """Per value: the op that fills it, or -1."""
@@ -54,11 +54,11 @@ class CutProblem:
         """Return the flow network; vertices are ``("op", i)``, ``("value", i)``, ``"source"`` and ``"sink"``."""
         graph: nx.DiGraph[Vertex] = nx.DiGraph()
         graph.add_nodes_from((SOURCE, SINK))
-        for i, price in enumerate(self.run_price):
+        for i, price in enumerate(self.recompute_cost):
             graph.add_edge(SOURCE, ("op", i), capacity=price, reason="runs again")
             for v in self.op_reads[i]:
                 graph.add_edge(("value", v), ("op", i), capacity=math.inf, reason="needs what it reads")
-        for v, price in enumerate(self.keep_price):
+        for v, price in enumerate(self.keep_cost):
             tail: Vertex = ("op", self.producer[v]) if self.producer[v] >= 0 else SOURCE
             graph.add_edge(tail, ("value", v), capacity=price, reason="is kept")
         for v in self.needed:
@@ -75,7 +75,7 @@ class Cut:
 
     def price(self, problem: CutProblem) -> float:
         """Return what the choice costs."""
-        return sum(problem.keep_price[v] for v in self.kept) + sum(problem.run_price[o] for o in self.runs)
+        return sum(problem.keep_cost[v] for v in self.kept) + sum(problem.recompute_cost[o] for o in self.runs)
 
 
 Solver = Callable[[CutProblem], Cut]
@@ -105,9 +105,9 @@ def _blocked(problem: CutProblem) -> int | None:
                 stack.pop()
                 continue
             op = problem.producer[v]
-            if math.isfinite(problem.keep_price[v]):
+            if math.isfinite(problem.keep_cost[v]):
                 possible[v] = True
-            elif op < 0 or math.isinf(problem.run_price[op]):
+            elif op < 0 or math.isinf(problem.recompute_cost[op]):
                 possible[v] = False
             else:
                 pending = [u for u in problem.op_reads[op] if u not in possible]
@@ -140,8 +140,8 @@ def solve_networkx(problem: CutProblem) -> Cut:
 
 def solve_scipy(problem: CutProblem) -> Cut:
     """Fast solver: :class:`Network` of this one problem. Raises :class:`Unbounded`."""
-    network = Network.side_by_side([problem])
-    kept, runs = network.solve(np.asarray(problem.run_price), np.asarray(problem.keep_price))
+    network = Network.disjoint_union([problem])
+    kept, runs = network.solve(np.asarray(problem.recompute_cost), np.asarray(problem.keep_cost))
     return Cut(frozenset(np.flatnonzero(kept).tolist()), frozenset(np.flatnonzero(runs).tolist()))
 
 
@@ -175,7 +175,7 @@ class Network:
     """Per arc: its capacity beside those of ops and values, infinite or 0."""
 
     @classmethod
-    def side_by_side(cls, problems: Sequence[CutProblem]) -> Network:
+    def disjoint_union(cls, problems: Sequence[CutProblem]) -> Network:
         """Lay out ``problems``; their prices are not read."""
         count = len(problems)
         ops, values = [len(p.op_reads) for p in problems], [len(p.producer) for p in problems]
@@ -259,15 +259,15 @@ class Network:
         inner = len(self.indptr) - 3
         return np.where(vertices < inner, vertices + copy * inner, vertices + (len(copy) - 1) * inner)
 
-    def solve(self, run_price: FloatArray, keep_price: FloatArray) -> tuple[BoolArray, BoolArray]:
+    def solve(self, recompute_cost: FloatArray, keep_cost: FloatArray) -> tuple[BoolArray, BoolArray]:
         """Return which values are kept and which ops run again: the least sink side, fewest runs and fewest kept values.
 
         Prices are rounded to about 1e-9 of their problem's sum (Dinic's algorithm on int32). Raises :class:`Unbounded`.
         """
-        n_ops, n_values = len(run_price), len(keep_price)
+        n_ops, n_values = len(recompute_cost), len(keep_cost)
         if not len(self.needed):
             return np.zeros(n_values, dtype=bool), np.zeros(n_ops, dtype=bool)
-        capacity = self._capacity(run_price, keep_price)
+        capacity = self._capacity(recompute_cost, keep_cost)
         size = len(self.indptr) - 1
         source, sink = size - 2, size - 1
         flow = maximum_flow(csr_array((capacity, self.head, self.indptr), shape=(size, size)), source, sink, method="dinic").flow
@@ -278,40 +278,40 @@ class Network:
         sink_side[breadth_first_order(residual, sink, return_predecessors=False)] = True
         runs, wanted = sink_side[self.vertex[:n_ops]], sink_side[self.vertex[n_ops:]]
         kept = wanted & ~(np.append(runs, False)[self.producer])
-        self._check(kept, runs, wanted, run_price, keep_price)
+        self._check(kept, runs, wanted, recompute_cost, keep_cost)
         return kept, runs
 
-    def errors(self, run_price: FloatArray, keep_price: FloatArray) -> FloatArray:
+    def errors(self, recompute_cost: FloatArray, keep_cost: FloatArray) -> FloatArray:
         """Return, per problem, by how much the cut of :meth:`solve` may be dearer than the least, from rounding."""
-        errors: FloatArray = self.prices / self._scale(run_price, keep_price)
+        errors: FloatArray = self.prices / self._scale(recompute_cost, keep_cost)
         return errors
 
-    def _scale(self, run_price: FloatArray, keep_price: FloatArray) -> FloatArray:
+    def _scale(self, recompute_cost: FloatArray, keep_cost: FloatArray) -> FloatArray:
         """Return, per problem, what its prices are multiplied by."""
         parts = len(self.problems)
-        total = np.bincount(self.part_of_op, weights=np.where(np.isfinite(run_price), run_price, 0.0), minlength=parts)
-        total += np.bincount(self.part_of_value, weights=np.where(np.isfinite(keep_price), keep_price, 0.0), minlength=parts)
+        total = np.bincount(self.part_of_op, weights=np.where(np.isfinite(recompute_cost), recompute_cost, 0.0), minlength=parts)
+        total += np.bincount(self.part_of_value, weights=np.where(np.isfinite(keep_cost), keep_cost, 0.0), minlength=parts)
         return (FINITE_SUM - self.prices) / np.where(total > NOTHING, total, 1.0)
 
-    def _capacity(self, run_price: FloatArray, keep_price: FloatArray) -> IntArray:
+    def _capacity(self, recompute_cost: FloatArray, keep_cost: FloatArray) -> IntArray:
         """Scale prices to int32, each problem on its own; infinite ones become greater than the sum of all finite ones."""
-        scale = self._scale(run_price, keep_price)
-        whole = np.ceil(np.concatenate((run_price * scale[self.part_of_op], keep_price * scale[self.part_of_value])))
+        scale = self._scale(recompute_cost, keep_cost)
+        whole = np.ceil(np.concatenate((recompute_cost * scale[self.part_of_op], keep_cost * scale[self.part_of_value])))
         finite = np.bincount(self.arc, weights=np.minimum(whole, INFINITE), minlength=len(self.infinite) + 1)
         capacity = self.infinite + finite[:-1]
         return np.minimum(capacity, INFINITE).astype(np.int32)
 
-    def _check(self, kept: BoolArray, runs: BoolArray, wanted: BoolArray, run_price: FloatArray, keep_price: FloatArray) -> None:
+    def _check(self, kept: BoolArray, runs: BoolArray, wanted: BoolArray, recompute_cost: FloatArray, keep_cost: FloatArray) -> None:
         """Raise :class:`Unbounded` if the cut goes through an infinite arc."""
-        if wanted[self.needed].all() and np.isfinite(keep_price[kept]).all() and np.isfinite(run_price[runs]).all():
+        if wanted[self.needed].all() and np.isfinite(keep_cost[kept]).all() and np.isfinite(recompute_cost[runs]).all():
             return
         first_op = first_value = 0
         for problem in self.problems:
             n_ops, n_values = len(problem.op_reads), len(problem.producer)
             priced = replace(
                 problem,
-                run_price=tuple(run_price[first_op : first_op + n_ops].tolist()),
-                keep_price=tuple(keep_price[first_value : first_value + n_values].tolist()),
+                recompute_cost=tuple(recompute_cost[first_op : first_op + n_ops].tolist()),
+                keep_cost=tuple(keep_cost[first_value : first_value + n_values].tolist()),
             )
             blocked = _blocked(priced)
             if blocked is not None:

@@ -59,11 +59,11 @@ class Op:
     flops: int
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    pinned: Reason | None = None
+    no_recompute: Reason | None = None
     """Why it must not run in the backward again; None if it may."""
     rng_state: int | None = None
     """Storage of the generator state a second run needs."""
-    scratch_bytes: int = 0
+    workspace_bytes: int = 0
     """What the kernel allocates and frees before it returns."""
 
     @cached_property
@@ -153,9 +153,9 @@ class Tables:
     writes: Ragged
     seconds: FloatArray
     flops: IntArray
-    scratch_bytes: IntArray
+    workspace_bytes: IntArray
     replay_bytes: IntArray
-    """Per forward op: what a second run needs beside its scratch, the generator's present state set aside."""
+    """Per forward op: what a second run needs beside its workspace, the generator's present state set aside."""
     written_bytes: IntArray
     rng_state: IntArray
     """Per forward op: its generator state's storage, or -1."""
@@ -182,13 +182,13 @@ class Tables:
             writes=Ragged.of([op.writes for op in both]),
             seconds=np.asarray([op.seconds for op in both], dtype=np.float64),
             flops=np.asarray([op.flops for op in both], dtype=np.int64),
-            scratch_bytes=np.asarray([op.scratch_bytes for op in both], dtype=np.int64),
+            workspace_bytes=np.asarray([op.workspace_bytes for op in both], dtype=np.int64),
             replay_bytes=np.where(state >= 0, np.append(nbytes, 0)[state], 0),
             written_bytes=np.asarray([sum(storages[s].bytes for s in op.writes) for op in both], dtype=np.int64),
             rng_state=state,
             is_forward=_mask(op.side is Side.FORWARD for op in ops),
             is_either=_mask(op.side is Side.EITHER for op in ops),
-            is_rerunnable=_mask(op.pinned is None for op in ops),
+            is_rerunnable=_mask(op.no_recompute is None for op in ops),
             bytes=nbytes,
             producer=np.asarray(program.producers, dtype=np.int64),
             is_output=_mask(s.is_output for s in storages),

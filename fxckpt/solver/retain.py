@@ -1,4 +1,4 @@
-"""Fill: spend what a schedule leaves of the budget.
+"""Retain: spend what a schedule leaves of the budget.
 
 A cut flips all layers of the same shape at one price, so the best schedule of a price search often stops short of the budget. Here single runs are
 dropped, those first that cost the most seconds per byte: their readers take the copy before it, which lives on, or the value saved by the
@@ -20,7 +20,7 @@ FORWARD = -1
 
 
 @dataclass(frozen=True)
-class Fill:
+class Retain:
     """Drop runs while ``limit`` bytes allow it."""
 
     limit: int
@@ -32,7 +32,7 @@ class Fill:
         copies = _Copies(program, schedule, simulation, program.tables.seconds.tolist() if self.seconds is None else self.seconds)
         worth = copies.worth()
         for i in np.argsort(-worth, kind="stable")[: np.count_nonzero(worth)].tolist():
-            copies.drop_if_fits(i, self.limit)
+            copies.retain_if_fits(i, self.limit)
         return copies.left()
 
 
@@ -126,7 +126,7 @@ class _Copies:
                     gone.append(maker)
         return gone
 
-    def drop_if_fits(self, i: int, limit: int) -> None:
+    def retain_if_fits(self, i: int, limit: int) -> None:
         """Drop run ``i`` if that takes time off and the longer life of the copies before it stays within ``limit``."""
         if self.is_dropped[i]:
             return

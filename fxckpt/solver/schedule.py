@@ -24,7 +24,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Decisions:
+class StageAssignment:
     """Per stage: storages taken from before the stage, and ops run again in it."""
 
     starts: tuple[int, ...]
@@ -39,7 +39,7 @@ def stage_ranges(program: Program, starts: tuple[int, ...]) -> list[range]:
     return [range(a, b) for a, b in zip(starts, ends, strict=True)]
 
 
-def emit(program: Program, decisions: Decisions) -> Schedule:
+def emit(program: Program, decisions: StageAssignment) -> Schedule:
     """Return the schedule of the decisions.
 
     A value that a decision takes from before but that nobody made there is saved from the forward; so any decisions that a cut can make
@@ -90,8 +90,8 @@ def emit(program: Program, decisions: Decisions) -> Schedule:
 
 def save_all(program: Program) -> Schedule:
     """Return the uncheckpointed schedule: everything the backward reads is saved, what only the backward needs runs in it once."""
-    either = frozenset(i for i, op in enumerate(program.ops) if op.side is Side.EITHER and op.pinned is None)
-    return emit(program, Decisions((0,), (frozenset(),), (either,)))
+    either = frozenset(i for i, op in enumerate(program.ops) if op.side is Side.EITHER and op.no_recompute is None)
+    return emit(program, StageAssignment((0,), (frozenset(),), (either,)))
 
 
 def with_runs(program: Program, runs: tuple[int, ...], before: tuple[int, ...]) -> Schedule:

@@ -17,16 +17,16 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from random import Random
 
-from fxckpt.solver.evict import Trim
-from fxckpt.solver.heuristics import References
+from fxckpt.solver.evict import Evict
+from fxckpt.solver.heuristics import Heuristics
 from fxckpt.solver.lower_bounds import Bound, LowerBounds
 from fxckpt.solver.milp import in_forward, optimum
 from fxckpt.solver.program import Program
-from fxckpt.solver.retain import Fill
-from fxckpt.solver.schedule import Decisions, Schedule, emit, save_all, with_runs
+from fxckpt.solver.retain import Retain
+from fxckpt.solver.schedule import Schedule, StageAssignment, emit, save_all, with_runs
 from fxckpt.solver.simulate import Simulation, simulate
 from fxckpt.solver.staged_cut import Layout, StagedCut
-from fxckpt.solver.stages import NarrowPlaces
+from fxckpt.solver.stages import StageBoundaries
 
 NEXT_BYTES = 100 * 2**20
 PRICE_STEP = 1.1
@@ -46,7 +46,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found within one limit. ``best`` is None if nothing fits."""
 
     limit: int | None
@@ -105,7 +105,7 @@ class PriceSearch:
     """No more moves for a schedule that is certified to be this near to the best, relatively."""
     cut: StagedCut = field(default_factory=StagedCut)
 
-    def __call__(self, program: Program, budget: Callable[[int], int | None]) -> Found:
+    def __call__(self, program: Program, budget: Callable[[int], int | None]) -> SearchResult:
         """Return the best schedule within ``budget(baseline_peak_bytes)`` bytes; None asks for no extra time."""
         search = _Search(self, program)
         limit = budget(search.baseline.simulation.peak_bytes)
@@ -119,7 +119,7 @@ class PriceSearch:
 
     def frontier(
         self, program: Program, limits: Callable[[Candidate, Candidate], Sequence[int]], tick: Callable[[], object] = lambda: None
-    ) -> tuple[Found, ...]:
+    ) -> tuple[SearchResult, ...]:
         """Return the best schedules at ``limits(floor, baseline)``, ascending. ``tick`` is called once a limit.
 
         All limits choose from all schedules seen, so the time never rises with the limit.
@@ -153,7 +153,7 @@ class _Search:
     def __init__(self, options: PriceSearch, program: Program) -> None:
         self.options = options
         self.program = program
-        self.places = NarrowPlaces(program)
+        self.places = StageBoundaries(program)
         self.layouts: dict[int, Layout] = {}
         self.seen: dict[Schedule, Candidate] = {}
         self.legal: list[Candidate] = []
@@ -164,7 +164,7 @@ class _Search:
         """Logarithms of prices."""
         self.bound_at: dict[int, Bound] = {}
         self.baseline = self.judge(save_all(program))
-        for schedule in References(program, self.places)():
+        for schedule in Heuristics(program, self.places)():
             self.judge(schedule)
 
     def judge(self, schedule: Schedule) -> Candidate:
@@ -177,27 +177,27 @@ class _Search:
     def within(self, limit: int) -> Iterator[Candidate]:
         return (c for c in self.legal if c.simulation.peak_bytes <= limit)
 
-    def found(self, limit: int | None, floor: Candidate) -> Found:
+    def found(self, limit: int | None, floor: Candidate) -> SearchResult:
         """Return the best seen. Bytes below the limit buy nothing: of the fastest the one of least peak is as good as any."""
         candidates = self.legal if limit is None else self.within(limit)
         best = min(candidates, key=lambda c: c.rank, default=None)
         bound = next_bound = Bound(0.0, 0.0)
         if best is not None and limit is not None and best.simulation.extra_seconds > 0:
             bound, next_bound = self.bound(limit), self.bound(limit + NEXT_BYTES)
-        return Found(limit, best, floor, self.baseline, bound, next_bound, self.bounds.peak_bytes)
+        return SearchResult(limit, best, floor, self.baseline, bound, next_bound, self.bounds.peak_bytes)
 
     def layout(self, count: int) -> Layout:
         if count not in self.layouts:
             self.layouts[count] = self.options.cut.lay_out(self.program, self.places.stages(count))
         return self.layouts[count]
 
-    def shaped(self, count: int, shapes: Sequence[tuple[float, float]], sweeps: int | None = None) -> list[list[Decisions]]:
+    def shaped(self, count: int, shapes: Sequence[tuple[float, float]], sweeps: int | None = None) -> list[list[StageAssignment]]:
         """Return the decisions at some prices at the forward's end, each with a share of it that is the price of every stage."""
         cut = self.options.cut if sweeps is None else replace(self.options.cut, sweeps=sweeps)
         layout = self.layout(count)
         return cut(layout, [[price, *[price * share] * len(layout.starts)] for price, share in shapes])
 
-    def judge_all(self, decided: Iterable[Iterable[Decisions]]) -> None:
+    def judge_all(self, decided: Iterable[Iterable[StageAssignment]]) -> None:
         for decisions in chain.from_iterable(decided):
             self.judge(emit(self.program, decisions))
 
@@ -214,7 +214,7 @@ class _Search:
         least = self._least_peak()
         for _ in range(self.options.descents):
             peak = least.simulation.peak_bytes
-            self.judge(Trim(max(self.bounds.peak_bytes, peak * 19 // 20))(self.program, least.schedule, least.simulation))
+            self.judge(Evict(max(self.bounds.peak_bytes, peak * 19 // 20))(self.program, least.schedule, least.simulation))
             least = self._least_peak()
             if least.simulation.peak_bytes >= peak:
                 break
@@ -304,10 +304,10 @@ class _Search:
         return list(chosen.values())
 
     def _bring(self, candidate: Candidate, low: int, limit: int, seconds: Sequence[float] | None = None) -> None:
-        """Trim ``candidate`` to at most ``low`` bytes, as far as it goes, then spend what is left up to ``limit``; at last by true seconds."""
+        """Evict ``candidate`` to at most ``low`` bytes, as far as it goes, then spend what is left up to ``limit``; at last by true seconds."""
         program = self.program
         while candidate.simulation.peak_bytes > low:
-            trimmed = self.judge(Trim(low, seconds)(program, candidate.schedule, candidate.simulation))
+            trimmed = self.judge(Evict(low, seconds)(program, candidate.schedule, candidate.simulation))
             if trimmed.simulation.peak_bytes >= candidate.simulation.peak_bytes:
                 break
             candidate = trimmed
@@ -318,7 +318,7 @@ class _Search:
 
     def _filled(self, candidate: Candidate, limit: int, seconds: Sequence[float] | None) -> Candidate:
         while True:
-            fuller = self.judge(Fill(limit, seconds)(self.program, candidate.schedule, candidate.simulation))
+            fuller = self.judge(Retain(limit, seconds)(self.program, candidate.schedule, candidate.simulation))
             if fuller.simulation.peak_bytes > limit or len(fuller.schedule.runs) >= len(candidate.schedule.runs):
                 return candidate
             candidate = fuller

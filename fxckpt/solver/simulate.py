@@ -76,7 +76,7 @@ def _forward_profile(tables: Tables, order: IntArray, held: BoolArray) -> tuple[
     dying = np.flatnonzero((last >= 0) & ~held)
     died = _sum_at(last[dying], tables.bytes[dying], len(order))
     after = np.cumsum(born - died)
-    return after + died + tables.scratch_bytes[order], int(after[-1]) if len(after) else 0
+    return after + died + tables.workspace_bytes[order], int(after[-1]) if len(after) else 0
 
 
 def last_touches(tables: Tables, order: IntArray) -> IntArray:
@@ -117,10 +117,10 @@ def _backward_profile(tables: Tables, held: BoolArray, runs: IntArray, before: I
     live -= int(tables.bytes[version[unread]].sum())
     died = _sum_at(dies[~unread], tables.bytes[version[~unread]], total)
     born = tables.written_bytes[op]
-    scratch = tables.scratch_bytes[op]
+    workspace = tables.workspace_bytes[op]
     # The replay of a random op sets the generator's present state aside, and puts it back after.
-    scratch[run_at] += tables.replay_bytes[runs]
-    return live + np.cumsum(born - died) + died + scratch
+    workspace[run_at] += tables.replay_bytes[runs]
+    return live + np.cumsum(born - died) + died + workspace
 
 
 def _sum_at(position: IntArray, nbytes: IntArray, length: int) -> IntArray:

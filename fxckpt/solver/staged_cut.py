@@ -27,7 +27,7 @@ import numpy.typing as npt
 from fxckpt.errors import FxckptError
 from fxckpt.solver.min_cut import CutProblem, Network, Unbounded
 from fxckpt.solver.program import BoolArray, FloatArray, IntArray, Program
-from fxckpt.solver.schedule import Decisions, stage_ranges
+from fxckpt.solver.schedule import StageAssignment, stage_ranges
 
 LEAST_REACH = 96
 """Ops a stage may always look at; small programs are looked at whole."""
@@ -47,7 +47,7 @@ class StagedCut:
         """Lay ``program`` out for these stages, once for all prices."""
         return Layout.of(program, starts, self.colors, self.reach)
 
-    def __call__(self, layout: Layout, prices: Sequence[Sequence[float]]) -> list[list[Decisions]]:
+    def __call__(self, layout: Layout, prices: Sequence[Sequence[float]]) -> list[list[StageAssignment]]:
         """Return, for each of several choices of prices, the decisions after each sweep that changes them; often the first has the least peak.
 
         Prices are seconds per byte: of the forward's end, then one a stage. Raises :class:`FxckptError` if a value has no way.
@@ -57,17 +57,17 @@ class StagedCut:
         networks = {group: group.network.copies(count) for group in layout.groups}
         kept = np.zeros((count, len(layout.storage)), dtype=bool)
         runs = np.zeros((count, len(layout.op)), dtype=bool)
-        decided: list[list[Decisions]] = [[] for _ in prices]
+        decided: list[list[StageAssignment]] = [[] for _ in prices]
         for sweep in range(self.sweeps):
             before = kept.copy(), runs.copy()
             for group in layout.groups if sweep % 2 == 0 else tuple(reversed(layout.groups)):
-                run_price, keep_price = layout.run_prices(group, price, runs), layout.keep_prices(group, price, kept, runs)
+                recompute_cost, keep_cost = layout.recompute_costs(group, price, runs), layout.keep_costs(group, price, kept, runs)
                 try:
-                    keeps, again = networks[group].solve(run_price.ravel(), keep_price.ravel())
+                    keeps, again = networks[group].solve(recompute_cost.ravel(), keep_cost.ravel())
                 except Unbounded as error:
-                    value = group.values.start + error.value % keep_price.shape[1]
+                    value = group.values.start + error.value % keep_cost.shape[1]
                     raise no_way(layout.program, int(layout.storage[value])) from error
-                kept[:, group.values], runs[:, group.ops] = keeps.reshape(keep_price.shape), again.reshape(run_price.shape)
+                kept[:, group.values], runs[:, group.ops] = keeps.reshape(keep_cost.shape), again.reshape(recompute_cost.shape)
             changed = (before[0] != kept).any(axis=1) | (before[1] != runs).any(axis=1)
             for i in range(count) if sweep == 0 else np.flatnonzero(changed).tolist():
                 decided[i].append(layout.decisions(kept[i], runs[i]))
@@ -134,14 +134,14 @@ class Layout:
             first_op, first_value = len(op), len(storage)
             problems = []
             for k in range(count - 1 - color, -1, -colors):
-                problem, ops, values = needed_cut(program, ranges[k], share)
+                problem, ops, values = stage_cut(program, ranges[k], share)
                 needed.extend(len(storage) + v for v in problem.needed)
                 op.extend(ops)
                 op_stage.extend([k] * len(ops))
                 storage.extend(values)
                 stage.extend([k] * len(values))
                 problems.append(problem)
-            network = Network.side_by_side(problems)
+            network = Network.disjoint_union(problems)
             producers.append(np.where(network.producer >= 0, network.producer + first_op, -1))
             groups.append(Group(network, slice(first_op, len(op)), slice(first_value, len(storage))))
         tables = program.tables
@@ -178,7 +178,7 @@ class Layout:
             is_needed[by_storage],
         )
 
-    def run_prices(self, group: Group, price: FloatArray, runs: BoolArray) -> FloatArray:
+    def recompute_costs(self, group: Group, price: FloatArray, runs: BoolArray) -> FloatArray:
         """Return, per op vertex of a group, the price of running it again; a row for each choice of prices.
 
         The first run of what only the backward needs is part of any step.
@@ -189,7 +189,7 @@ class Layout:
         is_first = self.is_either[of] & (times[:, self.op[of]] == runs[:, of]) & np.isfinite(self.seconds[of])
         return np.where(is_first, 0.0, self.seconds[of]) + self.written_bytes[of] * price[:, self.op_stage[of] + 1]
 
-    def keep_prices(self, group: Group, price: FloatArray, kept: BoolArray, runs: BoolArray) -> FloatArray:
+    def keep_costs(self, group: Group, price: FloatArray, kept: BoolArray, runs: BoolArray) -> FloatArray:
         """Return, per value vertex of a group, the price of having it from before its stage; a row for each choice of prices."""
         of, end = group.values, len(self.place)
         held, made = kept[:, self.by_storage], _with_last(runs, False)[:, self.producer_by_storage]
@@ -215,7 +215,7 @@ class Layout:
         before = _with_last(latest, -1)[:, self.place[of] - 1]  # before the first place is what was put last
         return np.where(before >= self.first[of], self.stage[self.by_storage[before]], -1)
 
-    def decisions(self, kept: BoolArray, runs: BoolArray) -> Decisions:
+    def decisions(self, kept: BoolArray, runs: BoolArray) -> StageAssignment:
         """Return the decisions that two masks over the vertices say."""
         count = len(self.starts)
         values: list[list[int]] = [[] for _ in range(count)]
@@ -224,7 +224,7 @@ class Layout:
             values[k].append(s)
         for o, k in zip(self.op[runs].tolist(), self.op_stage[runs].tolist(), strict=True):
             ops[k].append(o)
-        return Decisions(self.starts, tuple(map(frozenset, values)), tuple(map(frozenset, ops)))
+        return StageAssignment(self.starts, tuple(map(frozenset, values)), tuple(map(frozenset, ops)))
 
 
 def _with_last(rows: npt.NDArray[Any], item: int) -> npt.NDArray[Any]:
@@ -232,7 +232,7 @@ def _with_last(rows: npt.NDArray[Any], item: int) -> npt.NDArray[Any]:
     return np.concatenate((rows, np.full((len(rows), 1), item, dtype=rows.dtype)), axis=1)
 
 
-def needed_cut(program: Program, positions: range, reach: int) -> tuple[CutProblem, list[int], list[int]]:
+def stage_cut(program: Program, positions: range, reach: int) -> tuple[CutProblem, list[int], list[int]]:
     """Return the cut of one stage without its prices, and the ops and storages its positions stand for.
 
     Looks breadth first at what the stage's needs depend on, at most ``reach`` ops, but always past values that must not be saved.
@@ -249,7 +249,7 @@ def needed_cut(program: Program, positions: range, reach: int) -> tuple[CutProbl
             continue
         ops[o] = len(ops)
         op = all_ops[o]
-        needed = op.needs if op.pinned is None else ()
+        needed = op.needs if op.no_recompute is None else ()
         for u in (*needed, *op.writes):
             if u not in values:
                 values[u] = len(values)
@@ -275,7 +275,7 @@ def _path(program: Program, s: int) -> list[str]:
     while s >= 0 and len(path) < 8:
         path.append(program.storages[s].name)
         producer = program.storages[s].producer
-        if producer < 0 or program.ops[producer].pinned is not None or not program.ops[producer].reads:
+        if producer < 0 or program.ops[producer].no_recompute is not None or not program.ops[producer].reads:
             break
         s = program.ops[producer].reads[0]
     return list(reversed(path))

@@ -19,7 +19,7 @@ from fxckpt.solver.program import IN_BACKWARD, IntArray, Program
 
 
 @dataclass(frozen=True)
-class NarrowPlaces:
+class StageBoundaries:
     """The narrow places of one program."""
 
     program: Program
@@ -59,7 +59,7 @@ class NarrowPlaces:
 
 
 def crossing_bytes(program: Program) -> IntArray:
-    """Return :attr:`NarrowPlaces.width`."""
+    """Return :attr:`StageBoundaries.width`."""
     first = dict.fromkeys(program.tangents, -1)
     last: dict[int, int] = {}
     for j, op in enumerate(program.backward):

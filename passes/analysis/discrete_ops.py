@@ -46,7 +46,7 @@ INDEXING = frozenset(
 # fmt: on
 
 
-def decisions(graph: fx.Graph) -> frozenset[fx.Node]:
+def discrete_results(graph: fx.Graph) -> frozenset[fx.Node]:
     """Return the ops of ``graph`` that decide."""
     found = {n for n in graph.nodes if _packet(n) in CHOOSING}
     stack = [arg for n in graph.nodes if _packet(n) in INDEXING for arg in n.all_input_nodes]

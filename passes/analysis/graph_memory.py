@@ -18,10 +18,10 @@ from fxckpt.torch_private import storage_id
 Instance = tuple[int, fx.Node]
 
 
-def live_bytes(graph: fx.Graph, *, start: int, free: frozenset[str], pinned: frozenset[str]) -> tuple[list[int], int]:
+def live_bytes(graph: fx.Graph, *, start: int, free: frozenset[str], held: frozenset[str]) -> tuple[list[int], int]:
     """Return the live bytes at every op that allocates, and what is live when the graph returns.
 
-    ``start`` is added to all. Storages made by nodes in ``free`` are not counted, placeholders in ``pinned`` stay to the end.
+    ``start`` is added to all. Storages made by nodes in ``free`` are not counted, placeholders in ``held`` stay to the end.
     """
     holds: dict[fx.Node, tuple[Instance, ...]] = {}
     size: dict[Instance, int] = {}
@@ -53,14 +53,14 @@ def live_bytes(graph: fx.Graph, *, start: int, free: frozenset[str], pinned: fro
         for instance in holds[node]:
             variables[instance] += 1
         if node.op == "call_function":
-            scratch = replay_bytes(node)
-            if live != before or scratch:
-                profile.append(live + scratch)
+            workspace = replay_bytes(node)
+            if live != before or workspace:
+                profile.append(live + workspace)
         gone = list(dies.get(node, ()))
         if node not in last_use:
             gone.append(node)
         for variable in gone:
-            if variable.op == "placeholder" and variable.name in pinned:
+            if variable.op == "placeholder" and variable.name in held:
                 continue
             for instance in holds[variable]:
                 variables[instance] -= 1
@@ -82,7 +82,7 @@ def inner_bytes(node: fx.Node) -> int:
 
 def _body_peak(body: fx.GraphModule) -> int:
     inputs = frozenset(n.name for n in body.graph.find_nodes(op="placeholder"))
-    profile, _ = live_bytes(body.graph, start=0, free=inputs, pinned=frozenset())
+    profile, _ = live_bytes(body.graph, start=0, free=inputs, held=frozenset())
     return max(profile, default=0)
 
 
@@ -94,7 +94,7 @@ def emitted_peak(
     Storages made by the backward's nodes in ``uncounted`` are left out.
     """
     primals = frozenset(n.name for n in forward.graph.find_nodes(op="placeholder"))
-    first, _ = live_bytes(forward.graph, start=0, free=primals, pinned=frozenset())
+    first, _ = live_bytes(forward.graph, start=0, free=primals, held=frozenset())
     (output,) = forward.graph.find_nodes(op="output")
     owned: dict[int, int] = {}
     free_ids = {storage_id(t) for n in forward.graph.find_nodes(op="placeholder") for t in tensors(n.meta.get("val"))}
@@ -105,5 +105,5 @@ def emitted_peak(
     inputs = backward.graph.find_nodes(op="placeholder")
     same = frozenset(n.name for n in inputs if any(storage_id(t) in owned or storage_id(t) in free_ids for t in tensors(n.meta.get("val"))))
     stays = frozenset(n.name for n in tangents_of(backward.graph) if not n.users or is_held_by_caller(n))
-    second, _ = live_bytes(backward.graph, start=sum(held.values()), free=primals | same | uncounted, pinned=stays)
+    second, _ = live_bytes(backward.graph, start=sum(held.values()), free=primals | same | uncounted, held=stays)
     return max([*first, *second, 0])

@@ -1,4 +1,4 @@
-"""Step: the joint graph a plan was made for, as plain data: its program, and what its nodes are called.
+"""Graph snapshot: the joint graph a plan was made for, as plain data: its program, and what its nodes are called.
 
 A plan carries its step along, so that reports, pictures and pages can be made long after the graph is gone: who needs a value, what running
 it again would take, what the memory holds at any moment. It has names, never ``fx.Node``.
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.joint import Facts
-from fxckpt.plans.snapshot import Kind, Label, Step
+from fxckpt.plans.snapshot import GraphSnapshot, NodeKind, NodeLabel
 from fxckpt.torch_private import is_symbolic, size_hint, storage_id
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -29,14 +29,14 @@ _EXPRESSION = re.compile(r"[LG]\[|L__|G\.|self\b|__|getattr\(")
 _KEY = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+)\]""")
 
 
-def step_of(graph: fx.Graph, facts: Facts) -> Step:
+def snapshot_of(graph: fx.Graph, facts: Facts) -> GraphSnapshot:
     """Return the step that ``facts`` were read from. Leaves the graph alone."""
     module_of, line_of, type_of = _Remembered(_clean_path), _Remembered(_last_frame), _Remembered(_type_name)
     index = {storage.name: s for s, storage in enumerate(facts.program.storages)}
     writes = {op.name: op.writes for op in (*facts.program.ops, *facts.program.backward)}
     op_of: dict[Any, str] = {}
     position: dict[fx.Node, int] = {}
-    labels: list[Label] = []
+    labels: list[NodeLabel] = []
     for node in graph.nodes:
         if node.op == "output":
             continue
@@ -46,18 +46,18 @@ def step_of(graph: fx.Graph, facts: Facts) -> Step:
         first = value if isinstance(value, torch.Tensor) else next(tensors(value), None)
         held: tuple[int, ...]
         if node.op != "call_function":
-            kind, held = Kind.SIZE if is_symbolic(node) else Kind.INPUT, ()
+            kind, held = NodeKind.SIZE if is_symbolic(node) else NodeKind.INPUT, ()
         elif node.name in writes:
-            kind, held = Kind.OP, writes[node.name]
+            kind, held = NodeKind.OP, writes[node.name]
         elif node.target is operator.getitem and node.name in index:
-            kind, held = Kind.PART, (index[node.name],)
+            kind, held = NodeKind.PART, (index[node.name],)
         else:
-            kind, held = (Kind.SIZE if first is None else Kind.VIEW), _shown(node, [labels[i] for i in inputs])
+            kind, held = (NodeKind.SIZE if first is None else NodeKind.VIEW), _shown(node, [labels[i] for i in inputs])
         if node.target not in op_of or node.target is operator.getitem:
-            op_of[node.target] = "" if kind is Kind.INPUT else op_name(node)
+            op_of[node.target] = "" if kind is NodeKind.INPUT else op_name(node)
         position[node] = len(labels)
         labels.append(
-            Label(
+            NodeLabel(
                 name=node.name,
                 kind=kind,
                 op=op_of[node.target],
@@ -71,10 +71,10 @@ def step_of(graph: fx.Graph, facts: Facts) -> Step:
                 is_in_region=isinstance(meta.get("recompute"), CheckpointPolicy),
             )
         )
-    return Step(facts.program, tuple(labels))
+    return GraphSnapshot(facts.program, tuple(labels))
 
 
-def _shown(node: fx.Node, inputs: list[Label]) -> tuple[int, ...]:
+def _shown(node: fx.Node, inputs: list[NodeLabel]) -> tuple[int, ...]:
     """Return the storages that a view shows: its inputs', where there is a doubt by what torch says."""
     if len(inputs) == 1:
         return inputs[0].storages

@@ -23,7 +23,7 @@ from fxckpt.errors import CaptureError
 from fxckpt.ops.properties import has_hidden_effect, is_collective, is_known_pure, is_mutating, is_random, is_seed, only_computes, tensors
 from fxckpt.ops.registry import registered
 from fxckpt.passes.analysis.byte_counts import RNG_STATE_BYTES, RNG_STATE_BYTES_OTHER, _device_type, storage_bytes
-from fxckpt.passes.analysis.discrete_ops import decisions
+from fxckpt.passes.analysis.discrete_ops import discrete_results
 from fxckpt.passes.analysis.placement import (
     accumulation_bytes,
     ancestors,
@@ -40,7 +40,7 @@ from fxckpt.torch_private import HigherOrderOperator, OpOverload, is_symbolic, s
 PREFERENCE = 1e-3
 """How much dearer a second run is counted, within a budget, of what a policy would rather save (cheaper: rather run again): it settles ties."""
 
-Scratch = Callable[[fx.Node], int]
+Workspace = Callable[[fx.Node], int]
 
 NodePolicy = Callable[[fx.Node], "CheckpointPolicy | None"]
 
@@ -87,7 +87,7 @@ class Facts:
         return Facts(self.program, owner, op_node, views, closure, never)
 
 
-def no_scratch(node: fx.Node) -> int:
+def no_workspace(node: fx.Node) -> int:
     """Plan as if no kernel allocated workspace."""
     return 0
 
@@ -101,14 +101,14 @@ class _Reader:
         num_fwd_outputs: int,
         cost: Cost,
         policy: NodePolicy | None,
-        scratch: Scratch,
+        workspace: Workspace,
         bind_preferences: bool,
         never_stored: frozenset[fx.Node],
     ) -> None:
         self.graph = graph
         self.cost = cost
         self.policy = policy
-        self.scratch = scratch
+        self.workspace = workspace
         self.bind_preferences = bind_preferences
         self.never_stored = never_stored
         self.closure = backward_closure(graph)
@@ -127,7 +127,7 @@ class _Reader:
             and (is_random(n) or is_mutating(n) or is_collective(n) or has_hidden_effect(n) or not is_known_pure(n))
         ]
         self.required_forward = ancestors([*self.fwd_outputs, *effects])
-        self.decisions = decisions(graph)
+        self.decisions = discrete_results(graph)
         self.requested: set[fx.Node] = set()
         """What a policy demands to run again."""
         self.mutated = set(written_storages(n for n in (*effects, *self.closure) if is_mutating(n)))
@@ -180,7 +180,7 @@ class _Reader:
         reads = sorted(stays.union(*(self.holds[o] for o in self.bwd_outputs)))
         inputs = [n for n in self.graph.find_nodes(op="placeholder") if n not in self.closure]
         accumulated = accumulation_bytes(inputs, self.gradients)
-        self.backward.append(Op("output", Side.BACKWARD, 0.0, 0, tuple(reads), (), scratch_bytes=accumulated))
+        self.backward.append(Op("output", Side.BACKWARD, 0.0, 0, tuple(reads), (), workspace_bytes=accumulated))
 
     def _add_tangent(self, node: fx.Node, tensor: torch.Tensor) -> None:
         if storage_id(tensor) not in self.index:
@@ -242,7 +242,7 @@ class _Reader:
         in_backward = node in self.closure
         side = Side.BACKWARD if in_backward else (Side.FORWARD if node in self.required_forward else Side.EITHER)
         producer = IN_BACKWARD if in_backward else len(self.ops)
-        pinned, savable = (None, True) if in_backward else self._placement(node)
+        no_recompute, savable = (None, True) if in_backward else self._placement(node)
         is_tuple = not isinstance(value, torch.Tensor)
         writes = []
         for position, tensor in enumerate(tensors(value)):
@@ -257,17 +257,17 @@ class _Reader:
                 self.owner[name] = node
         self.holds[node] = self._held(value)
         state = None
-        if not in_backward and is_random(node) and pinned is None:
+        if not in_backward and is_random(node) and no_recompute is None:
             nbytes = RNG_STATE_BYTES.get(_device_type(node), RNG_STATE_BYTES_OTHER)
             if node not in self.requested and sum(self.storages[i].bytes for i in writes) <= nbytes:
                 for i in writes:
                     self.storages[i] = replace(self.storages[i], is_savable=True)
-                pinned = Reason.SMALLER_THAN_STATE
+                no_recompute = Reason.SMALLER_THAN_STATE
             else:
                 state = len(self.storages)
                 self.storages.append(Storage(f"{node.name}.rng_state", nbytes, FORWARD_ONLY))
         seconds = self.cost.seconds(node) * (1.0 if in_backward else self._tilt(node))
-        op = Op(node.name, side, seconds, self.cost.flops(node), reads, tuple(writes), pinned, state, self.scratch(node))
+        op = Op(node.name, side, seconds, self.cost.flops(node), reads, tuple(writes), no_recompute, state, self.workspace(node))
         self.op_node[node.name] = node
         (self.backward if in_backward else self.ops).append(op)
 
@@ -350,14 +350,14 @@ def collect(
     num_fwd_outputs: int,
     cost: Cost,
     policy: NodePolicy | None = None,
-    scratch: Scratch = no_scratch,
+    workspace: Workspace = no_workspace,
     bind_preferences: bool = False,
     never_stored: frozenset[fx.Node] = frozenset(),
 ) -> Facts:
     """Read a joint graph into a :class:`Program`.
 
     ``num_fwd_outputs`` leading outputs of the graph belong to the forward. Raises :class:`CaptureError` for a node without value
-    metadata or of a kind that joint graphs do not have. ``scratch`` tells the workspace of a node's kernel. With ``bind_preferences`` what a
+    metadata or of a kind that joint graphs do not have. ``workspace`` tells the workspace of a node's kernel. With ``bind_preferences`` what a
     checkpoint region would rather recompute may not be saved. What is ``never_stored`` (:mod:`~fxckpt.passes.inductor.fusion_model`) is treated as a view of
     what it reads.
     """
@@ -368,4 +368,4 @@ def collect(
                     f"node {node.name!r} ({node.target}) has no meta['val']: its shape is unknown. "
                     "Trace under FakeTensorMode, or run FakeTensorProp on the graph first."
                 )
-    return _Reader(joint.graph, num_fwd_outputs, cost, policy, scratch, bind_preferences, never_stored).run()
+    return _Reader(joint.graph, num_fwd_outputs, cost, policy, workspace, bind_preferences, never_stored).run()

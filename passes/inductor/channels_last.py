@@ -1,6 +1,6 @@
 """Layouts: what an emitted backward makes lies in memory as its readers need it, where Inductor would lay it out otherwise.
 
-:func:`lay_out`: what a backward's convolutions read is made channels last, as Inductor makes what those of the forward read.
+:func:`to_channels_last`: what a backward's convolutions read is made channels last, as Inductor makes what those of the forward read.
 
 Inductor decides half by half whether convolutions are given their images channels last, and for a backward by the convolutions that run again in it:
 one of them turns the layout of all. Values that run again, and gradients, are then made as they were traced, and copied to what the convolution
@@ -28,7 +28,7 @@ READ_IMAGES = {torch.ops.aten.convolution.default: 1, torch.ops.aten.convolution
 """How many of an op's first operands are images: its input, or the gradient and the input."""
 
 
-def lay_out(backward: fx.GraphModule) -> None:
+def to_channels_last(backward: fx.GraphModule) -> None:
     """Force channels last on the images that are made in the backward for its convolutions; those whose sizes vary are left alone."""
     readers = [(node, READ_IMAGES[node.target]) for node in backward.graph.nodes if node.target in READ_IMAGES]
     for image in dict.fromkeys(image for node, count in readers for image in node.args[:count]):

@@ -12,7 +12,7 @@ from torch import fx
 from fxckpt.passes.meta import ORDER, RECOMPUTE_OF
 
 
-def mark_order(backward: fx.GraphModule) -> None:
+def mark_execution_order(backward: fx.GraphModule) -> None:
     """Mark the nodes."""
     before = 0
     for node in backward.graph.nodes:

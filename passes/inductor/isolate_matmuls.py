@@ -26,14 +26,14 @@ from fxckpt.torch_private import storage_id
 ADD, PRODUCT = torch.ops.aten.add.Tensor, torch.ops.aten.mm.default
 
 
-def unfold(backward: fx.GraphModule, *, is_library_call: Callable[[fx.Node], bool]) -> None:
+def isolate_matmuls(backward: fx.GraphModule, *, is_extern_kernel: Callable[[fx.Node], bool]) -> None:
     """Take products out of sums that come after another library call or add what is never stored, where that frees more than the product takes."""
     graph = backward.graph
     sums = [(node, product) for node in graph.find_nodes(op="call_function", target=ADD) for product in _folded(node)]
     if not sums:
         return
     lives = _Lives(graph)
-    calls = [lives.place[node] for node in graph.nodes if node.op == "call_function" and is_library_call(node)]
+    calls = [lives.place[node] for node in graph.nodes if node.op == "call_function" and is_extern_kernel(node)]
     for node, product in sums:
         here = lives.place[node]
         freed = {

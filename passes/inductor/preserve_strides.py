@@ -9,7 +9,7 @@ from fxckpt.passes.inductor.channels_last import _forced
 from fxckpt.torch_private.inductor.default_partitioner import is_view
 
 
-def keep_strides(backward: fx.GraphModule) -> None:
+def preserve_strides(backward: fx.GraphModule) -> None:
     """Force the strides that it was traced with on what is made in the backward and read by ``as_strided``, be it through views."""
     forced: dict[fx.Node, fx.Node] = {}
     for reader in [node for node in backward.graph.nodes if "as_strided" in str(node.target)]:

@@ -18,14 +18,14 @@ from fxckpt.passes.transforms.rematerialize import Rematerialized
 from fxckpt.torch_private import is_surely_equal, is_symbolic, storage_id
 
 
-def hand_over(joint: fx.GraphModule, result: Rematerialized, *, is_library_call: Callable[[fx.Node], bool]) -> Rematerialized:
+def save_views(joint: fx.GraphModule, result: Rematerialized, *, is_extern_kernel: Callable[[fx.Node], bool]) -> Rematerialized:
     """Return what the forward must save, a view taken for what a loop makes where the backward's library calls alone read it, and as that."""
     nodes = {node.name: node for node in joint.graph.nodes}
     place = {node: i for i, node in enumerate(joint.graph.nodes)}
     saved = set()
     for value in result.saved:
-        views = [] if is_library_call(value) else list(_read_as(value, nodes))
-        if views and all(is_library_call(user) for user in views[-1][0].users):
+        views = [] if is_extern_kernel(value) else list(_read_as(value, nodes))
+        if views and all(is_extern_kernel(user) for user in views[-1][0].users):
             _take(value, views)
             value = views[-1][1]
         saved.add(value)

@@ -26,7 +26,7 @@ TAGS = ("recompute", "ac_graph_id")
 COPIES = (torch.ops.aten.clone.default, torch.ops.prims.convert_element_type.default)
 
 
-def unflatten(graph: fx.Graph) -> None:
+def sink_reshapes(graph: fx.Graph) -> None:
     """Move views that merge the dimensions of a slice behind the element-wise ops between them and a view that splits them again."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     merged: set[fx.Node] = set()

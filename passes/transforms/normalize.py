@@ -103,13 +103,13 @@ def raise_getitems(graph: fx.Graph) -> None:
                 parent.append(node)
 
 
-def normalize(joint: fx.GraphModule, *, makes_kernels: bool = False) -> None:
-    """Normalize a joint graph in place, for ops that are called as they are, or for a compiler that ``makes_kernels`` of its own of them."""
+def normalize(joint: fx.GraphModule, *, is_fused: bool = False) -> None:
+    """Normalize a joint graph in place, for ops that are called as they are, or where it ``is_fused``, for a compiler that makes kernels of its own."""
     take_names(joint.graph)
     eliminate_dead_code(joint.graph)
     merge_common_subexpressions(joint.graph)
     raise_getitems(joint.graph)
-    if makes_kernels:
+    if is_fused:
         copy_views_alone(joint.graph)
     else:
         copy_whole_storages(joint.graph)

@@ -28,16 +28,16 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
             writes.append(len(storages))
             storages.append(Storage(f"v{len(storages)}", draw(st.integers(0, 20)), i, is_output=draw(st.integers(0, 9)) == 0))
         state = None
-        pinned = Reason.EFFECT if draw(st.integers(0, 9)) == 0 else None
-        if pinned is None and draw(st.integers(0, 5)) == 0:
+        no_recompute = Reason.EFFECT if draw(st.integers(0, 9)) == 0 else None
+        if no_recompute is None and draw(st.integers(0, 5)) == 0:
             state = len(storages)
             storages.append(Storage(f"v{writes[0]}.rng_state", STATE_BYTES, FORWARD_ONLY))
         seconds = float(draw(st.integers(0, 9)))
-        scratch = draw(st.sampled_from([0, 0, 5]))
-        ops.append(Op(f"f{i}", Side.FORWARD, seconds, int(seconds), reads, tuple(writes), pinned, state, scratch))
+        workspace = draw(st.sampled_from([0, 0, 5]))
+        ops.append(Op(f"f{i}", Side.FORWARD, seconds, int(seconds), reads, tuple(writes), no_recompute, state, workspace))
     is_needed = {s for op in ops if op.side is Side.FORWARD for s in op.reads} | {i for i, s in enumerate(storages) if s.is_output}
     for i in reversed(range(count)):
-        if not is_needed & set(ops[i].writes) and ops[i].pinned is None and ops[i].rng_state is None and draw(st.booleans()):
+        if not is_needed & set(ops[i].writes) and ops[i].no_recompute is None and ops[i].rng_state is None and draw(st.booleans()):
             ops[i] = Op(f"f{i}", Side.EITHER, ops[i].seconds, ops[i].flops, ops[i].reads, ops[i].writes)
         elif ops[i].side is Side.FORWARD:
             is_needed |= set(ops[i].reads)
@@ -49,7 +49,7 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
         reads = set(draw(st.lists(st.sampled_from(near), max_size=3))) | set(own[-1:])
         storages.append(Storage(f"g{j}", draw(st.integers(0, 20)), IN_BACKWARD))
         own.append(len(storages) - 1)
-        backward.append(Op(f"b{j}", Side.BACKWARD, 1.0, 1, tuple(sorted(reads)), (own[-1],), scratch_bytes=draw(st.sampled_from([0, 5]))))
+        backward.append(Op(f"b{j}", Side.BACKWARD, 1.0, 1, tuple(sorted(reads)), (own[-1],), workspace_bytes=draw(st.sampled_from([0, 5]))))
     tangents = []
     for i in range(draw(st.sampled_from([0, 1, 1, 2]))):
         tangents.append(len(storages))
@@ -86,15 +86,15 @@ def interpret(program: Program, schedule: Schedule) -> Outcome:
     forward: list[Event] = []
     for i in order:
         op = program.ops[i]
-        forward.append((set(op.reads), set(op.writes) | ({op.rng_state} & kept), op.scratch_bytes))
+        forward.append((set(op.reads), set(op.writes) | ({op.rng_state} & kept), op.workspace_bytes))
     backward: list[Event] = []
     for j, op in enumerate(program.backward):
         for o in [o for o, before in zip(schedule.runs, schedule.before, strict=True) if before == j]:
             again = program.ops[o]
-            assert again.pinned is None
+            assert again.no_recompute is None
             times[o] += 1
-            backward.append((set(again.needs), set(again.writes), again.scratch_bytes + STATE_BYTES * (again.rng_state is not None)))
-        backward.append((set(op.reads), set(op.writes), op.scratch_bytes))
+            backward.append((set(again.needs), set(again.writes), again.workspace_bytes + STATE_BYTES * (again.rng_state is not None)))
+        backward.append((set(op.reads), set(op.writes), op.workspace_bytes))
     first, live = _play(program, forward, set(), kept, set(), 0)
     second, _ = _play(program, backward, live - outputs | set(program.tangents), set(), outputs, 0)
     return Outcome(first + second, sum((n - 1) * program.ops[o].seconds for o, n in times.items() if n > 1))

@@ -21,7 +21,7 @@ def legal(problem: CutProblem, cut: Cut) -> bool:
 
 
 def brute_force(problem: CutProblem) -> float:
-    values, ops = range(len(problem.keep_price)), range(len(problem.run_price))
+    values, ops = range(len(problem.keep_cost)), range(len(problem.recompute_cost))
     choices = (
         Cut(frozenset(kept), frozenset(runs))
         for n in range(len(values) + 1)

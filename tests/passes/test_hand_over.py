@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fxckpt.inductor.planner import FusedPlanner, is_library_call
+from fxckpt.inductor.planner import InductorPlanner, is_extern_kernel
 from fxckpt.passes.inductor.save_views import SHOWS
 from fxckpt.planner.planner import Planner
 from tests.joints import inductor_joint
@@ -14,7 +14,7 @@ from tests.joints import inductor_joint
 
 def halves(function: object, *inputs: Tensor) -> tuple[fx.GraphModule, fx.GraphModule]:
     joint, count = inductor_joint(function, *inputs)  # type: ignore[arg-type]
-    return FusedPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)[:2]
+    return InductorPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)[:2]
 
 
 def saved_views(half: fx.GraphModule) -> list[fx.Node]:
@@ -29,7 +29,7 @@ def test_what_matrix_products_alone_read_is_saved_as_their_rows() -> None:
     forward, backward = halves(lambda x, w, v: (x.exp() @ w).tanh().square().sum(), torch.randn(4, 8, 32), *weights())
     rows = [node.meta["val"].shape for node in saved_views(backward)]
     assert torch.Size([32, 32]) in rows
-    assert all(is_library_call(user) for node in saved_views(backward) for user in node.users)
+    assert all(is_extern_kernel(user) for node in saved_views(backward) for user in node.users)
     assert {node.name for node in saved_views(backward)} <= {str(o) for o in forward.graph.output_node().args[0]}
 
 

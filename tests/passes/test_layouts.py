@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxckpt.passes.inductor.channels_last import lay_out
+from fxckpt.passes.inductor.channels_last import to_channels_last
 from fxckpt.torch_private.inductor.layouts import FORCE_STRIDE_ORDER
 
 aten = torch.ops.aten
@@ -23,7 +23,7 @@ def gradients(gradient: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, T
 
 def laid_out(*inputs: Tensor, tracing_mode: str = "fake") -> tuple[fx.GraphModule, fx.Node]:
     gm = make_fx(gradients, tracing_mode=tracing_mode)(*inputs)
-    lay_out(gm)
+    to_channels_last(gm)
     gm.graph.lint()
     gm.recompile()
     for made, expected in zip(gm(*inputs), gradients(*inputs), strict=True):
@@ -56,7 +56,7 @@ def test_inputs_of_the_backward_lie_as_the_forward_left_them() -> None:
         return aten.convolution_backward(gradient, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False])[1]
 
     gm = make_fx(weight_gradient, tracing_mode="fake")(*images(3, 8))
-    lay_out(gm)
+    to_channels_last(gm)
     assert not gm.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER)
 
 
@@ -83,7 +83,7 @@ def test_who_looks_at_memory_itself_sees_it_as_it_was() -> None:
 
     inputs = images(3, 8)
     gm = make_fx(of_memory, tracing_mode="fake")(*inputs)
-    lay_out(gm)
+    to_channels_last(gm)
     gm.recompile()
     for made, expected in zip(gm(*inputs), of_memory(*inputs), strict=True):
         torch.testing.assert_close(made, expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import fx
 
-from fxckpt.passes.inductor.execution_order import ORDER, mark_order
+from fxckpt.passes.inductor.execution_order import ORDER, mark_execution_order
 from fxckpt.passes.transforms.rematerialize import RECOMPUTE_OF
 
 
@@ -21,7 +21,7 @@ def backward() -> fx.GraphModule:
         node = graph.call_function(max, (again, node), name=f"own_{stage}")
     graph.output((node, graph.call_function(min, (late, node), name="last")))
     marked = fx.GraphModule({}, graph)
-    mark_order(marked)
+    mark_execution_order(marked)
     return marked
 
 

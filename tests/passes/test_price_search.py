@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxckpt.solver.evict import Trim
-from fxckpt.solver.heuristics import References
+from fxckpt.solver.evict import Evict
+from fxckpt.solver.heuristics import Heuristics
 from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
-from fxckpt.solver.retain import Fill
-from fxckpt.solver.schedule import Decisions, emit, save_all, with_runs
+from fxckpt.solver.retain import Retain
+from fxckpt.solver.schedule import StageAssignment, emit, save_all, with_runs
 from fxckpt.solver.search import PriceSearch, evenly_spaced
 from fxckpt.solver.simulate import simulate
 from fxckpt.solver.staged_cut import StagedCut
-from fxckpt.solver.stages import NarrowPlaces
+from fxckpt.solver.stages import StageBoundaries
 from tests.passes.programs import interpret, programs
 from tests.solver.oracle import exhaustive
 
@@ -28,14 +28,14 @@ SEARCH = PriceSearch(stage_counts=(2, 5), small_factors=(1.0, 4.0), floor_prices
 
 
 @st.composite
-def decisions(draw: st.DrawFn, program: Program) -> Decisions:
+def decisions(draw: st.DrawFn, program: Program) -> StageAssignment:
     """Anything a cut could decide."""
-    starts = NarrowPlaces(program).stages(draw(st.integers(1, 4)))
-    free = [i for i, op in enumerate(program.ops) if op.pinned is None]
+    starts = StageBoundaries(program).stages(draw(st.integers(1, 4)))
+    free = [i for i, op in enumerate(program.ops) if op.no_recompute is None]
     values = range(len(program.storages))
     kept = [frozenset(draw(st.sets(st.sampled_from(values)))) for _ in starts]
     runs = [frozenset(draw(st.sets(st.sampled_from(free)) if free else st.just(set()))) for _ in starts]
-    return Decisions(starts, tuple(kept), tuple(runs))
+    return StageAssignment(starts, tuple(kept), tuple(runs))
 
 
 @given(data=st.data(), program=programs())
@@ -56,7 +56,7 @@ def test_filling_takes_time_off_and_stays_inside(data: st.DataObject, program: P
     schedule = emit(program, data.draw(decisions(program)))
     before = simulate(program, schedule)
     limit = before.peak_bytes + data.draw(st.integers(0, 40))
-    filled = Fill(limit)(program, schedule, before)
+    filled = Retain(limit)(program, schedule, before)
     ran = interpret(program, filled)
     assert max(ran.profile) <= limit
     assert ran.seconds <= before.extra_seconds
@@ -66,7 +66,7 @@ def test_filling_takes_time_off_and_stays_inside(data: st.DataObject, program: P
 def test_trimming_makes_legal_schedules(data: st.DataObject, program: Program, share: float) -> None:
     schedule = emit(program, data.draw(decisions(program)))
     before = simulate(program, schedule)
-    trimmed = Trim(int(share * before.peak_bytes))(program, schedule, before)
+    trimmed = Evict(int(share * before.peak_bytes))(program, schedule, before)
     ran = interpret(program, trimmed)
     assert simulate(program, trimmed).peak_bytes == max(ran.profile)
     assert ran.seconds >= before.extra_seconds
@@ -81,7 +81,7 @@ def test_trimming_gives_up_what_is_cheapest_to_make_again() -> None:
         tangents=(),
     )
     everything = save_all(program)
-    trimmed = Trim(12)(program, everything, simulate(program, everything))
+    trimmed = Evict(12)(program, everything, simulate(program, everything))
     assert trimmed.runs == (0,)
     assert trimmed.before == (1,)
     assert simulate(program, trimmed).peak_bytes <= 12
@@ -124,7 +124,7 @@ def test_best_is_inside_the_budget_or_there_is_none(program: Program, share: flo
 
 @given(program=programs())
 def test_never_worse_than_a_reference_plan(program: Program) -> None:
-    for schedule in (save_all(program), *References(program, NarrowPlaces(program))()):
+    for schedule in (save_all(program), *Heuristics(program, StageBoundaries(program))()):
         reference = interpret(program, schedule)
         peak = max(reference.profile, default=0)
         found = SEARCH(program, functools.partial(lambda limit, baseline: limit, peak))
@@ -140,9 +140,9 @@ def test_the_floor_itself_is_always_feasible(program: Program) -> None:
 
 @given(program=programs(max_ops=3))
 def test_bound_is_below_every_schedule_of_one_stage(program: Program) -> None:
-    free = [i for i, op in enumerate(program.ops) if op.pinned is None]
+    free = [i for i, op in enumerate(program.ops) if op.no_recompute is None]
     every = (
-        simulate(program, emit(program, Decisions((0,), (frozenset(),), (frozenset(runs),))))
+        simulate(program, emit(program, StageAssignment((0,), (frozenset(),), (frozenset(runs),))))
         for n in range(len(free) + 1)
         for runs in itertools.combinations(free, n)
     )
@@ -170,7 +170,7 @@ def test_along_a_frontier_time_only_falls(program: Program, points: int) -> None
 @given(program=programs())
 def test_any_colouring_makes_legal_schedules(program: Program, colors: int) -> None:
     cut = StagedCut(colors=colors)
-    layout = cut.lay_out(program, NarrowPlaces(program).stages(5))
+    layout = cut.lay_out(program, StageBoundaries(program).stages(5))
     for prices, decided in zip(choices := [[p] * (len(layout.starts) + 1) for p in (0.1, 1.0, 10.0)], cut(layout, choices), strict=True):
         assert decided == cut(layout, [prices])[0]
         for decisions in decided:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxckpt.solver.program import Program
-from fxckpt.solver.stages import NarrowPlaces, persistence
+from fxckpt.solver.stages import StageBoundaries, persistence
 from tests.passes.programs import programs
 
 
@@ -34,7 +34,7 @@ def test_every_climb_is_the_least_there_is(heights: list[int]) -> None:
 
 @given(program=programs(), count=st.integers(1, 12))
 def test_stages_begin_at_the_start_and_are_in_order(program: Program, count: int) -> None:
-    starts = NarrowPlaces(program).stages(count)
+    starts = StageBoundaries(program).stages(count)
     assert starts[0] == 0
     assert list(starts) == sorted(set(starts))
     assert starts[-1] < len(program.backward)

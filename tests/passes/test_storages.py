@@ -99,9 +99,9 @@ def test_merged_writes_are_read_where_they_lie() -> None:
 
     FakeTensorMode.cache_clear()
     inputs = torch.rand(8, 4, 4), torch.rand(4)
-    for makes_kernels in (False, True):
+    for is_fused in (False, True):
         traced = make_fx(f, tracing_mode="fake")(*inputs)
-        normalize(traced, makes_kernels=makes_kernels)
+        normalize(traced, is_fused=is_fused)
         _, written, *views = (n.meta["val"] for n in traced.graph.nodes if n.target in (aten.slice_scatter.default, aten.select.int))
         assert {storage_id(v) for v in views} == {storage_id(written)}
         assert [v.storage_offset() - written.storage_offset() for v in views] == [4, 8]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxckpt.passes.inductor.sink_reshapes import unflatten
+from fxckpt.passes.inductor.sink_reshapes import sink_reshapes
 
 aten = torch.ops.aten
 
@@ -22,7 +22,7 @@ def traced(function: Callable[..., Any], *inputs: Tensor, mode: str = "fake") ->
 
 
 def unflattened(gm: fx.GraphModule) -> fx.GraphModule:
-    unflatten(gm.graph)
+    sink_reshapes(gm.graph)
     gm.graph.lint()
     gm.recompile()
     return gm

@@ -10,8 +10,8 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxckpt
-from fxckpt.inductor.planner import is_library_call
-from fxckpt.passes.inductor.isolate_matmuls import unfold
+from fxckpt.inductor.planner import is_extern_kernel
+from fxckpt.passes.inductor.isolate_matmuls import isolate_matmuls
 from fxckpt.passes.transforms.rematerialize import NEVER_STORED
 from tests.steps import peak_of
 
@@ -24,7 +24,7 @@ def unfolded(
     """The graph, and whether its sum reads the product through a view."""
     gm = make_fx(function, tracing_mode="fake")(*inputs)
     mark(gm.graph)
-    unfold(gm, is_library_call=is_library_call)
+    isolate_matmuls(gm, is_extern_kernel=is_extern_kernel)
     gm.graph.lint()
     gm.recompile()
     assert torch.equal(gm(*inputs), function(*inputs))

@@ -45,14 +45,14 @@ def exhaustive(program: Program, limit: int) -> float | None:
             return spent
         after: list[tuple[float, _State]] = [(spent, _State(j, there - {s}, ran)) for s in there]
         if all(s in there or tables.is_output[s] for s in program.forward_reads[j]):
-            if held(there) + own[j] + int(tables.scratch_bytes[len(program.ops) + j]) <= limit:
+            if held(there) + own[j] + int(tables.workspace_bytes[len(program.ops) + j]) <= limit:
                 after.append((spent, _State(j + 1, there, ran)))
         for i, op in enumerate(program.ops):
-            if op.pinned is not None or not all(s in there or tables.is_output[s] for s in op.needs):
+            if op.no_recompute is not None or not all(s in there or tables.is_output[s] for s in op.needs):
                 continue
             more = there | {s for s in op.writes if not tables.is_output[s]}
             before_op = own[j] - int(tables.written_bytes[len(program.ops) + j])
-            if held(more) + before_op + int(tables.scratch_bytes[i] + tables.replay_bytes[i]) <= limit:
+            if held(more) + before_op + int(tables.workspace_bytes[i] + tables.replay_bytes[i]) <= limit:
                 after.append((spent + (op.seconds if i in ran else 0.0), _State(j, more, ran | {i})))
         for seconds, state in after:
             heapq.heappush(queue, (seconds, next(steps), state))

@@ -45,7 +45,7 @@ def is_view(node: fx.Node) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
 
 
-def stock_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) -> frozenset[str]:
+def default_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) -> frozenset[str]:
     """Return the names of what torch's own partitioner saves of a joint graph, which is left alone."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 

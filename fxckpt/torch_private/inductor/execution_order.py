@@ -13,7 +13,7 @@ from torch._inductor import custom_graph_pass
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 
 
-class KeepOrder(_SchedulerPass):  # type: ignore[misc]
+class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
     """Keeps what a backward runs again from running before its turn, and its own library calls in the order that was planned.
 
     Kernels that read the same parameters are fused wherever they stand, which would run the same layer's recomputations of many stages at once, with

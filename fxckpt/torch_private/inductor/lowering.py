@@ -19,13 +19,13 @@ from fxckpt.torch_private.dynamo import outside_trace
 from fxckpt.torch_private.inductor.cpp_outer_loops import whole_rows
 from fxckpt.torch_private.inductor.default_partitioner import copied
 from fxckpt.torch_private.inductor.early import compile_early
-from fxckpt.torch_private.inductor.execution_order import KeepOrder
+from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 from fxckpt.torch_private.inductor.layouts import wants_channels_last
 from fxckpt.torch_private.inductor.lowered import LoweredHalf, _Counted, _Kept
 from fxckpt.torch_private.inductor.options import inductor_configuration, no_compiler
 
 
-def let_go(half: fx.GraphModule) -> None:
+def free_early(half: fx.GraphModule) -> None:
     """Mark a half to be compiled to let go of each buffer when its last reader has run.
 
     Inductor keeps the memory for a later buffer of the same size where, by its own estimate, that does not raise the peak. The estimate counts
@@ -34,7 +34,7 @@ def let_go(half: fx.GraphModule) -> None:
     for node in half.graph.nodes:
         # What a half is given may share its metadata with the joint graph.
         if node.op == "call_function":
-            node.meta[LETS_GO] = True
+            node.meta[FREES_EARLY] = True
 
 
 AS_PLANNED = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False, "coordinate_descent_tuning": False}
@@ -43,9 +43,9 @@ AS_PLANNED = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_p
 UNTOLD = {"trace.enabled": False}
 """nor written to the folder that TORCH_COMPILE_DEBUG asks for, which is the compile's own."""
 
-LETTING_GO = {"allow_buffer_reuse": False}
+FREEING_EARLY = {"allow_buffer_reuse": False}
 
-LETS_GO = "fxckpt_lets_go"
+FREES_EARLY = "fxckpt_lets_go"
 """Metadata of the nodes of a half that is compiled so."""
 
 WRITTEN_IN_PLACE = ("index_put", "_scatter", "auto_functionalized", "triton_kernel_wrapper")
@@ -58,7 +58,7 @@ class Lowerings:
     A lowered graph is handed out once, for a graph of the same nodes, in the same places and layouts, with the same inputs and configuration.
     """
 
-    def __init__(self, keep_order: KeepOrder | None) -> None:
+    def __init__(self, keep_order: KeepExecutionOrder | None) -> None:
         self.keep_order = keep_order
         self._kept: list[_Kept] = []
 
@@ -126,7 +126,7 @@ class Lowerings:
         offered: list[Any] = [offered_passes, Offered]
         try:
             vars(compile_fx).update(zip(names, offered, strict=True))
-            with config.patch(LETTING_GO if any(LETS_GO in node.meta for node in gm.graph.nodes) else {}), whole_rows():
+            with config.patch(FREEING_EARLY if any(FREES_EARLY in node.meta for node in gm.graph.nodes) else {}), whole_rows():
                 return compile_fx.compile_fx_inner(gm, example_inputs, **{"layout_opt": wants_channels_last(gm), **given})
         finally:
             vars(compile_fx).update(zip(names, stock, strict=True))
@@ -166,7 +166,7 @@ class Lowerings:
 
 
 @contextlib.contextmanager
-def _only_looking(gm: fx.GraphModule, mode: Any, half: str, keep_order: KeepOrder | None) -> Iterator[_Counted]:
+def _only_looking(gm: fx.GraphModule, mode: Any, half: str, keep_order: KeepExecutionOrder | None) -> Iterator[_Counted]:
     """Let a half be lowered as in a compile of it, with nothing timed, written or counted by Inductor; hold what it would have counted."""
     from torch._inductor import compile_fx, config
     from torch._inductor.debug import DebugContext
@@ -212,7 +212,7 @@ def _scheduled(gm: fx.GraphModule, inputs: list[Any], shape_env: Any, donated: S
             found = read_schedule(graph)
             # Of a graph with graphs inside, those were scheduled, and cannot be scheduled again.
             if donated is not None and config.allow_buffer_reuse and not found.inside:
-                with config.patch(LETTING_GO):
+                with config.patch(FREEING_EARLY):
                     found = replace(found, letting_go=read_schedule(graph))
     return graph, found
 

@@ -15,7 +15,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 
 from fxckpt.errors import InnerCompilerMissing, InvalidOption
-from fxckpt.torch_private.inductor.execution_order import KeepOrder
+from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Size and strides of a tensor."""
@@ -99,7 +99,7 @@ def inductor_backend(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     partitioner: CustomPartitionerFn,
-    keep_order: KeepOrder,
+    keep_order: KeepExecutionOrder,
     options: Mapping[str, Any],
     compile_half: Callable[..., Any],
 ) -> Any:
