@@ -32,7 +32,7 @@ test: $(VENV)/.test  ## the whole test suite, without the slow sweeps
 
 sweep: $(VENV)/.test  ## what takes long: every op, every draw, and the property tests with a thousand examples each
 	$(BIN)/python -m pytest -m sweep --timeout 1800 tests
-	$(BIN)/python -m pytest --hypothesis-profile sweep --timeout 7200 tests/passes tests/test_dags.py
+	$(BIN)/python -m pytest --hypothesis-profile sweep --timeout 7200 tests/solver tests/passes tests/planner/test_dags.py
 
 notebooks: $(VENV)/.test  ## run the notebooks and keep what they print
 	$(BIN)/python notebooks/run.py

@@ -12,10 +12,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import fxckpt
+from tests.models.zoo import ENTRIES, Entry
 from tests.steps import FLOOR, differing, outcome, same_at_every_budget
 from tests.test_models import Trial, compiled, same
 from tests.test_random import DRAWS, Residual
-from tests.zoo import ENTRIES, Entry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

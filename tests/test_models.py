@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxckpt
-from tests.zoo import ENTRIES, Entry
+from tests.models.zoo import ENTRIES, Entry
 
 BUDGETS = (None, 0.9, 0.7, 0.5, "floor")
 

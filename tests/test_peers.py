@@ -16,7 +16,7 @@ from fxckpt.passes.transforms.normalize import normalize
 from fxckpt.planner.capture import Joint, capture_joint
 from fxckpt.planner.planner import Planner
 from fxckpt.torch_private import storage_id
-from tests.zoo import ENTRIES
+from tests.models.zoo import ENTRIES
 
 
 def seconds(graphs: tuple[fx.GraphModule, ...]) -> float:

@@ -18,11 +18,11 @@ import fxckpt
 from fxckpt.costs.roofline import Roofline
 from fxckpt.reports.narrate import Narrator
 from fxckpt.solver.live_intervals import Holder
-from tests.zoo import ENTRIES
+from tests.models.zoo import ENTRIES
 
 COST = Roofline(2e11, 1e10, 0.0)
 """A machine that is the same everywhere."""
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parent.parent.parent
 GPT2 = next(e for e in ENTRIES if e.name == "gpt2")
 
 

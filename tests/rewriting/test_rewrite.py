@@ -27,8 +27,8 @@ from fxckpt import policies
 from fxckpt.planner.capture import capture_joint
 from fxckpt.rewriting.export_guards import Guards
 from fxckpt.torch_private import aot_autograd, boxed
+from tests.models.zoo import ResNet
 from tests.steps import differing, loss_of, outcome
-from tests.zoo import ResNet
 
 WIDTH = 32
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from fxckpt.solver.milp import in_forward, optimum
 from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.solver.search import PriceSearch
-from tests.passes.programs import interpret, programs
 from tests.solver.oracle import exhaustive
+from tests.solver.programs import interpret, programs
 
 
 def two_values() -> Program:

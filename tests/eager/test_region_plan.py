@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import fxckpt
 from fxckpt import policies
 from fxckpt.reason import Decision
+from tests.eager.test_checkpoint import Counting, ops_of_the_backward, plain
 from tests.steps import differing, outcome
-from tests.test_checkpoint import Counting, ops_of_the_backward, plain
 
 
 class Attention(nn.Module):

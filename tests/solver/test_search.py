@@ -21,8 +21,8 @@ from fxckpt.solver.search import PriceSearch, evenly_spaced
 from fxckpt.solver.simulate import simulate
 from fxckpt.solver.staged_cut import StagedCut
 from fxckpt.solver.stages import StageBoundaries
-from tests.passes.programs import interpret, programs
 from tests.solver.oracle import exhaustive
+from tests.solver.programs import interpret, programs
 
 SEARCH = PriceSearch(stage_counts=(2, 5), small_factors=(1.0, 4.0), floor_prices=2, refined=2, shakes=(0.9,), restarts=3)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fxckpt.solver.program import Program
 from fxckpt.solver.stages import StageBoundaries, persistence
-from tests.passes.programs import programs
+from tests.solver.programs import programs
 
 
 def test_a_valley_is_as_deep_as_the_way_to_a_lower_one() -> None:

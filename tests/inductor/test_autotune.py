@@ -17,8 +17,8 @@ from fxckpt.inductor.planner import InductorPlanner
 from fxckpt.passes.transforms.rematerialize import RUNS_AGAIN
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan
+from tests.inductor.test_compile import Model
 from tests.joints import inductor_joint, plain_joint
-from tests.test_inductor import Model
 
 
 class Clock:

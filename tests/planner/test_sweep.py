@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fxckpt
-from tests.zoo import ENTRIES
+from tests.models.zoo import ENTRIES
 
 GPT2 = next(e for e in ENTRIES if e.name == "gpt2")
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fxckpt
+from tests.models.zoo import ENTRIES
 from tests.steps import FLOOR, same_at_every_budget
 from tests.test_random import drawing, recompute_all
-from tests.zoo import ENTRIES
 
 
 @pytest.fixture

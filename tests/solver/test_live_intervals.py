@@ -9,8 +9,8 @@ from fxckpt.solver.live_intervals import Holder, aligned, lifetimes, moments, st
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import emit, save_all
 from fxckpt.solver.simulate import simulate
-from tests.passes.programs import programs
-from tests.passes.test_price_search import decisions
+from tests.solver.programs import programs
+from tests.solver.test_search import decisions
 
 
 @given(data=st.data(), program=programs())

@@ -26,8 +26,8 @@ from fxckpt.torch_private.inductor.default_partitioner import default_saved
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 from fxckpt.torch_private.inductor.lowering import Lowerings
 from tests.joints import inductor_joint
+from tests.models.zoo import ENTRIES
 from tests.steps import fresh, outcome
-from tests.zoo import ENTRIES
 
 
 class Block(nn.Module):
