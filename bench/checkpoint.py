@@ -31,7 +31,9 @@ def plain(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-SAVE_PRODUCTS = functools.partial(fxckpt.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+SAVE_PRODUCTS = functools.partial(
+    fxckpt.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]
+)
 TORCH = functools.partial(torchs.checkpoint, use_reentrant=False)
 
 
@@ -59,7 +61,15 @@ def overheads() -> str:
             mine, its, none = (statistics.median(times[n]) for n in (name, peer, "none"))
             cells += [f"{mine:.0f}", f"{mine - none:.0f}", f"{(mine - none) / (its - none):.2f}"]
         rows.append(cells)
-    headers = ("region of one op", "call us", "overhead", "x torch's", "and backward us", "overhead", "x torch's")
+    headers = (
+        "region of one op",
+        "call us",
+        "overhead",
+        "x torch's",
+        "and backward us",
+        "overhead",
+        "x torch's",
+    )
     return tabulate(rows, headers=headers, disable_numparse=True, stralign="right")
 
 
@@ -81,8 +91,13 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        weights = F.dropout((q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1), self.dropout)
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for t in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        weights = F.dropout(
+            (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1), self.dropout
+        )
         x = x + F.dropout(self.out((weights @ v).transpose(1, 2).flatten(2)), self.dropout)
         return x + F.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)))), self.dropout)
 
@@ -110,10 +125,16 @@ def stack(budgets: tuple[str | float, ...] = (AT_TORCHS_PEAK, 0.5, 0.7)) -> str:
     def whole(budget: Any) -> Callable[[], None]:
         return lambda: fxckpt.checkpoint(blocks, x, budget=budget).square().mean().backward()
 
-    ways: dict[str, Callable[[], None]] = {"none": each(plain), "torch, a block": each(TORCH), "fxckpt, a block": each(fxckpt.checkpoint)}
+    ways: dict[str, Callable[[], None]] = {
+        "none": each(plain),
+        "torch, a block": each(TORCH),
+        "fxckpt, a block": each(fxckpt.checkpoint),
+    }
     peaks = {name: _peak(run, blocks) for name, run in ways.items()}
     for budget in budgets:
-        limit = round(peaks["torch, a block"] * (1 - VARIABLES)) if budget == AT_TORCHS_PEAK else budget
+        limit = (
+            round(peaks["torch, a block"] * (1 - VARIABLES)) if budget == AT_TORCHS_PEAK else budget
+        )
         ways[f"fxckpt, whole, {budget}"] = whole(limit)
         peaks[f"fxckpt, whole, {budget}"] = _peak(whole(limit), blocks)
     times: dict[str, list[float]] = {name: [] for name in ways}

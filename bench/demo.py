@@ -72,7 +72,9 @@ def batches(length: int, batch: int, count: int) -> list[Tensor]:
     """Return ``count`` batches of bytes of the text."""
     text = "\n".join(topics[key] for key in sorted(topics)).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    starts = torch.randint(0, len(data) - length, (count, batch), generator=torch.Generator().manual_seed(0))
+    starts = torch.randint(
+        0, len(data) - length, (count, batch), generator=torch.Generator().manual_seed(0)
+    )
     return [torch.stack([data[s : s + length] for s in row]) for row in starts]
 
 
@@ -85,16 +87,27 @@ def torch_budget(value: float) -> Iterator[None]:
         yield
 
 
-def step(run: Callable[[Tensor], Tensor], model: nn.Module, ids: Tensor) -> tuple[float, list[Tensor]]:
+def step(
+    run: Callable[[Tensor], Tensor], model: nn.Module, ids: Tensor
+) -> tuple[float, list[Tensor]]:
     """Return the seconds of a forward and backward, and copies of its loss and gradients."""
     start = time.perf_counter()
     loss = run(ids)
     loss.backward()
     seconds = time.perf_counter() - start
-    return seconds, [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return seconds, [
+        loss.detach().clone(),
+        *(p.grad.clone() for p in model.parameters() if p.grad is not None),
+    ]
 
 
-def train(name: str, model: Language, data: list[Tensor], prepare: Callable[[Language], Any], bar: tqdm[Any]) -> Result:
+def train(
+    name: str,
+    model: Language,
+    data: list[Tensor],
+    prepare: Callable[[Language], Any],
+    bar: tqdm[Any],
+) -> Result:
     """Train a copy of ``model``; ``prepare`` says how it is run."""
     torch._dynamo.reset()
     plain, model = copy.deepcopy(model).train(), copy.deepcopy(model).train()
@@ -138,7 +151,9 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 def within_rounding(a: list[Tensor], b: list[Tensor]) -> bool:
     """Return whether two lists of tensors agree up to float32 rounding, each by its norm."""
-    return len(a) == len(b) and all(float((x - y).norm()) <= 1e-5 * float(y.norm()) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        float((x - y).norm()) <= 1e-5 * float(y.norm()) for x, y in zip(a, b, strict=True)
+    )
 
 
 def verdict(result: Result, reference: Result) -> str:
@@ -158,7 +173,10 @@ def eager(model: Language) -> Any:
 def per_block(model: Language) -> Any:
     """Wrap every block in torch.utils.checkpoint."""
     inner: Any = model.model  # transformers renamed the method
-    enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
+    enable = (
+        getattr(inner, "activation_checkpointing_enable", None)
+        or inner.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False})
     return model
 
@@ -199,17 +217,31 @@ def picture(results: list[Result], folder: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    kinds = (("fxckpt", "o", "fxckpt, budget"), ("torch budget", "x", "torch, activation_memory_budget"), ("", "s", "eager"))
+    kinds = (
+        ("fxckpt", "o", "fxckpt, budget"),
+        ("torch budget", "x", "torch, activation_memory_budget"),
+        ("", "s", "eager"),
+    )
     seen: set[str] = set()
     for result in results:
         kind, marker, label = next(k for k in kinds if result.name.startswith(k[0]))
         color = {"o": "tab:blue", "x": "tab:red", "s": "0.3"}[marker]
-        axes.scatter(result.peak / MIB, result.times, marker=marker, color=color, s=60, label=None if label in seen else label)
+        axes.scatter(
+            result.peak / MIB,
+            result.times,
+            marker=marker,
+            color=color,
+            s=60,
+            label=None if label in seen else label,
+        )
         seen.add(label)
         axes.annotate(
             result.name.removeprefix(f"{kind or 'eager,'} ").removeprefix("torch.utils."),
             (result.peak / MIB, result.times),
-            xytext=(0, -14 if marker == "x" else 7),  # below a torch budget: those lie beside checkpoint per block
+            xytext=(
+                0,
+                -14 if marker == "x" else 7,
+            ),  # below a torch budget: those lie beside checkpoint per block
             textcoords="offset points",
             fontsize=8,
             ha="center",
@@ -240,10 +272,19 @@ def whole(least: int) -> Callable[[str], int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo and print its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=whole(2), default=6, help="training steps; the first one compiles and is not timed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=whole(2),
+        default=6,
+        help="training steps; the first one compiles and is not timed",
+    )
     parser.add_argument("--layers", type=whole(1), default=12)
-    parser.add_argument("--width", type=whole(64), default=384, help="a multiple of 64, the size of a head")
+    parser.add_argument(
+        "--width", type=whole(64), default=384, help="a multiple of 64, the size of a head"
+    )
     parser.add_argument("--length", type=whole(2), default=128, help="bytes of text in a sequence")
     parser.add_argument("--batch", type=whole(1), default=4)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
@@ -258,15 +299,21 @@ def main(arguments: list[str] | None = None) -> int:
     data = batches(options.length, options.batch, options.steps)
     with tqdm(total=8 * options.steps, file=sys.stderr, smoothing=0) as bar:
         results = [train("eager, uncheckpointed", model, data, eager, bar)]
-        results.append(train("eager, torch.utils.checkpoint per block", model, data, per_block, bar))
+        results.append(
+            train("eager, torch.utils.checkpoint per block", model, data, per_block, bar)
+        )
         for value in (0.5, 0.1, 0.0):
-            results.append(train(f"torch budget {value:g}", model, data, torch_compiled(value), bar))
+            results.append(
+                train(f"torch budget {value:g}", model, data, torch_compiled(value), bar)
+            )
         plans = []
         for share in (0.7, 0.5, 0.3):
             budget = int(share * results[0].peak)
             backends: list[fxckpt.Backend] = []
 
-            def prepare(m: Language, budget: int = budget, backends: list[fxckpt.Backend] = backends) -> Any:
+            def prepare(
+                m: Language, budget: int = budget, backends: list[fxckpt.Backend] = backends
+            ) -> Any:
                 run = with_fxckpt(budget)(m)
                 backends.append(run.fxckpt_backend)
                 return run
@@ -285,8 +332,19 @@ def main(arguments: list[str] | None = None) -> int:
         )
         for r in results
     ]
-    head = ("run", "peak MiB", "predicted", "x eager", f"loss after {options.steps}", "loss and gradients")
-    print(tabulate(rows, headers=head, disable_numparse=True, colalign=("left", *["right"] * 4, "left")))
+    head = (
+        "run",
+        "peak MiB",
+        "predicted",
+        "x eager",
+        f"loss after {options.steps}",
+        "loss and gradients",
+    )
+    print(
+        tabulate(
+            rows, headers=head, disable_numparse=True, colalign=("left", *["right"] * 4, "left")
+        )
+    )
     print("\nThe plan for the tightest budget:\n")
     print(plans[-1].explain().top(25))
     picture(results, options.out)
@@ -298,7 +356,10 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except fxckpt.BudgetInfeasible as error:
-        print(f"\nthe smallest of the three budgets cannot be met with these sizes: {error}", file=sys.stderr)
+        print(
+            f"\nthe smallest of the three budgets cannot be met with these sizes: {error}",
+            file=sys.stderr,
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

@@ -65,7 +65,11 @@ class Double(nn.Module):
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
-        layers = [m for n in (before, after) for m in (nn.Conv2d(n, after, 3, padding=1), nn.GroupNorm(8, after), nn.SiLU())]
+        layers = [
+            m
+            for n in (before, after)
+            for m in (nn.Conv2d(n, after, 3, padding=1), nn.GroupNorm(8, after), nn.SiLU())
+        ]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,7 +84,10 @@ class UNet(nn.Module):
         widths = [width, 2 * width, 4 * width]
         self.down = nn.ModuleList(Double(a, b) for a, b in zip([3, *widths], widths, strict=False))
         self.middle = Double(4 * width, 4 * width)
-        self.up = nn.ModuleList(Double(a + b, b) for a, b in zip([4 * width, 4 * width, 2 * width], reversed(widths), strict=True))
+        self.up = nn.ModuleList(
+            Double(a + b, b)
+            for a, b in zip([4 * width, 4 * width, 2 * width], reversed(widths), strict=True)
+        )
         self.out = nn.Conv2d(width, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,8 +105,12 @@ class UNet(nn.Module):
 def gpt2(dropout: float = 0.0) -> Made:
     """GPT-2 of 6 layers, width 256, its full vocabulary: a head larger than all of its blocks."""
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    config = hf.GPT2Config(n_layer=6, n_embd=256, n_head=4, n_positions=256, attn_implementation="eager", **rates)
-    return NextTokenLoss(hf.GPT2LMHeadModel(config)), (torch.randint(0, config.vocab_size, (8, 256)),)
+    config = hf.GPT2Config(
+        n_layer=6, n_embd=256, n_head=4, n_positions=256, attn_implementation="eager", **rates
+    )
+    return NextTokenLoss(hf.GPT2LMHeadModel(config)), (
+        torch.randint(0, config.vocab_size, (8, 256)),
+    )
 
 
 def bert() -> Made:
@@ -111,7 +122,9 @@ def bert() -> Made:
         "intermediate_size": 1024,
         "max_position_embeddings": 256,
     }
-    model = hf.BertModel(hf.BertConfig(**sizes, attn_implementation="sdpa"), add_pooling_layer=False)
+    model = hf.BertModel(
+        hf.BertConfig(**sizes, attn_implementation="sdpa"), add_pooling_layer=False
+    )
     return MeanSquare(model, "input_ids"), (torch.randint(0, 30522, (8, 256)),)
 
 
@@ -140,12 +153,16 @@ def vit() -> Made:
         "patch_size": 8,
     }
     config = hf.ViTConfig(**sizes, hidden_dropout_prob=0.1, attn_implementation="eager")
-    return MeanSquare(hf.ViTModel(config, add_pooling_layer=False), "pixel_values"), (torch.randn(8, 3, 128, 128),)
+    return MeanSquare(hf.ViTModel(config, add_pooling_layer=False), "pixel_values"), (
+        torch.randn(8, 3, 128, 128),
+    )
 
 
 def convnext() -> Made:
     """ConvNeXt of three stages."""
-    config = hf.ConvNextConfig(hidden_sizes=[48, 96, 192], depths=[2, 2, 4], num_stages=3, image_size=128)
+    config = hf.ConvNextConfig(
+        hidden_sizes=[48, 96, 192], depths=[2, 2, 4], num_stages=3, image_size=128
+    )
     return MeanSquare(hf.ConvNextModel(config), "pixel_values"), (torch.randn(8, 3, 128, 128),)
 
 
@@ -200,7 +217,14 @@ class Row:
 class Contender:
     """A compiled step and what is known of it."""
 
-    def __init__(self, row: Row, model: nn.Module, inputs: tuple[Tensor, ...], backend: Any, around: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self,
+        row: Row,
+        model: nn.Module,
+        inputs: tuple[Tensor, ...],
+        backend: Any,
+        around: AbstractContextManager[Any],
+    ) -> None:
         self.row, self.model, self.inputs, self.backend = row, model, inputs, backend
         begin = time.perf_counter()
         with around:
@@ -235,17 +259,30 @@ def torch_budget(share: float) -> AbstractContextManager[Any]:
     return torch._functorch.config.patch(activation_memory_budget=share)  # type: ignore[no-any-return]
 
 
-def contenders(name: str, say: Callable[[str], object], *, with_least: bool, only_bars: bool) -> tuple[list[Contender], list[Row]]:
+def contenders(
+    name: str, say: Callable[[str], object], *, with_least: bool, only_bars: bool
+) -> tuple[list[Contender], list[Row]]:
     """Compile every way; return those that run, and the rows of those that do not."""
     found: list[Contender] = []
     failed: list[Row] = []
 
-    def add(row: Row, backend: Any = "inductor", around: AbstractContextManager[Any] | None = None, *, by_block: bool = False) -> Row:
+    def add(
+        row: Row,
+        backend: Any = "inductor",
+        around: AbstractContextManager[Any] | None = None,
+        *,
+        by_block: bool = False,
+    ) -> Row:
         say(row.name)
         try:
-            found.append(Contender(row, *make(name, by_block=by_block), backend, around or nullcontext()))
+            found.append(
+                Contender(row, *make(name, by_block=by_block), backend, around or nullcontext())
+            )
         except fxckpt.BudgetInfeasible as error:
-            row.failed, row.floor_bytes = f"least is {error.floor_bytes / MIB:.0f} MiB", error.floor_bytes
+            row.failed, row.floor_bytes = (
+                f"least is {error.floor_bytes / MIB:.0f} MiB",
+                error.floor_bytes,
+            )
             failed.append(row)
         return row
 
@@ -258,7 +295,10 @@ def contenders(name: str, say: Callable[[str], object], *, with_least: bool, onl
     for share in () if only_bars else (0.9, 0.7, 0.5):
         budget = int(share * stock.peak_bytes)
         add(Row(f"fxckpt at {share:.0%} of stock", budget), fxckpt.Backend(budget=budget))
-    add(Row("fxckpt at checkpoint's peak", by_block.peak_bytes), fxckpt.Backend(budget=by_block.peak_bytes))
+    add(
+        Row("fxckpt at checkpoint's peak", by_block.peak_bytes),
+        fxckpt.Backend(budget=by_block.peak_bytes),
+    )
     if with_least:
         least = add(Row("fxckpt, least", 1), fxckpt.Backend(budget=1))
         failed.remove(least)
@@ -302,7 +342,14 @@ def table(name: str, rows: list[Row]) -> str:
         )
         for row in rows
     ]
-    headers = (name, "budget, MiB", "peak, MiB", "of the prediction", "peak of stock", "time of stock")
+    headers = (
+        name,
+        "budget, MiB",
+        "peak, MiB",
+        "of the prediction",
+        "peak of stock",
+        "time of stock",
+    )
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
@@ -336,12 +383,18 @@ def compile_seconds(name: str, backend: str, seed: str | None) -> float:
 def in_process(code: str, folder: str) -> str:
     """Run code in a fresh process with its caches in ``folder``, and return what it prints."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def compile_table(names: list[str], repeats: int, budget: float, *, is_first: bool) -> str:
     """Return compile times beside stock's, the ways in turn."""
-    ways = {"stock": "'inductor'", "fxckpt": "fxckpt.Backend()", f"fxckpt at {budget:g}": f"fxckpt.Backend(budget={budget})"}
+    ways = {
+        "stock": "'inductor'",
+        "fxckpt": "fxckpt.Backend()",
+        f"fxckpt at {budget:g}": f"fxckpt.Backend(budget={budget})",
+    }
     lines = []
     with tempfile.TemporaryDirectory() as seed:
         in_process(SEED, seed)
@@ -357,19 +410,31 @@ def compile_table(names: list[str], repeats: int, budget: float, *, is_first: bo
 
 def main() -> None:
     """Run the benchmark and keep its raw rows in bench/out."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="which; all by default")
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each")
-    parser.add_argument("--least", action="store_true", help="look for the least peak too, which takes several lowerings")
+    parser.add_argument(
+        "--least",
+        action="store_true",
+        help="look for the least peak too, which takes several lowerings",
+    )
     parser.add_argument(
         "--bars",
         action="store_true",
         help="only stock, per-block checkpoint, fxckpt without a budget and at checkpoint's peak, stock again",
     )
     parser.add_argument("--compile", action="store_true", help="time compiles instead of steps")
-    parser.add_argument("--first", action="store_true", help="with --compile: the first compile on a machine, with empty caches")
+    parser.add_argument(
+        "--first",
+        action="store_true",
+        help="with --compile: the first compile on a machine, with empty caches",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="with --compile: processes of each")
-    parser.add_argument("--budget", type=float, default=0.9, help="with --compile: the budget, a share")
+    parser.add_argument(
+        "--budget", type=float, default=0.9, help="with --compile: the budget, a share"
+    )
     arguments = parser.parse_args()
     names = arguments.models or list(MODELS)
     if arguments.compile:
@@ -380,7 +445,16 @@ def main() -> None:
         print(table(name, rows), end="\n\n", flush=True)
         (ROOT / "out").mkdir(exist_ok=True)
         with (ROOT / "out" / f"inductor-{DEVICE}.jsonl").open("a") as out:
-            print(json.dumps({"model": name, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}), file=out)
+            print(
+                json.dumps(
+                    {
+                        "model": name,
+                        "torch": torch.__version__,
+                        "rows": [asdict(row) for row in rows],
+                    }
+                ),
+                file=out,
+            )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,11 @@ class LlamaStyleBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm_attention(x))
+            .view(batch, length, 3, self.heads, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         h = self.norm_mlp(x)
@@ -65,7 +69,9 @@ class NextTokenLoss(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def gpt2(layers: int = 12, width: int = 768, *, vocabulary: int = 50257) -> tuple[nn.Module, dict[str, Any]]:
+def gpt2(
+    layers: int = 12, width: int = 768, *, vocabulary: int = 50257
+) -> tuple[nn.Module, dict[str, Any]]:
     """Return GPT-2 with dropout 0.1, unfused attention and its loss, and a batch of 4 x 256 tokens."""
     config = hf.GPT2Config(
         n_layer=layers,
@@ -78,4 +84,6 @@ def gpt2(layers: int = 12, width: int = 768, *, vocabulary: int = 50257) -> tupl
         attn_implementation="eager",
     )
     with torch.device("meta"):
-        return NextTokenLoss(hf.GPT2LMHeadModel(config).train()), {"tokens": torch.empty(4, 256, dtype=torch.long)}
+        return NextTokenLoss(hf.GPT2LMHeadModel(config).train()), {
+            "tokens": torch.empty(4, 256, dtype=torch.long)
+        }

@@ -35,14 +35,33 @@ def training_graph(seed: int, ops: int) -> Program:
             reads.add(draw.randrange(max(0, i - 5), i - 1))
         nbytes = 1 if i == count - 1 else draw.choice([1, 2, 4, 4, 8, 8, 16])
         storages.append(Storage(f"v{i}", nbytes, i, is_output=i == count - 1))
-        forward.append(Op(f"f{i}", Side.FORWARD, float(draw.choice([0, 1, 1, 2, 3, 8, 20])), 1, tuple(sorted(reads)), (i,)))
+        forward.append(
+            Op(
+                f"f{i}",
+                Side.FORWARD,
+                float(draw.choice([0, 1, 1, 2, 3, 8, 20])),
+                1,
+                tuple(sorted(reads)),
+                (i,),
+            )
+        )
     backward: list[Op] = []
     for i in reversed(range(count)):
         kind = draw.random()
-        reads = {i, *forward[i].reads} if kind >= 0.8 else {i} if kind >= 0.45 else set(forward[i].reads)
-        reads = {s for s in reads if not storages[s].is_output} | ({backward[-1].writes[0]} if backward else set())
+        reads = (
+            {i, *forward[i].reads}
+            if kind >= 0.8
+            else {i}
+            if kind >= 0.45
+            else set(forward[i].reads)
+        )
+        reads = {s for s in reads if not storages[s].is_output} | (
+            {backward[-1].writes[0]} if backward else set()
+        )
         storages.append(Storage(f"g{i}", storages[i - 1].bytes if i else 1, IN_BACKWARD))
-        backward.append(Op(f"b{i}", Side.BACKWARD, 1.0, 1, tuple(sorted(reads)), (len(storages) - 1,)))
+        backward.append(
+            Op(f"b{i}", Side.BACKWARD, 1.0, 1, tuple(sorted(reads)), (len(storages) - 1,))
+        )
     backward.append(Op("output", Side.BACKWARD, 0.0, 0, backward[-1].writes, ()))
     storages.append(Storage("t", 1, IN_BACKWARD))
     backward[0] = replace(backward[0], reads=(*backward[0].reads, len(storages) - 1))
@@ -60,7 +79,14 @@ class Tally:
         """Return a row of the table."""
         pairs = len(self.gaps)
         near = (f"{sum(g <= share for g in self.gaps) / pairs:.1%}" for share in (0.01, 0.05))
-        return (name, str(pairs), *near, f"{statistics.mean(self.gaps):.2%}", f"{max(self.gaps):.0%}", f"{self.seconds / pairs:.2f}")
+        return (
+            name,
+            str(pairs),
+            *near,
+            f"{statistics.mean(self.gaps):.2%}",
+            f"{max(self.gaps):.0%}",
+            f"{self.seconds / pairs:.2f}",
+        )
 
 
 def compare(graphs: int, ops: int) -> Iterator[tuple[str, ...]]:
@@ -88,7 +114,9 @@ def compare(graphs: int, ops: int) -> Iterator[tuple[str, ...]]:
                 tallies[name].seconds += time.perf_counter() - begin
                 extra = math.inf if best is None else best.simulation.extra_seconds
                 gap = extra - exact.seconds
-                tallies[name].gaps.append(gap / exact.seconds if exact.seconds > 0 else float(gap > 0))
+                tallies[name].gaps.append(
+                    gap / exact.seconds if exact.seconds > 0 else float(gap > 0)
+                )
     nodes = f"at most {2 * ops} nodes: "
     for name, tally in tallies.items():
         yield tally.row(nodes + name)
@@ -98,7 +126,15 @@ def compare(graphs: int, ops: int) -> Iterator[tuple[str, ...]]:
 def main(graphs: int) -> None:
     """Print the gaps."""
     rows = [*compare(graphs, 15), *compare(graphs // 3, 20)]
-    head = ("graphs of", "pairs", "within 1 %", "within 5 %", "mean gap", "greatest", "seconds a plan")
+    head = (
+        "graphs of",
+        "pairs",
+        "within 1 %",
+        "within 5 %",
+        "mean gap",
+        "greatest",
+        "seconds a plan",
+    )
     print(tabulate(rows, head, disable_numparse=True, colalign=("left", *["right"] * 6)))
 
 

@@ -23,19 +23,33 @@ class Judged:
 
 
 def judge(
-    forward: fx.GraphModule, backward: fx.GraphModule, cost: CostModel, *, num_fwd_outputs: int, with_gradients: bool = True
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    cost: CostModel,
+    *,
+    num_fwd_outputs: int,
+    with_gradients: bool = True,
 ) -> Judged:
     """Return what a forward and a backward cost, read from the graphs alone; without the gradients they return if so asked."""
-    seconds = sum(cost.seconds(n) for g in (forward, backward) for n in g.graph.nodes if allocates(n))
+    seconds = sum(
+        cost.seconds(n) for g in (forward, backward) for n in g.graph.nodes if allocates(n)
+    )
     uncounted = frozenset[str]() if with_gradients else returned(backward)
-    return Judged(emitted_peak(forward, backward, num_fwd_outputs=num_fwd_outputs, uncounted=uncounted), seconds)
+    return Judged(
+        emitted_peak(forward, backward, num_fwd_outputs=num_fwd_outputs, uncounted=uncounted),
+        seconds,
+    )
 
 
 def returned(backward: fx.GraphModule) -> frozenset[str]:
     """Return the names of nodes that hold a storage the backward returns."""
     (output,) = backward.graph.find_nodes(op="output")
     ids = {storage_id(t) for arg in output.all_input_nodes for t in tensors(arg.meta.get("val"))}
-    return frozenset(n.name for n in backward.graph.nodes if any(storage_id(t) in ids for t in tensors(n.meta.get("val"))))
+    return frozenset(
+        n.name
+        for n in backward.graph.nodes
+        if any(storage_id(t) in ids for t in tensors(n.meta.get("val")))
+    )
 
 
 def allocates(node: fx.Node) -> bool:
@@ -46,11 +60,15 @@ def allocates(node: fx.Node) -> bool:
     return any(storage_id(t) not in given for t in tensors(node.meta.get("val")))
 
 
-def torch_partition(joint: fx.GraphModule, budget: float, *, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+def torch_partition(
+    joint: fx.GraphModule, budget: float, *, num_fwd_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return torch's forward and backward at an ``activation_memory_budget``; ``joint`` is left alone."""
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     with config.patch(activation_memory_budget=budget):
-        forward, backward = min_cut_rematerialization_partition(copy.deepcopy(joint), None, num_fwd_outputs=num_fwd_outputs)
+        forward, backward = min_cut_rematerialization_partition(
+            copy.deepcopy(joint), None, num_fwd_outputs=num_fwd_outputs
+        )
     return forward, backward

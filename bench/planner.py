@@ -65,21 +65,53 @@ def rows(name: str, joint: Joint, cost: CostModel) -> Iterator[Row]:
                 planner.plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)
                 times.append(time.perf_counter() - begin)
         except BudgetInfeasible as error:
-            yield Row(name, nodes, f"fxckpt {fraction}", error.floor_bytes / 1e6, "infeasible; the floor", "")
+            yield Row(
+                name,
+                nodes,
+                f"fxckpt {fraction}",
+                error.floor_bytes / 1e6,
+                "infeasible; the floor",
+                "",
+            )
             continue
         forward, backward = emitted(joint, planner)
         judged = judge(forward, backward, cost, num_fwd_outputs=joint.num_fwd_outputs)
         extra = f"{judged.seconds / step - 1:+.2%}"
-        yield Row(name, nodes, f"fxckpt {fraction}", judged.peak_bytes / 1e6, extra, f"{statistics.median(times):.2f}")
+        yield Row(
+            name,
+            nodes,
+            f"fxckpt {fraction}",
+            judged.peak_bytes / 1e6,
+            extra,
+            f"{statistics.median(times):.2f}",
+        )
     begin = time.perf_counter()
-    Planner(None, None, cost, measure_workspace=False).frontier(joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=POINTS)
-    yield Row(name, nodes, f"fxckpt, a frontier of {POINTS}", None, "", f"{time.perf_counter() - begin:.2f}")
+    Planner(None, None, cost, measure_workspace=False).frontier(
+        joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=POINTS
+    )
+    yield Row(
+        name,
+        nodes,
+        f"fxckpt, a frontier of {POINTS}",
+        None,
+        "",
+        f"{time.perf_counter() - begin:.2f}",
+    )
     for budget in TORCH_BUDGETS:
         begin = time.perf_counter()
-        forward, backward = torch_partition(joint.module, budget, num_fwd_outputs=joint.num_fwd_outputs)
+        forward, backward = torch_partition(
+            joint.module, budget, num_fwd_outputs=joint.num_fwd_outputs
+        )
         seconds = time.perf_counter() - begin
         judged = judge(forward, backward, cost, num_fwd_outputs=joint.num_fwd_outputs)
-        yield Row(name, nodes, f"torch {budget}", judged.peak_bytes / 1e6, f"{judged.seconds / step - 1:+.2%}", f"{seconds:.2f}")
+        yield Row(
+            name,
+            nodes,
+            f"torch {budget}",
+            judged.peak_bytes / 1e6,
+            f"{judged.seconds / step - 1:+.2%}",
+            f"{seconds:.2f}",
+        )
 
 
 def emitted(joint: Joint, planner: Planner) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -100,8 +132,18 @@ def main() -> None:
     for name, (model, inputs) in graphs.items():
         table = list(rows(name, captured(model, inputs), COST))
         print(f"\n{name}: {table[0].nodes} joint nodes")
-        cells = [(r.plan, "" if r.peak_mb is None else f"{r.peak_mb:.1f}", r.extra, r.seconds) for r in table]
-        print(tabulate(cells, ("plan", "peak MB", "extra time", "planner s"), disable_numparse=True, colalign=("left", *["right"] * 3)))
+        cells = [
+            (r.plan, "" if r.peak_mb is None else f"{r.peak_mb:.1f}", r.extra, r.seconds)
+            for r in table
+        ]
+        print(
+            tabulate(
+                cells,
+                ("plan", "peak MB", "extra time", "planner s"),
+                disable_numparse=True,
+                colalign=("left", *["right"] * 3),
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -39,13 +39,40 @@ def main(layers: list[int]) -> None:
         done = time.perf_counter()
         more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held) / 1024
         nodes, seconds = len(joint.module.graph.nodes), done - begin
-        exponent = "" if before is None else f"{math.log(seconds / before[1]) / math.log(nodes / before[0]):.2f}"
+        exponent = (
+            ""
+            if before is None
+            else f"{math.log(seconds / before[1]) / math.log(nodes / before[0]):.2f}"
+        )
         assert found.best is not None
-        extra, least = found.best.simulation.extra_seconds / facts.program.step_seconds, found.bound.seconds / facts.program.step_seconds
-        table.append((count, nodes, f"{read - begin:.2f}", f"{done - read:.2f}", exponent, f"{more:.0f}", f"{extra:+.2%}", f"{least:+.2%}"))
+        extra, least = (
+            found.best.simulation.extra_seconds / facts.program.step_seconds,
+            found.bound.seconds / facts.program.step_seconds,
+        )
+        table.append(
+            (
+                count,
+                nodes,
+                f"{read - begin:.2f}",
+                f"{done - read:.2f}",
+                exponent,
+                f"{more:.0f}",
+                f"{extra:+.2%}",
+                f"{least:+.2%}",
+            )
+        )
         before = nodes, seconds
         print(table[-1], flush=True)
-    head = ("layers", "joint nodes", "facts s", "search s", "exponent", "MiB", "extra time at half the peak", "least possible")
+    head = (
+        "layers",
+        "joint nodes",
+        "facts s",
+        "search s",
+        "exponent",
+        "MiB",
+        "extra time at half the peak",
+        "least possible",
+    )
     print(tabulate(table, head, disable_numparse=True, colalign=("right",) * 8))
 
 

@@ -41,14 +41,23 @@ class Target:
 
     def program(self) -> Program:
         """Return the graph as planning sees it."""
-        facts = collect(self.joint.module, num_fwd_outputs=self.joint.num_fwd_outputs, cost=checked(self.cost))
+        facts = collect(
+            self.joint.module, num_fwd_outputs=self.joint.num_fwd_outputs, cost=checked(self.cost)
+        )
         return facts.program if self.with_gradients else without_gradients(facts.program)
 
 
 def without_gradients(program: Program) -> Program:
     """Return ``program`` with the storages that the backward returns at no bytes."""
-    returned = {s for s in program.backward[-1].reads if program.storages[s].producer == IN_BACKWARD}
-    return replace(program, storages=tuple(replace(s, bytes=0) if i in returned else s for i, s in enumerate(program.storages)))
+    returned = {
+        s for s in program.backward[-1].reads if program.storages[s].producer == IN_BACKWARD
+    }
+    return replace(
+        program,
+        storages=tuple(
+            replace(s, bytes=0) if i in returned else s for i, s in enumerate(program.storages)
+        ),
+    )
 
 
 def rows(target: Target) -> Iterator[tuple[str, ...]]:
@@ -56,23 +65,53 @@ def rows(target: Target) -> Iterator[tuple[str, ...]]:
     program = target.program()
     step = program.step_seconds
     begin = time.perf_counter()
-    found = PriceSearch().frontier(program, lambda floor, baseline: [int((mb + ROUNDING) * 1e6) for mb in target.megabytes])
+    found = PriceSearch().frontier(
+        program, lambda floor, baseline: [int((mb + ROUNDING) * 1e6) for mb in target.megabytes]
+    )
     seconds = time.perf_counter() - begin
     for f in reversed(found):
         assert f.best is not None and f.limit is not None
         extra, least = f.best.simulation.extra_seconds, f.bound.seconds
         gap = f"{extra / least - 1:+.1%}" if least else ""
         peak = f.best.simulation.peak_bytes
-        yield f"fxckpt {f.limit / 1e6:.1f}", f"{peak / 1e6:.1f}", f"{extra / step:+.2%}", f"{least / step:+.2%}", gap
+        yield (
+            f"fxckpt {f.limit / 1e6:.1f}",
+            f"{peak / 1e6:.1f}",
+            f"{extra / step:+.2%}",
+            f"{least / step:+.2%}",
+            gap,
+        )
     floor, bound = found[0].floor.simulation, found[0].floor_bound_bytes
-    yield "fxckpt, the floor", f"{floor.peak_bytes / 1e6:.1f}", f"{floor.extra_seconds / step:+.2%}", f"no peak below {bound / 1e6:.1f}", ""
+    yield (
+        "fxckpt, the floor",
+        f"{floor.peak_bytes / 1e6:.1f}",
+        f"{floor.extra_seconds / step:+.2%}",
+        f"no peak below {bound / 1e6:.1f}",
+        "",
+    )
     for name, peak, percent in target.by_hand:
         yield f"by hand: {name}", f"{peak:.1f}", f"{percent:+.2f}%", "", ""
-    graph_seconds = sum(target.cost.seconds(n) for n in target.joint.module.graph.nodes if allocates(n))
+    graph_seconds = sum(
+        target.cost.seconds(n) for n in target.joint.module.graph.nodes if allocates(n)
+    )
     for budget in TORCH_BUDGETS:
-        forward, backward = torch_partition(target.joint.module, budget, num_fwd_outputs=target.joint.num_fwd_outputs)
-        judged = judge(forward, backward, target.cost, num_fwd_outputs=target.joint.num_fwd_outputs, with_gradients=target.with_gradients)
-        yield f"torch {budget}", f"{judged.peak_bytes / 1e6:.1f}", f"{judged.seconds / graph_seconds - 1:+.2%}", "", ""
+        forward, backward = torch_partition(
+            target.joint.module, budget, num_fwd_outputs=target.joint.num_fwd_outputs
+        )
+        judged = judge(
+            forward,
+            backward,
+            target.cost,
+            num_fwd_outputs=target.joint.num_fwd_outputs,
+            with_gradients=target.with_gradients,
+        )
+        yield (
+            f"torch {budget}",
+            f"{judged.peak_bytes / 1e6:.1f}",
+            f"{judged.seconds / graph_seconds - 1:+.2%}",
+            "",
+            "",
+        )
     yield "fxckpt's search, all budgets", "", f"{seconds:.1f} s", "", ""
 
 
@@ -110,7 +149,12 @@ def main() -> None:
     for target in targets:
         print(f"\n{target.name}")
         head = ("plan", "peak MB", "extra time", "least possible", "gap")
-        print(tabulate(list(rows(target)), head, disable_numparse=True, colalign=("left", *["right"] * 4)), flush=True)
+        print(
+            tabulate(
+                list(rows(target)), head, disable_numparse=True, colalign=("left", *["right"] * 4)
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

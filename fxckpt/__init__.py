@@ -7,7 +7,9 @@ from fxckpt import _interrupts
 # What follows imports torch, which takes seconds.
 _interrupts.leave_quietly()
 
-from fxckpt import torch_private as torch_private  # Before all else: it refuses a torch that is too old.
+from fxckpt import (
+    torch_private as torch_private,
+)  # Before all else: it refuses a torch that is too old.
 
 # isort: split
 from fxckpt import policies

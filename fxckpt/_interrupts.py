@@ -30,7 +30,11 @@ def is_command_line() -> bool:
 def leave_quietly() -> None:
     """Let Ctrl-C end the process of the command line without a traceback. Leaves all other processes, and handlers that others set, alone."""
     is_main = threading.current_thread() is threading.main_thread()
-    if is_command_line() and is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if (
+        is_command_line()
+        and is_main
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):
         signal.signal(signal.SIGINT, _leave)
 
 

@@ -38,7 +38,11 @@ from fxckpt.torch_private import (
 )
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 from fxckpt.torch_private.inductor.lowering import Lowerings
-from fxckpt.torch_private.inductor.options import CustomPartitionerFn, inductor_backend, inductor_options
+from fxckpt.torch_private.inductor.options import (
+    CustomPartitionerFn,
+    inductor_backend,
+    inductor_options,
+)
 from fxckpt.torch_private.versions import warn_of_newer
 
 InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -158,12 +162,18 @@ class Backend:
                 keep_order = KeepExecutionOrder(ORDER)
                 lowerings = Lowerings(keep_order)
                 partitioner = _InductorPartitioner(self, lowerings)
-                return inductor_backend(gm, example_inputs, partitioner, keep_order, self._inductor, lowerings.compile)  # type: ignore[no-any-return]
+                return inductor_backend(
+                    gm, example_inputs, partitioner, keep_order, self._inductor, lowerings.compile
+                )  # type: ignore[no-any-return]
             compiler = make_boxed(self._inner) if callable(self._inner) else boxed
 
             def compile_backward(half: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
                 keep_saved_values()
-                return compiler(half, inputs) if callable(self._inner) else boxed(half, inputs, record=record_runs)
+                return (
+                    compiler(half, inputs)
+                    if callable(self._inner)
+                    else boxed(half, inputs, record=record_runs)
+                )
 
             compile_graph = aot_autograd(
                 fw_compiler=compiler,
@@ -180,17 +190,33 @@ class Backend:
             raise through_dynamo(error) from error
 
     def _partition(
-        self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, lowerings: Lowerings | None = None, **given: Any
+        self,
+        joint: fx.GraphModule,
+        joint_inputs: Sequence[Any],
+        *,
+        num_fwd_outputs: int,
+        lowerings: Lowerings | None = None,
+        **given: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         try:
             if self._planner.budget is not None:
                 guard_sizes(joint)
             if lowerings is None:
-                forward, backward, plan = self._planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
+                forward, backward, plan = self._planner.partition(
+                    joint, num_fwd_outputs=num_fwd_outputs
+                )
             else:
                 timed = lowerings.compile_alone if self._planner.cost == "measured" else None
-                fused = InductorPlanner(self._planner, lowerings.lower, PlanCache.beside_inductor(), source_digest(), timed)
-                forward, backward, plan = fused.partition(joint, num_fwd_outputs=num_fwd_outputs, **given)
+                fused = InductorPlanner(
+                    self._planner,
+                    lowerings.lower,
+                    PlanCache.beside_inductor(),
+                    source_digest(),
+                    timed,
+                )
+                forward, backward, plan = fused.partition(
+                    joint, num_fwd_outputs=num_fwd_outputs, **given
+                )
         except (FxckptError, Warning):
             raise
         except Exception as error:
@@ -211,7 +237,9 @@ class _InductorPartitioner(CustomPartitionerFn):
     def __init__(self, backend: Backend, lowerings: Lowerings) -> None:
         self._backend, self._lowerings = backend, lowerings
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
         kwargs.pop("compiler")
         return self._backend._partition(gm, joint_inputs, lowerings=self._lowerings, **kwargs)
 
@@ -239,14 +267,23 @@ def source_digest() -> str:
 
 
 def fxckpt_backend(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None, **unknown: Any
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    **unknown: Any,
 ) -> Callable[..., Any]:
     """The function behind ``backend="fxckpt"``; ``options`` are the arguments of :class:`Backend`, and Inductor's own."""
     try:
         if unknown:
-            raise InvalidOption(f"unknown argument {next(iter(unknown))!r} for backend='fxckpt'. Give options={{...}}, or mode=....")
+            raise InvalidOption(
+                f"unknown argument {next(iter(unknown))!r} for backend='fxckpt'. Give options={{...}}, or mode=...."
+            )
         if options is not None and not isinstance(options, Mapping):
-            raise InvalidOption(f"options={options!r} is a {type(options).__name__}. Give a dict: options={{'budget': '2GiB'}}.")
+            raise InvalidOption(
+                f"options={options!r} is a {type(options).__name__}. Give a dict: options={{'budget': '2GiB'}}."
+            )
         ours = {name: value for name, value in (options or {}).items() if name in OPTIONS}
         inductor = {name: value for name, value in (options or {}).items() if name not in OPTIONS}
         if mode is not None:
@@ -265,7 +302,11 @@ def _refuse_misspelt(options: Mapping[str, Any]) -> None:
     try:
         inductor_options(None, options)
     except InvalidOption as error:
-        near = [match for name in options for match in get_close_matches(str(name).lower(), OPTIONS, 1, cutoff=0.8)]
+        near = [
+            match
+            for name in options
+            for match in get_close_matches(str(name).lower(), OPTIONS, 1, cutoff=0.8)
+        ]
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise InvalidOption(
             f"{error} {hint}Options of backend='fxckpt': {', '.join(OPTIONS)}. "

@@ -15,7 +15,9 @@ from fxckpt.errors import InvalidBudget
 Budget = int | float | str | None
 
 _UNITS = {"b": 1}
-_UNITS |= {f"{p}b": 1000**n for n, p in enumerate("kmgt", 1)} | {f"{p}ib": 1024**n for n, p in enumerate("kmgt", 1)}
+_UNITS |= {f"{p}b": 1000**n for n, p in enumerate("kmgt", 1)} | {
+    f"{p}ib": 1024**n for n, p in enumerate("kmgt", 1)
+}
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]+)\s*", re.IGNORECASE)
 _ALLOWED = (
     "Allowed: None, bytes as an int (1500000000) or a string ('1500MB', '2GiB', '123456B'), a fraction of the uncheckpointed "
@@ -78,10 +80,14 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     meminfo = Path("/proc/meminfo")  # Linux only
-    for line in meminfo.read_text().splitlines() if device.type == "cpu" and meminfo.exists() else ():
+    for line in (
+        meminfo.read_text().splitlines() if device.type == "cpu" and meminfo.exists() else ()
+    ):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise InvalidBudget(f"budget='auto' cannot read the free memory of {device}. Give bytes instead, for example budget='2GiB'.")
+    raise InvalidBudget(
+        f"budget='auto' cannot read the free memory of {device}. Give bytes instead, for example budget='2GiB'."
+    )
 
 
 def format_bytes(nbytes: float) -> str:

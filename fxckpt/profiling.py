@@ -22,7 +22,11 @@ Lines = list[str]
 
 def record_runs(half: fx.GraphModule) -> None:
     """Let the Python code that is made of ``half`` next record every run that repeats a forward op. Leaves the graph alone."""
-    again = {node.name: str(node.meta[RECOMPUTE_OF]) for node in half.graph.nodes if node.meta.get(RUNS_AGAIN)}
+    again = {
+        node.name: str(node.meta[RECOMPUTE_OF])
+        for node in half.graph.nodes
+        if node.meta.get(RUNS_AGAIN)
+    }
     if not again:
         return
 
@@ -39,7 +43,9 @@ def _recorded(lines: Lines, again: dict[str, str]) -> Lines:
     for piece in lines:
         name = again.get(piece.split(" = ")[0].split(":")[0].strip()) if " = " in piece else None
         if name is not None and not is_open:
-            found.append(f"_fxckpt_record = {RECORD_FUNCTION}({PREFIX + name!r}); _fxckpt_record.__enter__()\n")
+            found.append(
+                f"_fxckpt_record = {RECORD_FUNCTION}({PREFIX + name!r}); _fxckpt_record.__enter__()\n"
+            )
             is_open = True
         found.append(piece)
         if is_open and piece.endswith("\n"):

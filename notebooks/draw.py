@@ -42,17 +42,31 @@ def main() -> None:
     joint = capture_joint(model, (), inputs)
     normalize(joint.module)
     planner = Planner(None, None, cost, measure_workspace=False)
-    curve = Frontier(planner.frontier(joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=16))
+    curve = Frontier(
+        planner.frontier(joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=16)
+    )
     step = sum(cost.seconds(node) for node in joint.module.graph.nodes if allocates(node))
     peers = []
     for budget in (1.0, 0.7, 0.5, 0.3, 0.1):
-        forward, backward = torch_partition(joint.module, budget, num_fwd_outputs=joint.num_fwd_outputs)
+        forward, backward = torch_partition(
+            joint.module, budget, num_fwd_outputs=joint.num_fwd_outputs
+        )
         judged = judge(forward, backward, cost, num_fwd_outputs=joint.num_fwd_outputs)
         peers.append(Peer(f"torch budget {budget:g}", judged.peak_bytes, judged.seconds / step - 1))
-    by_block = fxckpt.plan(model, **inputs, policy=block_boundaries("model.transformer.h.*"), cost=cost)
-    peers.append(Peer("checkpoint every block", by_block.peak_bytes, by_block.recompute_seconds / by_block.step_seconds))
+    by_block = fxckpt.plan(
+        model, **inputs, policy=block_boundaries("model.transformer.h.*"), cost=cost
+    )
+    peers.append(
+        Peer(
+            "checkpoint every block",
+            by_block.peak_bytes,
+            by_block.recompute_seconds / by_block.step_seconds,
+        )
+    )
     chosen = next(plan for plan in curve.plans if plan.peak_bytes > 0.45 * plan.baseline_peak_bytes)
-    print(f"inside {chosen.budget_bytes / 2**20:.0f} MiB, _softmax_7 is {chosen.explain().why('_softmax_7')}")
+    print(
+        f"inside {chosen.budget_bytes / 2**20:.0f} MiB, _softmax_7 is {chosen.explain().why('_softmax_7')}"
+    )
     FOLDER.mkdir(exist_ok=True)
     keep(chosen.plot_memory().figure, "memory.png")
     keep(curve.plot(chosen=chosen, peers=peers).figure, "frontier.png")
@@ -64,25 +78,38 @@ def keep(figure: object, name: str) -> None:
     """Save a figure with few colours: a third of the bytes, and nobody sees it."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=110)  # type: ignore[attr-defined]
-    Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(FOLDER / name, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
+        FOLDER / name, optimize=True
+    )
 
 
 def shoot(page: Path) -> None:
     """Take a picture of the page with one value selected."""
     from playwright.sync_api import sync_playwright
 
-    path = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
+    path = next(
+        (
+            p
+            for name in ("chromium", "chromium-browser", "google-chrome")
+            if (p := shutil.which(name))
+        ),
+        None,
+    )
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
         tab = browser.new_page(viewport={"width": WIDTH, "height": 860})
         tab.goto(page.as_uri())
         tab.wait_for_selector("body[data-ready=yes]")
         tab.evaluate("() => fxpage.go(fxpage.model.position.get('_softmax_7'))")
-        tab.evaluate("() => { fxpage.graph.cy.zoom(0.9); fxpage.graph.cy.center(fxpage.graph.cy.nodes('.chosen')); }")
+        tab.evaluate(
+            "() => { fxpage.graph.cy.zoom(0.9); fxpage.graph.cy.center(fxpage.graph.cy.nodes('.chosen')); }"
+        )
         tab.wait_for_timeout(1500)
         drawn = tab.screenshot()
         browser.close()
-    Image.open(io.BytesIO(drawn)).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(FOLDER / "page.png", optimize=True)
+    Image.open(io.BytesIO(drawn)).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
+        FOLDER / "page.png", optimize=True
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,11 @@ def execute(path: Path) -> nbformat.NotebookNode:
     book = nbformat.read(path, as_version=4)
     book.cells.insert(0, nbformat.v4.new_code_cell(STRICT))
     NotebookClient(
-        book, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}, record_timing=False
+        book,
+        timeout=SECONDS,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(FOLDER)}},
+        record_timing=False,
     ).execute()
     del book.cells[0]
     for number, cell in enumerate((cell for cell in book.cells if cell.cell_type == "code"), 1):
@@ -41,7 +45,9 @@ def execute(path: Path) -> nbformat.NotebookNode:
             if "execution_count" in output:
                 output["execution_count"] = number
     # What the machine is called and which patch of Python it runs is no news to a reader.
-    book.metadata = nbformat.from_dict({"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}})
+    book.metadata = nbformat.from_dict(
+        {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    )
     return book
 
 
@@ -49,7 +55,9 @@ def main() -> None:
     """Run notebooks, all by default."""
     parser = argparse.ArgumentParser(description="Run the notebooks and keep what they print.")
     parser.add_argument("notebooks", nargs="*", type=Path, help="which ones (all)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write them there instead of in place")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="write them there instead of in place"
+    )
     options = parser.parse_args()
     for path in options.notebooks or sorted(FOLDER.glob("*.ipynb")):
         print(path.name, flush=True)

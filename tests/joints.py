@@ -20,7 +20,9 @@ class Captured(Exception):
 class Capture(CustomPartitionerFn):
     """Keeps the joint graph that Inductor would have partitioned."""
 
-    def __call__(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **given: Any) -> Any:
+    def __call__(
+        self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **given: Any
+    ) -> Any:
         self.found = joint, num_fwd_outputs
         raise Captured
 
@@ -31,7 +33,12 @@ class Capture(CustomPartitionerFn):
 def inductor_joint(model: Callable[..., Any], *inputs: Tensor) -> tuple[fx.GraphModule, int]:
     """The joint graph after Inductor's decompositions and joint passes, and how many of its outputs are the forward's."""
     capture = Capture()
-    compiled = torch.compile(model, backend=lambda gm, given: compile_fx(gm, given, config_patches={"custom_partitioner_fn": capture}))
+    compiled = torch.compile(
+        model,
+        backend=lambda gm, given: compile_fx(
+            gm, given, config_patches={"custom_partitioner_fn": capture}
+        ),
+    )
     try:
         compiled(*inputs)
     except Exception as error:
@@ -43,5 +50,10 @@ def inductor_joint(model: Callable[..., Any], *inputs: Tensor) -> tuple[fx.Graph
 def plain_joint(function: Callable[..., Any], *inputs: Tensor) -> tuple[fx.GraphModule, int]:
     """The joint graph of a function of tensors, as AOTAutograd traces it."""
     found: list[tuple[fx.GraphModule, int]] = []
-    capture_whole(function, inputs, {}, lambda gm, given: trace_joint(gm, given, lambda joint, count: found.append((joint, count))))
+    capture_whole(
+        function,
+        inputs,
+        {},
+        lambda gm, given: trace_joint(gm, given, lambda joint, count: found.append((joint, count))),
+    )
     return found[0]

@@ -20,20 +20,32 @@ Make = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 def loss_of(outputs: Any) -> Tensor:
     """The sum of squares of all outputs that need a gradient."""
     leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
-    return torch.stack([(t.abs().square() if t.is_complex() else t.float().square()).mean() for t in leaves]).sum()
+    return torch.stack(
+        [(t.abs().square() if t.is_complex() else t.float().square()).mean() for t in leaves]
+    ).sum()
 
 
-def outcome(model: Callable[..., Any], forward: Callable[..., Any], inputs: Sequence[Any]) -> dict[str, Tensor]:
+def outcome(
+    model: Callable[..., Any], forward: Callable[..., Any], inputs: Sequence[Any]
+) -> dict[str, Tensor]:
     """Run a forward and a backward; return all that must be equal: outputs, gradients, buffers, inputs, generators."""
     torch.manual_seed(1)
     outputs = forward(*inputs)
-    seen = {f"output {i}": t.detach().clone() for i, t in enumerate(pytree.tree_leaves(outputs)) if isinstance(t, Tensor)}
+    seen = {
+        f"output {i}": t.detach().clone()
+        for i, t in enumerate(pytree.tree_leaves(outputs))
+        if isinstance(t, Tensor)
+    }
     loss_of(outputs).backward()
     seen["generator"] = torch.get_rng_state()
     if torch.cuda.is_available():
-        seen |= {f"generator of GPU {i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+        seen |= {
+            f"generator of GPU {i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())
+        }
     if isinstance(model, nn.Module):
-        seen |= {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+        seen |= {
+            f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None
+        }
         seen |= {f"buffer {n}": b.clone() for n, b in model.named_buffers()}
     for i, t in enumerate(pytree.tree_leaves(list(inputs))):
         if isinstance(t, Tensor):
@@ -52,7 +64,11 @@ def fresh(make: Make) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """The names of what differs in any bit; NaN equals NaN."""
-    return sorted(name for name in a.keys() | b.keys() if name not in a or name not in b or not identical(a[name], b[name]))
+    return sorted(
+        name
+        for name in a.keys() | b.keys()
+        if name not in a or name not in b or not identical(a[name], b[name])
+    )
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
@@ -77,18 +93,24 @@ UNCHECKPOINTED = "aot_eager_default_partitioner"
 """The backend that runs the same ops and saves everything: for models whose gradients torch adds up in another order when it compiles."""
 
 
-def same_at_every_budget(make: Make, budgets: Sequence[object] = BUDGETS, *, reference: str = "eager", **options: Any) -> list[fxckpt.Plan]:
+def same_at_every_budget(
+    make: Make, budgets: Sequence[object] = BUDGETS, *, reference: str = "eager", **options: Any
+) -> list[fxckpt.Plan]:
     """Assert that a step is the same under backend ``reference`` and within every budget; return the plans made, the tightest last.
 
     ``options`` go to :class:`fxckpt.Backend`; a budget below the floor is left out, so that ``FLOOR`` must come last.
     """
     model, inputs = fresh(make)
-    expected = outcome(model, model if reference == "eager" else torch.compile(model, backend=reference), inputs)
+    expected = outcome(
+        model, model if reference == "eager" else torch.compile(model, backend=reference), inputs
+    )
     plans: list[fxckpt.Plan] = []
     floor: int | None = None
     for budget in budgets:
         model, inputs = fresh(make)
-        backend = fxckpt.Backend(budget=floor if budget == FLOOR else budget, **{"inner": "aot_eager", **options})
+        backend = fxckpt.Backend(
+            budget=floor if budget == FLOOR else budget, **{"inner": "aot_eager", **options}
+        )
         compiled = torch.compile(model, backend=backend)
         try:
             got = outcome(model, compiled, inputs)

@@ -26,7 +26,10 @@ class Net(nn.Module):
     def __init__(self, blocks: int = 4, width: int = 32) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.2)) for _ in range(blocks)
+            nn.Sequential(
+                nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.2)
+            )
+            for _ in range(blocks)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,7 +83,9 @@ def test_inference_needs_no_plan() -> None:
     model = Net().eval()
     backend = fxckpt.Backend(inner="aot_eager")
     with torch.no_grad():
-        assert torch.equal(torch.compile(model, backend=backend)(torch.ones(2, 32)), model(torch.ones(2, 32)))
+        assert torch.equal(
+            torch.compile(model, backend=backend)(torch.ones(2, 32)), model(torch.ones(2, 32))
+        )
     assert backend.plans == () and "no graph" in str(backend.report())
 
 
@@ -129,7 +134,9 @@ def test_a_report_says_if_graphs_may_be_parts_of_a_step_that_dynamo_left_to_pyth
 def test_state_dict_keeps_its_keys() -> None:
     model = Net()
     keys = list(model.state_dict())
-    torch.compile(model, backend=fxckpt.Backend(inner="aot_eager"))(torch.randn(4, 32)).sum().backward()
+    torch.compile(model, backend=fxckpt.Backend(inner="aot_eager"))(
+        torch.randn(4, 32)
+    ).sum().backward()
     assert list(model.state_dict()) == keys
 
 
@@ -166,11 +173,17 @@ def test_an_infeasible_share_of_a_small_graph_says_that_the_model_broke() -> Non
         torch._dynamo.graph_break()
         return y.sin().sum()
 
-    with pytest.raises(fxckpt.BudgetInfeasible, match="This is graph 2 of those that the model broke into") as error:
-        torch.compile(broken, backend=fxckpt.Backend(budget=0.9, inner="aot_eager"))(torch.randn(512, 32))
+    with pytest.raises(
+        fxckpt.BudgetInfeasible, match="This is graph 2 of those that the model broke into"
+    ) as error:
+        torch.compile(broken, backend=fxckpt.Backend(budget=0.9, inner="aot_eager"))(
+            torch.randn(512, 32)
+        )
     torch._dynamo.reset()
     with pytest.raises(fxckpt.BudgetInfeasible, match="This is graph 1 of those"):
-        torch.compile(broken, backend=fxckpt.Backend(budget="1B", inner="aot_eager"))(torch.randn(512, 32))
+        torch.compile(broken, backend=fxckpt.Backend(budget="1B", inner="aot_eager"))(
+            torch.randn(512, 32)
+        )
     assert error.value.floor_bytes > error.value.budget_bytes
 
 
@@ -209,7 +222,11 @@ def test_plan_without_execution_is_the_backend_s_plan() -> None:
     backend = fxckpt.Backend(budget=0.6, inner="aot_eager")
     torch.compile(model, backend=backend)(x).sum().backward()
     (compiled,) = backend.plans
-    assert (planned.saved, planned.schedule, planned.peak_bytes) == (compiled.saved, compiled.schedule, compiled.peak_bytes)
+    assert (planned.saved, planned.schedule, planned.peak_bytes) == (
+        compiled.saved,
+        compiled.schedule,
+        compiled.peak_bytes,
+    )
     assert next(r for r in planned.rows if r.op.startswith("addmm")).module.startswith("blocks.")
 
 
@@ -257,8 +274,12 @@ def test_wrong_cost_names_the_node(answer: float) -> None:
         fxckpt.plan(lambda x: x.sin().sum(), torch.ones(3, requires_grad=True), cost=Odd())
 
 
-@pytest.mark.parametrize("read", [lambda t: t.sum().item(), lambda t: bool(t.max() > 1), lambda t: {}["no"]])
-def test_a_policy_or_cost_that_raises_is_an_error_not_a_run_without_a_budget(read: Callable[[Tensor], Any]) -> None:
+@pytest.mark.parametrize(
+    "read", [lambda t: t.sum().item(), lambda t: bool(t.max() > 1), lambda t: {}["no"]]
+)
+def test_a_policy_or_cost_that_raises_is_an_error_not_a_run_without_a_budget(
+    read: Callable[[Tensor], Any],
+) -> None:
     def policy(ctx: object, op: object, *args: Any, **kwargs: Any) -> Any:
         return read(next(a for a in args if isinstance(a, Tensor)))
 
@@ -273,10 +294,14 @@ def test_a_policy_or_cost_that_raises_is_an_error_not_a_run_without_a_budget(rea
 
     model, x = Net(2), torch.randn(8, 32)
     with pytest.raises(fxckpt.InvalidOption, match="the policy raised"):
-        torch.compile(model, backend=fxckpt.Backend(budget=0.7, inner="aot_eager", policy=policy))(x)
+        torch.compile(model, backend=fxckpt.Backend(budget=0.7, inner="aot_eager", policy=policy))(
+            x
+        )
     torch._dynamo.reset()
     with pytest.raises(fxckpt.InvalidCost, match=r"raised .* of node"):
-        torch.compile(model, backend=fxckpt.Backend(budget=0.7, inner="aot_eager", cost=Reading()))(x)
+        torch.compile(model, backend=fxckpt.Backend(budget=0.7, inner="aot_eager", cost=Reading()))(
+            x
+        )
 
 
 def test_a_defect_of_the_planner_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +318,9 @@ def test_a_defect_of_the_planner_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 def test_policy_binds() -> None:
     from torch.utils.checkpoint import CheckpointPolicy
 
-    def save_no_matmul(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    def save_no_matmul(
+        ctx: object, op: object, *args: object, **kwargs: object
+    ) -> CheckpointPolicy:
         matmul = op is torch.ops.aten.addmm.default
         return CheckpointPolicy.MUST_RECOMPUTE if matmul else CheckpointPolicy.PREFER_SAVE
 
@@ -328,7 +355,9 @@ print(len(backend.plans), counters["inductor"]["fxgraph_cache_hit"])
 """
 
 
-def run_inductor(folder: str, budget: float, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_inductor(
+    folder: str, budget: float, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", INDUCTOR_STEP.format(budget=budget)],
         capture_output=True,
@@ -340,7 +369,11 @@ def run_inductor(folder: str, budget: float, **environment: str) -> subprocess.C
 
 def test_inductor_s_cache_serves_a_second_process_and_no_other_budget(tmp_path: Path) -> None:
     first, second, other = (run_inductor(str(tmp_path), budget) for budget in (1.0, 1.0, 0.9))
-    assert (first.stdout.split(), second.stdout.split(), other.stdout.split()) == (["1", "0"], ["1", "2"], ["1", "0"])
+    assert (first.stdout.split(), second.stdout.split(), other.stdout.split()) == (
+        ["1", "0"],
+        ["1", "2"],
+        ["1", "0"],
+    )
 
 
 def test_no_compiler_names_two_ways_out(tmp_path: Path) -> None:
@@ -466,7 +499,9 @@ def test_an_attention_of_one_tensor_with_itself() -> None:
 
     x = torch.randn(2, 16, 32)
     (expected,) = torch.autograd.grad(f(x), weight)
-    (got,) = torch.autograd.grad(torch.compile(f, backend=fxckpt.Backend(inner="aot_eager"))(x), weight)
+    (got,) = torch.autograd.grad(
+        torch.compile(f, backend=fxckpt.Backend(inner="aot_eager"))(x), weight
+    )
     assert torch.equal(expected, got)
 
 
@@ -494,7 +529,9 @@ def test_an_output_that_must_be_recomputed_is_there_anyway() -> None:
         y = x.exp()
         return y, y.sin().sum()
 
-    backend = fxckpt.Backend(policy=lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_RECOMPUTE, inner="aot_eager")
+    backend = fxckpt.Backend(
+        policy=lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_RECOMPUTE, inner="aot_eager"
+    )
     x = torch.ones(16, requires_grad=True)
     torch.compile(f, backend=backend)(x)[1].backward()
     assert torch.equal(x.grad, x.detach().exp().cos() * x.detach().exp())

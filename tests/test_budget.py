@@ -37,7 +37,25 @@ def test_auto_is_most_of_the_free_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["", "2", "GiB", "2 GiBs", "-1GB", "0B", 0, -5, 0.0, 1.5, -0.5, float("nan"), float("inf"), True, [], b"1GB"]
+    "wrong",
+    [
+        "",
+        "2",
+        "GiB",
+        "2 GiBs",
+        "-1GB",
+        "0B",
+        0,
+        -5,
+        0.0,
+        1.5,
+        -0.5,
+        float("nan"),
+        float("inf"),
+        True,
+        [],
+        b"1GB",
+    ],
 )
 def test_wrong_budget_is_refused_with_an_example(wrong: object) -> None:
     with pytest.raises(fxckpt.InvalidBudget, match="Example: budget='2GiB'") as error:

@@ -27,11 +27,15 @@ with warnings.catch_warnings():
 SAMPLES = 2
 EVERY = 24
 """So many ops of the database to one in the fast tests."""
-DIFFERENTIABLE = [op for op in op_db if op.supports_autograd and op.supports_dtype(torch.float64, "cpu")]
+DIFFERENTIABLE = [
+    op for op in op_db if op.supports_autograd and op.supports_dtype(torch.float64, "cpu")
+]
 
 
 def at_the_floor(plans: list[fxckpt.Plan]) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
-    def split(joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def split(
+        joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
         normalize(joint)
         planner = Planner(budget=1, measure_workspace=False)
         try:
@@ -47,13 +51,22 @@ def at_the_floor(plans: list[fxckpt.Plan]) -> Callable[..., tuple[fx.GraphModule
 
 def step(function: Callable[..., Any], leaves: Sequence[Any]) -> dict[str, Tensor]:
     """Run a forward and a backward, always from the same values and the same generator."""
-    given = [leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    given = [
+        leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf in leaves
+    ]
     torch.manual_seed(7)
     outputs = [t for t in function(*given) if isinstance(t, Tensor)]
     drawn = torch.get_rng_state()
     loss_of(outputs).backward()
     seen = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
-    seen |= {f"gradient {i}": t.grad for i, t in enumerate(given) if isinstance(t, Tensor) and t.grad is not None}
+    seen |= {
+        f"gradient {i}": t.grad
+        for i, t in enumerate(given)
+        if isinstance(t, Tensor) and t.grad is not None
+    }
     return seen | {"generator after the forward": drawn, "generator": torch.get_rng_state()}
 
 
@@ -72,10 +85,15 @@ def surrounded(op: OpInfo, sample: SampleInput) -> tuple[Callable[..., tuple[Any
     def function(one: Tensor, *given: Tensor) -> tuple[Any, ...]:
         filled = list(leaves)
         for i, tensor in zip(at, given, strict=True):
-            filled[i] = tensor * one * one if tensor.is_floating_point() or tensor.is_complex() else tensor
+            filled[i] = (
+                tensor * one * one if tensor.is_floating_point() or tensor.is_complex() else tensor
+            )
         first, args, kwargs = pytree.tree_unflatten(filled, spec)
         outputs = pytree.tree_leaves(op(first, *args, **kwargs))
-        return tuple(t * one if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) else t for t in outputs)
+        return tuple(
+            t * one if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) else t
+            for t in outputs
+        )
 
     return function, [one, *(leaves[i] for i in at)]
 
@@ -92,7 +110,9 @@ def check(op: OpInfo) -> None:
             step(function, leaves)
             expected = second_step(compiled(partition_fn=default_partition), leaves)
         except Exception as error:  # whatever torch itself refuses to compile or to differentiate says nothing about plans
-            refusals.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:150])
+            refusals.append(
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:150]
+            )
             continue
         got = second_step(compiled(partition_fn=at_the_floor(plans)), leaves)
         # Torch's default partitioner leaves dead draws in the backward (of rrelu, for one), so that its generator ends elsewhere than eager's.
@@ -100,7 +120,9 @@ def check(op: OpInfo) -> None:
         assert torch.equal(got["generator"], got["generator after the forward"])
         compared += 1
     if not compared:
-        pytest.skip(f"torch refuses {op.formatted_name}: {refusals[0] if refusals else 'no samples'}")
+        pytest.skip(
+            f"torch refuses {op.formatted_name}: {refusals[0] if refusals else 'no samples'}"
+        )
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -126,7 +148,11 @@ def check_eager_region(op: OpInfo) -> None:
         except Exception:  # torch itself refuses to differentiate some samples
             continue
         got = step(lambda *given: fxckpt.checkpoint(function, *given), leaves)  # noqa: B023
-        differ = [name for name in differing_layouts(expected, got) if differing_layouts(expected, step(function, leaves)) == []]
+        differ = [
+            name
+            for name in differing_layouts(expected, got)
+            if differing_layouts(expected, step(function, leaves)) == []
+        ]
         assert differ == [], f"{op.name}: {sample}"
         compared += 1
     if not compared:
@@ -140,7 +166,9 @@ def differing_layouts(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
         dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
         return dense.to(torch.complex64) if dense.dtype is torch.complex32 else dense
 
-    return differing({n: comparable(t) for n, t in a.items()}, {n: comparable(t) for n, t in b.items()})
+    return differing(
+        {n: comparable(t) for n, t in a.items()}, {n: comparable(t) for n, t in b.items()}
+    )
 
 
 @pytest.mark.parametrize("op", DIFFERENTIABLE[::EVERY], ids=lambda op: op.formatted_name)

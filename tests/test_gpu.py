@@ -17,10 +17,15 @@ from tests.steps import FLOOR, differing, outcome, same_at_every_budget
 from tests.test_models import Trial, compiled, same
 from tests.test_random import DRAWS, Residual
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
-@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.name in ("gpt2", "llama", "unet")], ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    "entry", [e for e in ENTRIES if e.name in ("gpt2", "llama", "unet")], ids=lambda e: e.name
+)
 def test_same_step_and_peak_inside_the_budget(entry: Entry) -> None:
     torch.use_deterministic_algorithms(True)
     trial = Trial(entry)
@@ -36,9 +41,14 @@ def test_same_step_and_peak_inside_the_budget(entry: Entry) -> None:
             assert trial.peak(forward) <= plan.budget_bytes
 
 
-@pytest.mark.parametrize("name", ["dropout", "bernoulli", "randn_like", "rrelu", "exponential_", "attention"])
+@pytest.mark.parametrize(
+    "name", ["dropout", "bernoulli", "randn_like", "rrelu", "exponential_", "attention"]
+)
 def test_a_draw_is_repeated(name: str) -> None:
-    same_at_every_budget(lambda: (Residual(DRAWS[name]).cuda(), (torch.randn(512, 16, device="cuda"),)), (None, 0.8, FLOOR))
+    same_at_every_budget(
+        lambda: (Residual(DRAWS[name]).cuda(), (torch.randn(512, 16, device="cuda"),)),
+        (None, 0.8, FLOOR),
+    )
 
 
 class TwoGenerators(nn.Module):
@@ -56,7 +66,9 @@ class TwoGenerators(nn.Module):
 
 
 def test_draws_on_two_devices() -> None:
-    same_at_every_budget(lambda: (TwoGenerators().cuda(), (torch.randn(512, 64, device="cuda"),)), (None, 0.8, FLOOR))
+    same_at_every_budget(
+        lambda: (TwoGenerators().cuda(), (torch.randn(512, 64, device="cuda"),)), (None, 0.8, FLOOR)
+    )
 
 
 @pytest.mark.parametrize("budget", [None, 0.7])
@@ -64,13 +76,22 @@ def test_an_eager_region_draws_on_two_devices(budget: float | None) -> None:
     def run(checkpoint: Callable[..., Any]) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = TwoGenerators().cuda()
-        return outcome(model, lambda x: checkpoint(model, x), (torch.randn(512, 64, device="cuda", requires_grad=True),))
+        return outcome(
+            model,
+            lambda x: checkpoint(model, x),
+            (torch.randn(512, 64, device="cuda", requires_grad=True),),
+        )
 
-    assert differing(run(lambda f, x: f(x)), run(functools.partial(fxckpt.checkpoint, budget=budget))) == []
+    assert (
+        differing(run(lambda f, x: f(x)), run(functools.partial(fxckpt.checkpoint, budget=budget)))
+        == []
+    )
 
 
 def test_an_eager_region_peaks_like_torchs() -> None:
-    block = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 256)).cuda()
+    block = nn.Sequential(
+        nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 256)
+    ).cuda()
     x = torch.randn(4096, 256, device="cuda", requires_grad=True)
 
     def peak(checkpoint: Callable[..., Any]) -> int:
@@ -80,13 +101,20 @@ def test_an_eager_region_peaks_like_torchs() -> None:
         run()
         return fxckpt.measure_peak(run)
 
-    assert peak(fxckpt.checkpoint) <= 1.02 * peak(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False))
+    assert peak(fxckpt.checkpoint) <= 1.02 * peak(
+        functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    )
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_inductor_draws_once_and_stays_inside_the_budget(mode: str | None) -> None:
     """With CUDA graphs too: dropout differs from step to step, and is the same in the forward and in what runs again."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.5), nn.Linear(1024, 256)) for _ in range(6))).cuda()
+    model = nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.5), nn.Linear(1024, 256))
+            for _ in range(6)
+        )
+    ).cuda()
     x = torch.randn(4096, 256, device="cuda")
 
     def losses(backend: Any) -> list[Tensor]:
@@ -99,7 +127,14 @@ def test_inductor_draws_once_and_stays_inside_the_budget(mode: str | None) -> No
             torch.compiler.cudagraph_mark_step_begin()
             loss = step(x).square().mean()
             loss.backward()
-            found.append(torch.stack([loss.detach().clone(), *(p.grad.square().sum() for p in model.parameters() if p.grad is not None)]))
+            found.append(
+                torch.stack(
+                    [
+                        loss.detach().clone(),
+                        *(p.grad.square().sum() for p in model.parameters() if p.grad is not None),
+                    ]
+                )
+            )
         return found
 
     expected = losses("inductor")

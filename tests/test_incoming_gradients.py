@@ -11,7 +11,9 @@ from torch import Tensor, nn
 import fxckpt
 from fxckpt.torch_private import frees_incoming_gradients
 
-MODEL = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 32), nn.Tanh(), nn.Linear(32, 256))
+MODEL = nn.Sequential(
+    nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 32), nn.Tanh(), nn.Linear(32, 256)
+)
 """The gradient of the output is read long before the peak."""
 
 INPUTS = torch.randn(512, 1024)

@@ -33,7 +33,11 @@ class Trial:
         loss = forward(*self.inputs)
         loss.backward()
         seen = {"loss": loss.detach(), "generator": torch.get_rng_state()}
-        seen |= {f"grad {n}": p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        seen |= {
+            f"grad {n}": p.grad.clone()
+            for n, p in self.model.named_parameters()
+            if p.grad is not None
+        }
         return seen | {f"buffer {n}": b.clone() for n, b in self.model.named_buffers()}
 
     def peak(self, forward: Callable[..., Tensor]) -> int:
@@ -49,7 +53,9 @@ class Trial:
         return counter.get_total_flops()
 
 
-def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object) -> int:
+def attention_flops(
+    query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object
+) -> int:
     """Two products of (s, d) by (d, s), a multiply-add counting two; torch's counter does not know this op."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[2] * width * 2
@@ -63,7 +69,11 @@ def compiled(model: nn.Module, budget: object) -> tuple[nn.Module, fxckpt.Backen
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """Return the names that differ in any bit."""
-    return [name for name in a.keys() | b.keys() if name not in a or name not in b or not torch.equal(a[name], b[name])]
+    return [
+        name
+        for name in a.keys() | b.keys()
+        if name not in a or name not in b or not torch.equal(a[name], b[name])
+    ]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.name)

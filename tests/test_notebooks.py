@@ -38,7 +38,9 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[Pa
 
 
 @pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_shows_what_was_kept_of_it(path: Path, executed: tuple[Path, Mapping[Path, str]]) -> None:
+def test_a_notebook_runs_and_shows_what_was_kept_of_it(
+    path: Path, executed: tuple[Path, Mapping[Path, str]]
+) -> None:
     out, failed = executed
     assert not failed[path], failed[path]
     assert kinds(out / path.name) == kinds(path)

@@ -65,7 +65,9 @@ class Experts(nn.Module):
     def __init__(self, scores: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, 4, dtype=torch.bfloat16)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(4))
+        self.experts = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(4)
+        )
         self.scores = scores
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,9 +111,13 @@ def test_a_decision_is_kept_even_where_its_scores_are_made_again(drift: tuple[Dr
     def routes(budget: object) -> dict[str, Tensor]:
         model, (x,) = fresh(lambda: (Mixture(op), (torch.randn(64, WIDTH, dtype=torch.bfloat16),)))
         state.runs = 0
-        backend = fxckpt.Backend(budget=None, inner="aot_eager", policy=None if budget is None else drifting_again)
+        backend = fxckpt.Backend(
+            budget=None, inner="aot_eager", policy=None if budget is None else drifting_again
+        )
         seen = outcome(model, torch.compile(model, backend=backend), (x,))
-        assert (state.runs > 2) == (budget is not None), "the scores were not made again: this test shows nothing"
+        assert (state.runs > 2) == (budget is not None), (
+            "the scores were not made again: this test shows nothing"
+        )
         return seen
 
     expected, got = routes(None), routes("again")
@@ -132,8 +138,12 @@ def choose_by_comparison(x: Tensor, weight: Tensor) -> Tensor:
 
 def test_a_comparison_that_becomes_an_index_decides() -> None:
     weight = lambda: torch.randn(WIDTH, WIDTH, requires_grad=True)  # noqa: E731
-    plans = same_at_every_budget(lambda: (choose_by_comparison, (torch.randn(64, WIDTH), weight())), (0.9, FLOOR))
-    assert Reason.DECISION in {row.reason for row in plans[-1].rows if row.dtype in ("bool", "int64")}
+    plans = same_at_every_budget(
+        lambda: (choose_by_comparison, (torch.randn(64, WIDTH), weight())), (0.9, FLOOR)
+    )
+    assert Reason.DECISION in {
+        row.reason for row in plans[-1].rows if row.dtype in ("bool", "int64")
+    }
 
 
 def test_a_comparison_that_masks_does_not() -> None:
@@ -141,7 +151,10 @@ def test_a_comparison_that_masks_does_not() -> None:
         h = (x @ weight).sin()
         return torch.where(h > 0, h.exp(), h.cos()).sin()
 
-    plans = same_at_every_budget(lambda: (mask, (torch.randn(64, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True))), (0.9, FLOOR))
+    plans = same_at_every_budget(
+        lambda: (mask, (torch.randn(64, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True))),
+        (0.9, FLOOR),
+    )
     assert all(row.reason is not Reason.DECISION for plan in plans for row in plan.rows)
 
 
@@ -175,7 +188,9 @@ def test_a_custom_op_is_not_run_again_until_it_is_registered() -> None:
         after = same_at_every_budget(squares_step, (None,), policy=recompute_all)[-1]
         assert any("heavy_square" in name for name in after.recomputed)
         fxckpt.register_op(heavy_square, recompute=False)
-        assert reasons_of(same_at_every_budget(squares_step, (FLOOR,))[-1], "heavy_square") == {Reason.EFFECT}
+        assert reasons_of(same_at_every_budget(squares_step, (FLOOR,))[-1], "heavy_square") == {
+            Reason.EFFECT
+        }
     finally:
         fxckpt.register_op(heavy_square)
 
@@ -193,9 +208,13 @@ def test_a_registered_cost_is_the_planner_s() -> None:
     fxckpt.register_op(heavy_square, flops=lambda x: 1000 * x.numel(), bytes=10**6)
     try:
         slow = Roofline(1e30, 1.0, 0.0)  # a byte a second: all that counts
-        costed, moved = (fxckpt.plan(squares, *squares_step()[1], cost=cost) for cost in ("flops", slow))
+        costed, moved = (
+            fxckpt.plan(squares, *squares_step()[1], cost=cost) for cost in ("flops", slow)
+        )
         fxckpt.register_op(heavy_square)
-        plain, unmoved = (fxckpt.plan(squares, *squares_step()[1], cost=cost) for cost in ("flops", slow))
+        plain, unmoved = (
+            fxckpt.plan(squares, *squares_step()[1], cost=cost) for cost in ("flops", slow)
+        )
         assert costed.step_flops - plain.step_flops == 3 * 1000 * 64 * 64
         assert moved.step_seconds - unmoved.step_seconds == 3 * (10**6 - 2 * 64 * 64 * 4)
     finally:
@@ -230,7 +249,9 @@ def test_a_formula_that_gives_no_count_names_the_node() -> None:
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -262,7 +283,9 @@ def test_a_collective_runs_once_unless_a_policy_asks(one_rank: None) -> None:
     (asked,) = same_at_every_budget(make, (None,), policy=gathers_again)
     again = [run.name for run in asked.schedule]
     assert any(name.startswith("all_gather") for name in again)
-    assert sum(name.startswith("all_gather") for name in again) == sum(name.startswith("wait_tensor") for name in again)
+    assert sum(name.startswith("all_gather") for name in again) == sum(
+        name.startswith("wait_tensor") for name in again
+    )
 
 
 def conditional(x: Tensor, weight: Tensor) -> Tensor:
@@ -303,7 +326,9 @@ def nested(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [conditional, scanned, nested], ids=lambda f: f.__name__)
 def test_higher_order_ops(function: Callable[..., Tensor]) -> None:
-    same_at_every_budget(lambda: (function, (torch.randn(32, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True))))
+    same_at_every_budget(
+        lambda: (function, (torch.randn(32, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)))
+    )
 
 
 def chosen_twice(x: Tensor, weight: Tensor) -> Tensor:
@@ -313,12 +338,16 @@ def chosen_twice(x: Tensor, weight: Tensor) -> Tensor:
 
 def random_branch(x: Tensor, weight: Tensor) -> Tensor:
     h = (x @ weight).sin()
-    return torch.cond(h.sum() > 0, lambda t: F.dropout(t, 0.3).exp(), lambda t: F.dropout(t, 0.5).cos(), (h,)).sin()
+    return torch.cond(
+        h.sum() > 0, lambda t: F.dropout(t, 0.3).exp(), lambda t: F.dropout(t, 0.5).cos(), (h,)
+    ).sin()
 
 
 @pytest.mark.parametrize("function", [chosen_twice, random_branch], ids=lambda f: f.__name__)
 def test_calls_with_several_results_or_bodies(function: Callable[..., Tensor]) -> None:
-    same_at_every_budget(lambda: (function, (torch.randn(32, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True))))
+    same_at_every_budget(
+        lambda: (function, (torch.randn(32, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)))
+    )
 
 
 class Cube(torch.autograd.Function):
@@ -342,7 +371,9 @@ def test_autograd_functions() -> None:
             x = Cube.apply((x @ weight).tanh()).sin()
         return x
 
-    plans = same_at_every_budget(lambda: (cubes, (torch.randn(64, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True))))
+    plans = same_at_every_budget(
+        lambda: (cubes, (torch.randn(64, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)))
+    )
     assert plans[-1].schedule
 
 

@@ -21,12 +21,19 @@ from tests.models.zoo import ENTRIES
 
 def seconds(graphs: tuple[fx.GraphModule, ...]) -> float:
     """The time of all ops that fill memory of their own."""
-    return sum(GENERIC_GPU.seconds(n) for g in graphs for n in g.graph.nodes if n.op == "call_function" and allocates(n))
+    return sum(
+        GENERIC_GPU.seconds(n)
+        for g in graphs
+        for n in g.graph.nodes
+        if n.op == "call_function" and allocates(n)
+    )
 
 
 def allocates(node: fx.Node) -> bool:
     given = {storage_id(t) for arg in node.all_input_nodes for t in tensors(arg.meta.get("val"))}
-    return node.target is not operator.getitem and any(storage_id(t) not in given for t in tensors(node.meta.get("val")))
+    return node.target is not operator.getitem and any(
+        storage_id(t) not in given for t in tensors(node.meta.get("val"))
+    )
 
 
 def captured(name: str) -> Joint:
@@ -39,7 +46,9 @@ def captured(name: str) -> Joint:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "resnet"])
 def test_no_slower_at_the_peak_of_torchs_partitioner(name: str) -> None:
     joint = captured(name)
-    theirs = min_cut_rematerialization_partition(copy.deepcopy(joint.module), None, num_fwd_outputs=joint.num_fwd_outputs)
+    theirs = min_cut_rematerialization_partition(
+        copy.deepcopy(joint.module), None, num_fwd_outputs=joint.num_fwd_outputs
+    )
     peak = emitted_peak(*theirs, num_fwd_outputs=joint.num_fwd_outputs)
     planner = Planner(peak, None, GENERIC_GPU, measure_workspace=False)
     _, plan = planner.plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)

@@ -106,7 +106,9 @@ def is_random(op: str) -> bool:
     if not hasattr(torch.ops.aten, name):
         return False  # an item of a tuple
     overload = overload or "default"
-    return torch.Tag.nondeterministic_seeded in getattr(getattr(torch.ops.aten, name), overload).tags
+    return (
+        torch.Tag.nondeterministic_seeded in getattr(getattr(torch.ops.aten, name), overload).tags
+    )
 
 
 class SelfAttention(nn.Module):
@@ -114,7 +116,9 @@ class SelfAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.MultiheadAttention(WIDTH, 2, dropout=0.2, batch_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.MultiheadAttention(WIDTH, 2, dropout=0.2, batch_first=True) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -140,8 +144,16 @@ def test_generators_of_the_user_s_own() -> None:
     ends = []
     for budget in ("eager", None, 1.0):
         torch._dynamo.reset()
-        model, first, second = OwnGenerators(), torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
-        forward = model if budget == "eager" else torch.compile(model, backend=fxckpt.Backend(budget=budget, inner="aot_eager"))
+        model, first, second = (
+            OwnGenerators(),
+            torch.Generator().manual_seed(3),
+            torch.Generator().manual_seed(4),
+        )
+        forward = (
+            model
+            if budget == "eager"
+            else torch.compile(model, backend=fxckpt.Backend(budget=budget, inner="aot_eager"))
+        )
         x = torch.linspace(0.0, 1.0, 64).requires_grad_()
         seen = outcome(model, forward, (x, first, second))
         ends.append(seen | {"first": first.get_state(), "second": second.get_state()})
@@ -154,7 +166,10 @@ def inductor_stream(request: pytest.FixtureRequest) -> Iterator[bool]:
         yield request.param
 
 
-@pytest.mark.parametrize("name", ["dropout", *(pytest.param(n, marks=pytest.mark.sweep) for n in DRAWS if n != "dropout")])
+@pytest.mark.parametrize(
+    "name",
+    ["dropout", *(pytest.param(n, marks=pytest.mark.sweep) for n in DRAWS if n != "dropout")],
+)
 def test_under_inductor_a_draw_is_repeated(inductor_stream: bool, name: str) -> None:
     model, inputs = fresh(drawing(name))
     expected = outcome(model, torch.compile(model), inputs)

@@ -22,7 +22,9 @@ from fxckpt.torch_private import RECORD_FUNCTION
 
 
 def model() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.GELU()) for _ in range(6)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.GELU()) for _ in range(6))
+    )
 
 
 def test_the_profiler_names_every_run_that_repeats_the_forward() -> None:
@@ -41,10 +43,14 @@ def test_records_are_taken_only_where_somebody_profiles(monkeypatch: pytest.Monk
     compiled = torch.compile(model(), backend=fxckpt.Backend(budget=0.7, inner="aot_eager"))
     inputs = torch.randn(256, 8)
     taken: list[str] = []
-    monkeypatch.setattr(RECORD_FUNCTION, lambda name: taken.append(name) or contextlib.nullcontext())
+    monkeypatch.setattr(
+        RECORD_FUNCTION, lambda name: taken.append(name) or contextlib.nullcontext()
+    )
     for is_profiled in (False, True, False):
         taken.clear()
-        with profile(activities=[ProfilerActivity.CPU]) if is_profiled else contextlib.nullcontext():
+        with (
+            profile(activities=[ProfilerActivity.CPU]) if is_profiled else contextlib.nullcontext()
+        ):
             compiled(inputs).sum().backward()
         assert bool(taken) is is_profiled
 
@@ -68,7 +74,10 @@ def test_the_log_has_figures_and_with_debug_reasons(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.DEBUG, "fxckpt")
     backend = fxckpt.Backend(budget=0.7, inner="aot_eager")
     torch.compile(model(), backend=backend)(torch.randn(256, 8)).sum().backward()
-    by_level = {level: [r.getMessage() for r in caplog.records if r.levelno == level] for level in (logging.INFO, logging.DEBUG)}
+    by_level = {
+        level: [r.getMessage() for r in caplog.records if r.levelno == level]
+        for level in (logging.INFO, logging.DEBUG)
+    }
     assert any("uncheckpointed peak" in m for m in by_level[logging.INFO])
     assert any(m.startswith("plan took ") for m in by_level[logging.DEBUG])
     assert any("recomputing it needs" in m for m in by_level[logging.DEBUG])
@@ -84,10 +93,14 @@ def eager(policy: object = None, budget: object = None) -> None:
 DOORS = {
     "plan": lambda: fxckpt.plan(model(), torch.randn(256, 8), budget=0.7),
     "frontier": lambda: fxckpt.frontier(model(), torch.randn(256, 8), points=2),
-    "rewrite": lambda: fxckpt.rewrite(fx.symbolic_trace(model()), budget=0.7)(torch.randn(256, 8)).sum().backward(),
+    "rewrite": lambda: (
+        fxckpt.rewrite(fx.symbolic_trace(model()), budget=0.7)(torch.randn(256, 8)).sum().backward()
+    ),
     "eager policy": lambda: eager(policy=fxckpt.policies.save_matmuls),
     "eager budget": lambda: eager(budget=0.7),
-    "compile": lambda: torch.compile(model(), backend=fxckpt.Backend(budget=0.7, inner="aot_eager"))(torch.randn(256, 8)),
+    "compile": lambda: torch.compile(
+        model(), backend=fxckpt.Backend(budget=0.7, inner="aot_eager")
+    )(torch.randn(256, 8)),
 }
 
 
@@ -98,7 +111,9 @@ def test_every_door_logs_a_plan_once(door: str, caplog: pytest.LogCaptureFixture
     said = [r.getMessage() for r in caplog.records if r.name == "fxckpt"]
     (made,) = [m for m in said if "made in" in m]
     assert re.match(r"(plan \w{16}|frontier) of a graph of \d+ nodes", made)
-    assert re.search(r"peak [\d.]+ KiB, (no budget|budget [\d.]+ KiB), \d+ recomputes", "\n".join(said))
+    assert re.search(
+        r"peak [\d.]+ KiB, (no budget|budget [\d.]+ KiB), \d+ recomputes", "\n".join(said)
+    )
 
 
 def test_a_plan_that_is_given_is_logged_as_applied(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,8 +126,17 @@ def test_a_plan_that_is_given_is_logged_as_applied(caplog: pytest.LogCaptureFixt
 
 
 def test_torch_logs_shows_it_on_the_command_line(tmp_path: Path) -> None:
-    (tmp_path / "step.py").write_text("import torch\n\ndef make():\n    return torch.nn.Linear(8, 8), torch.randn(4, 8)\n")
+    (tmp_path / "step.py").write_text(
+        "import torch\n\ndef make():\n    return torch.nn.Linear(8, 8), torch.randn(4, 8)\n"
+    )
     command = [sys.executable, "-m", "fxckpt", "plan", "step.py:make", "--json", "--cost", "flops"]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "TORCH_LOGS": "fxckpt"}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "TORCH_LOGS": "fxckpt"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert json.loads(done.stdout)["runs"] == 0
     assert done.stderr.count(" nodes: peak ") == 1 and "uncheckpointed peak: " in done.stderr

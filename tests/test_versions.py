@@ -25,7 +25,9 @@ class ContextOf211:
         self.is_recompute = is_recompute
 
 
-def test_a_policy_in_torchs_form_reads_what_the_op_gives_where_torchs_context_does_not_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_in_torchs_form_reads_what_the_op_gives_where_torchs_context_does_not_hold_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch_private, "SelectiveCheckpointContext", ContextOf211)
     shapes: list[torch.Size] = []
 
@@ -41,16 +43,26 @@ def test_a_policy_in_torchs_form_reads_what_the_op_gives_where_torchs_context_do
 def test_a_policy_that_torch_2_11_asks_before_the_op_runs_answers_by_the_op() -> None:
     asked: Any = AskedByOp(save_matmuls)
     context = ContextOf211(is_recompute=False)
-    assert asked(context, torch.ops.aten.mm.default) is torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+    assert (
+        asked(context, torch.ops.aten.mm.default)
+        is torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+    )
 
 
-@pytest.mark.parametrize("command", [["-c", "import fxckpt"], ["-m", "fxckpt", "doctor"]], ids=["import", "command line"])
+@pytest.mark.parametrize(
+    "command", [["-c", "import fxckpt"], ["-m", "fxckpt", "doctor"]], ids=["import", "command line"]
+)
 def test_a_torch_that_is_too_old_is_one_clear_line(command: list[str]) -> None:
     older = "import runpy, sys, torch; torch.__version__ = '2.10.1+cpu'; "
     run = command[1] if command[0] == "-c" else "sys.argv[0] = 'fxckpt'; runpy.run_module('fxckpt')"
-    done = subprocess.run([sys.executable, "-c", older + run], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", older + run], capture_output=True, text=True, check=False
+    )
     assert done.returncode == (1 if command[0] == "-c" else 3)
-    assert "fxckpt needs torch 2.11.0 or newer, and torch 2.10.1+cpu is installed" in done.stderr.splitlines()[-1]
+    assert (
+        "fxckpt needs torch 2.11.0 or newer, and torch 2.10.1+cpu is installed"
+        in done.stderr.splitlines()[-1]
+    )
     assert command[0] == "-c" or len(done.stderr.splitlines()) == 1
 
 
@@ -58,15 +70,22 @@ def test_a_torch_newer_than_any_tested_warns_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "__version__", "99.1.0a0+git1")
     versions.warn_of_newer.cache_clear()
     model, backend = torch.nn.Linear(4, 4), fxckpt.Backend(inner="aot_eager")
-    with pytest.warns(UserWarning, match=r"torch 99\.1.* newer than any that fxckpt is tested with \(2\.11\.0"):
+    with pytest.warns(
+        UserWarning, match=r"torch 99\.1.* newer than any that fxckpt is tested with \(2\.11\.0"
+    ):
         torch.compile(model, backend=backend)(torch.randn(2, 4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.compile(model, backend=backend)(torch.randn(3, 4))
 
 
-@pytest.mark.parametrize(("version", "state"), [("2.13.0+cpu", "ok"), ("2.13.1", "note"), ("2.12.0", "note"), ("99.0.0.dev1", "note")])
-def test_the_doctor_names_the_tested_versions(version: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [("2.13.0+cpu", "ok"), ("2.13.1", "note"), ("2.12.0", "note"), ("99.0.0.dev1", "note")],
+)
+def test_the_doctor_names_the_tested_versions(
+    version: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     (found,) = (f for f in examine(self_test=False).findings if f.what == "torch")
     assert found.state == state and "2.11.0, 2.13.0, 2.15.0" in found.effect

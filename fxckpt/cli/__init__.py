@@ -73,16 +73,29 @@ def _answered(options: argparse.Namespace) -> int:
     except Exception as error:
         # The user's own model raised, inside Dynamo or while it ran.
         first = str(error).strip().split("\n\n")[0] or "no message"
-        return _failed(options, FxckptError(f"the step raised {type(error).__name__}: {first}\n(--traceback shows where)"), FAILED, error)
+        return _failed(
+            options,
+            FxckptError(
+                f"the step raised {type(error).__name__}: {first}\n(--traceback shows where)"
+            ),
+            FAILED,
+            error,
+        )
 
 
-def _failed(options: argparse.Namespace, error: Exception, code: int, cause: Exception | None = None) -> int:
+def _failed(
+    options: argparse.Namespace, error: Exception, code: int, cause: Exception | None = None
+) -> int:
     if options.traceback:
         import traceback
 
         traceback.print_exception(cause or error)
     if options.json:
-        body: dict[str, Any] = {"error": str(error), "kind": type(error).__name__, "exit_code": code}
+        body: dict[str, Any] = {
+            "error": str(error),
+            "kind": type(error).__name__,
+            "exit_code": code,
+        }
         if isinstance(error, BudgetInfeasible):
             body |= {"floor_bytes": error.floor_bytes, "budget_bytes": error.budget_bytes}
         with contextlib.suppress(OutputError):
@@ -123,13 +136,22 @@ def _saving(path: Path) -> Iterator[None]:
 
 def _loaded(options: argparse.Namespace) -> tuple[Target, Any]:
     with _aside():
-        return load(options.target), attribute(options.policy, POLICY_FORM) if options.policy else None
+        return load(options.target), attribute(
+            options.policy, POLICY_FORM
+        ) if options.policy else None
 
 
 def _planned(options: argparse.Namespace) -> Plan:
     target, policy = _loaded(options)
     with _aside():
-        return make_plan(target.model, *target.args, budget=options.budget, policy=policy, cost=options.cost, **target.kwargs)
+        return make_plan(
+            target.model,
+            *target.args,
+            budget=options.budget,
+            policy=policy,
+            cost=options.cost,
+            **target.kwargs,
+        )
 
 
 def _json(value: Any) -> Answer:
@@ -142,7 +164,11 @@ def figures(plan: Plan) -> dict[str, Any]:
         "peak_bytes budget_bytes baseline_peak_bytes floor_bytes floor_bound_bytes saved_bytes recompute_seconds recompute_flops "
         "lower_bound_seconds price next_seconds step_seconds step_flops cost"
     )
-    counts = {"saved_values": len(plan.saved), "recomputed_ops": len(plan.recomputed), "runs": len(plan.schedule)}
+    counts = {
+        "saved_values": len(plan.saved),
+        "recomputed_ops": len(plan.recomputed),
+        "runs": len(plan.schedule),
+    }
     return {name: getattr(plan, name) for name in names.split()} | counts
 
 
@@ -158,15 +184,27 @@ def _plan(options: argparse.Namespace) -> Answer:
 
 def _explain(options: argparse.Namespace) -> Answer:
     plan = _planned(options)
-    shown = plan.explain().filter(decision=options.decision, module=options.module, op=options.op).sort(options.sort or "bytes")
+    shown = (
+        plan.explain()
+        .filter(decision=options.decision, module=options.module, op=options.op)
+        .sort(options.sort or "bytes")
+    )
     if options.why is not None:
         return _why(options, shown)
     if options.saved:
         return _rows(options, shown.saved_values().table())
     if options.peak:
         timeline = plan.timeline()
-        return _rows(options, timeline.table().where(lambda held: _is_wanted(options, held)), f"{timeline.headline()}\n\n")
-    sums = {"module": lambda: shown.by_module(options.depth), "op": shown.by_op, "reason": shown.by_reason}
+        return _rows(
+            options,
+            timeline.table().where(lambda held: _is_wanted(options, held)),
+            f"{timeline.headline()}\n\n",
+        )
+    sums = {
+        "module": lambda: shown.by_module(options.depth),
+        "op": shown.by_op,
+        "reason": shown.by_reason,
+    }
     table = sums[options.by]() if options.by else shown.table()
     if options.json:
         return _json({"figures": figures(plan), "rows": _cut(options, table).records()})
@@ -176,9 +214,18 @@ def _explain(options: argparse.Namespace) -> Answer:
 def _why(options: argparse.Namespace, shown: Explanation) -> Answer:
     why, readers = shown.why(options.why), shown.readers(options.why)
     if options.json:
-        return _json({"value": options.why, "why": why, **{f"{k}_readers": list(v) for k, v in readers._asdict().items()}})
+        return _json(
+            {
+                "value": options.why,
+                "why": why,
+                **{f"{k}_readers": list(v) for k, v in readers._asdict().items()},
+            }
+        )
     phases = ("the forward", "the backward, running again,", "the backward")
-    read = (f"read in {when} by: {', '.join(names) or 'none'}" for when, names in zip(phases, readers, strict=True))
+    read = (
+        f"read in {when} by: {', '.join(names) or 'none'}"
+        for when, names in zip(phases, readers, strict=True)
+    )
     return Answer("\n".join((why, *read)))
 
 
@@ -207,7 +254,13 @@ def _rows(options: argparse.Namespace, table: Table, heading: str = "") -> Answe
         return Answer(_cut(options, table).to_markdown())
     shown = _cut(options, table, ROWS)
     hidden = len(table) - len(shown)
-    rest = f"\n... and {hidden} more rows (--top 0 prints all)" if hidden else "" if len(table) else "\nno value matches"
+    rest = (
+        f"\n... and {hidden} more rows (--top 0 prints all)"
+        if hidden
+        else ""
+        if len(table)
+        else "\nno value matches"
+    )
     return Answer(f"{heading}{shown}{rest}")
 
 
@@ -215,7 +268,14 @@ def _frontier(options: argparse.Namespace) -> Answer:
     target, policy = _loaded(options)
     points: Any = options.budget or options.points
     with _aside():
-        curve = make_frontier(target.model, *target.args, points=points, policy=policy, cost=options.cost, **target.kwargs)
+        curve = make_frontier(
+            target.model,
+            *target.args,
+            points=points,
+            policy=policy,
+            cost=options.cost,
+            **target.kwargs,
+        )
     if options.plot:
         _savefig(curve.plot(), options.plot)
     return _json(curve.table().records()) if options.json else Answer(str(curve))
@@ -224,7 +284,9 @@ def _frontier(options: argparse.Namespace) -> Answer:
 def _savefig(axes: Any, path: Path) -> None:
     formats = axes.figure.canvas.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in formats:
-        raise InvalidOption(f"--plot {path}: pictures are {', '.join(sorted(formats))}. Example: --plot frontier.png.")
+        raise InvalidOption(
+            f"--plot {path}: pictures are {', '.join(sorted(formats))}. Example: --plot frontier.png."
+        )
     with _saving(path):
         axes.figure.savefig(path, dpi=120)
 
@@ -246,13 +308,29 @@ def _bench(options: argparse.Namespace) -> Answer:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     target, policy = _loaded(options)
     budgets = options.budget or [0.5]
-    with _aside(), tqdm(total=(len(budgets) + 1) * (options.steps + 2), desc="bench", file=sys.stderr, disable=None) as bar:
+    with (
+        _aside(),
+        tqdm(
+            total=(len(budgets) + 1) * (options.steps + 2),
+            desc="bench",
+            file=sys.stderr,
+            disable=None,
+        ) as bar,
+    ):
 
         def tick(name: str) -> None:
             bar.set_description(name)
             bar.update()
 
-        runs = compare(target, budgets, steps=options.steps, inner=options.inner, policy=policy, cost=options.cost, tick=tick)
+        runs = compare(
+            target,
+            budgets,
+            steps=options.steps,
+            inner=options.inner,
+            policy=policy,
+            cost=options.cost,
+            tick=tick,
+        )
     return _json(table(runs).records()) if options.json else Answer(str(table(runs)))
 
 
@@ -265,4 +343,11 @@ def _doctor(options: argparse.Namespace) -> Answer:
     return Answer(text, DONE if diagnosis.is_well else FAILED)
 
 
-COMMANDS = {"plan": _plan, "explain": _explain, "frontier": _frontier, "html": _html, "bench": _bench, "doctor": _doctor}
+COMMANDS = {
+    "plan": _plan,
+    "explain": _explain,
+    "frontier": _frontier,
+    "html": _html,
+    "bench": _bench,
+    "doctor": _doctor,
+}

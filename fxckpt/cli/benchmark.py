@@ -59,7 +59,10 @@ def compare(
         )
     torch._dynamo.reset()
     backends = [Backend(budget=budget, inner=inner, policy=policy, cost=cost) for budget in budgets]
-    names = ["uncheckpointed", *("fxckpt, no budget" if budget is None else f"fxckpt {budget}" for budget in budgets)]
+    names = [
+        "uncheckpointed",
+        *("fxckpt, no budget" if budget is None else f"fxckpt {budget}" for budget in budgets),
+    ]
     calls = [target.model, *(torch.compile(target.model, backend=backend) for backend in backends)]
     gradients, peaks = [], []
     seconds: list[list[float]] = [[] for _ in names]
@@ -80,7 +83,9 @@ def compare(
     verdicts = ["", *(_verdict(gradients[0], other) for other in gradients[1:])]
     return tuple(
         Run(name, peak, guess, median, median / medians[0], verdict)
-        for name, peak, guess, median, verdict in zip(names, peaks, predicted, medians, verdicts, strict=True)
+        for name, peak, guess, median, verdict in zip(
+            names, peaks, predicted, medians, verdicts, strict=True
+        )
     )
 
 
@@ -89,25 +94,45 @@ def table(runs: Sequence[Run]) -> Table:
     columns = (
         Column("name", "run"),
         Column("peak_bytes", "peak", format_bytes, is_number=True),
-        Column("predicted_bytes", "predicted", lambda v: "" if v is None else format_bytes(v), is_number=True),
+        Column(
+            "predicted_bytes",
+            "predicted",
+            lambda v: "" if v is None else format_bytes(v),
+            is_number=True,
+        ),
         Column("seconds", "a step", format_seconds, is_number=True),
         Column("times", "x", lambda v: f"{v:.2f}", is_number=True),
         Column("gradients", "gradients"),
     )
-    return Table(columns, tuple((r.name, r.peak_bytes, r.predicted_bytes, r.seconds, r.times, r.gradients) for r in runs))
+    return Table(
+        columns,
+        tuple(
+            (r.name, r.peak_bytes, r.predicted_bytes, r.seconds, r.times, r.gradients) for r in runs
+        ),
+    )
 
 
 def _leaves(target: Target) -> list[torch.Tensor]:
     own = list(target.model.parameters()) if isinstance(target.model, torch.nn.Module) else []
-    given = [leaf for leaf in pytree.tree_leaves((target.args, dict(target.kwargs))) if isinstance(leaf, torch.Tensor)]
+    given = [
+        leaf
+        for leaf in pytree.tree_leaves((target.args, dict(target.kwargs)))
+        if isinstance(leaf, torch.Tensor)
+    ]
     return [t for t in (*own, *given) if t.requires_grad or t.is_meta]
 
 
 def _step(target: Target, call: Callable[..., Any]) -> None:
-    outputs = [leaf for leaf in pytree.tree_leaves(call(*target.args, **target.kwargs)) if isinstance(leaf, torch.Tensor)]
+    outputs = [
+        leaf
+        for leaf in pytree.tree_leaves(call(*target.args, **target.kwargs))
+        if isinstance(leaf, torch.Tensor)
+    ]
     losses = [t for t in outputs if t.requires_grad]
     if not losses:
-        raise CaptureError("nothing to run: no output needs a gradient. Give parameters or inputs that require grad.")
+        raise CaptureError(
+            "nothing to run: no output needs a gradient. Give parameters or inputs that require grad."
+        )
     total = losses[0].sum() if len(losses) == 1 else torch.stack([t.sum() for t in losses]).sum()
     total.backward()
 
@@ -129,8 +154,12 @@ def _seconds(target: Target, call: Callable[..., Any], leaves: Sequence[torch.Te
 
 
 def _verdict(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> str:
-    if len(expected) == len(found) and all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)):
+    if len(expected) == len(found) and all(
+        torch.equal(a, b) for a, b in zip(expected, found, strict=True)
+    ):
         return "equal, bitwise"
-    if len(expected) == len(found) and all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(expected, found, strict=True)):
+    if len(expected) == len(found) and all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(expected, found, strict=True)
+    ):
         return "equal up to rounding"
     return "DIFFERENT"

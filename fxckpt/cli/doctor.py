@@ -48,11 +48,20 @@ class Diagnosis:
     @property
     def is_well(self) -> bool:
         """Whether plans can be made and run here."""
-        return all(f.state != "missing" for f in self.findings if f.what in ("torch", "backend", *SELF_TESTS))
+        return all(
+            f.state != "missing"
+            for f in self.findings
+            if f.what in ("torch", "backend", *SELF_TESTS)
+        )
 
     def table(self) -> Table:
         """Return the findings as a table."""
-        columns = (Column("what", ""), Column("state", ""), Column("found", "found"), Column("effect", "what it means"))
+        columns = (
+            Column("what", ""),
+            Column("state", ""),
+            Column("found", "found"),
+            Column("effect", "what it means"),
+        )
         return Table(columns, tuple((f.what, f.state, f.found, f.effect) for f in self.findings))
 
     def __str__(self) -> str:
@@ -63,24 +72,44 @@ def examine(*, self_test: bool = True) -> Diagnosis:
     """Look at this machine. With ``self_test`` a small step is compiled within a budget, by each inner compiler, and compared with eager."""
     probes: tuple[tuple[str, Callable[[], Finding]], ...] = (
         ("fxckpt", lambda: Finding("fxckpt", __version__, "ok")),
-        ("python", lambda: Finding("python", f"{platform.python_version()} at {sys.executable}", "ok")),
-        ("system", lambda: Finding("system", f"{platform.platform()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()}", "ok")),
+        (
+            "python",
+            lambda: Finding("python", f"{platform.python_version()} at {sys.executable}", "ok"),
+        ),
+        (
+            "system",
+            lambda: Finding(
+                "system",
+                f"{platform.platform()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()}",
+                "ok",
+            ),
+        ),
         (
             "memory",
-            lambda: Finding("memory", f"{format_bytes(free_bytes(torch.device('cpu')))} available", "ok", 'what budget="auto" starts from'),
+            lambda: Finding(
+                "memory",
+                f"{format_bytes(free_bytes(torch.device('cpu')))} available",
+                "ok",
+                'what budget="auto" starts from',
+            ),
         ),
         ("torch", _torch),
         ("backend", _entry_point),
         ("C++ compiler", _compiler),
         ("CUDA", _cuda),
         ("triton", _triton),
-        ("matplotlib", lambda: _package("matplotlib", "pictures: plan.plot_memory(), frontier.plot()")),
+        (
+            "matplotlib",
+            lambda: _package("matplotlib", "pictures: plan.plot_memory(), frontier.plot()"),
+        ),
         ("pandas", lambda: _package("pandas", "plan.explain().to_pandas()")),
         ("cache folder", _cache),
     )
     findings = [_probed(name, probe) for name, probe in probes]
     if self_test:
-        findings.extend(_probed(name, partial(_self_test, name, inner)) for name, inner in SELF_TESTS.items())
+        findings.extend(
+            _probed(name, partial(_self_test, name, inner)) for name, inner in SELF_TESTS.items()
+        )
     return Diagnosis(tuple(findings))
 
 
@@ -89,41 +118,73 @@ def _probed(name: str, probe: Callable[[], Finding]) -> Finding:
         return probe()
     except Exception as error:
         return Finding(
-            name, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}", "missing", "looking failed"
+            name,
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+            "missing",
+            "looking failed",
         )
 
 
 def _torch() -> Finding:
     if is_tested():
-        return Finding("torch", torch.__version__, "ok", f"fxckpt is tested with {', '.join(TESTED)}")
-    return Finding("torch", torch.__version__, "note", f"none of those that fxckpt is tested with: {', '.join(TESTED)}")
+        return Finding(
+            "torch", torch.__version__, "ok", f"fxckpt is tested with {', '.join(TESTED)}"
+        )
+    return Finding(
+        "torch",
+        torch.__version__,
+        "note",
+        f"none of those that fxckpt is tested with: {', '.join(TESTED)}",
+    )
 
 
 def _entry_point() -> Finding:
     names = {e.name for e in importlib.metadata.entry_points(group="torch_dynamo_backends")}
     if "fxckpt" in names:
         return Finding("backend", 'torch.compile(model, backend="fxckpt") finds it', "ok")
-    return Finding("backend", "not registered", "missing", "install fxckpt with pip, or pass backend=fxckpt.Backend() itself")
+    return Finding(
+        "backend",
+        "not registered",
+        "missing",
+        "install fxckpt with pip, or pass backend=fxckpt.Backend() itself",
+    )
 
 
 def _compiler() -> Finding:
     names = [os.environ.get("CXX"), "g++", "clang++", "c++"]
-    path = next((found for name in names if name and (found := shutil.which(name.split()[0]))), None)
+    path = next(
+        (found for name in names if name and (found := shutil.which(name.split()[0]))), None
+    )
     if path is None:
         effect = 'inner="inductor" (the default) does not work on the CPU: install g++, or use inner="aot_eager"'
         return Finding("C++ compiler", "none ($CXX, g++, clang++, c++)", "missing", effect)
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=COMPILER_SECONDS, check=False).stdout
+    said = subprocess.run(
+        [path, "--version"], capture_output=True, text=True, timeout=COMPILER_SECONDS, check=False
+    ).stdout
     return Finding(
-        "C++ compiler", f"{path}: {said.splitlines()[0] if said else 'says no version'}", "ok", 'inner="inductor" works on the CPU'
+        "C++ compiler",
+        f"{path}: {said.splitlines()[0] if said else 'says no version'}",
+        "ok",
+        'inner="inductor" works on the CPU',
     )
 
 
 def _cuda() -> Finding:
     if not torch.cuda.is_available():
-        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without it"
-        return Finding("CUDA", f"no device; {built}", "note", "plans for GPUs can be made here (meta device), with a generic GPU's costs")
+        built = (
+            f"torch is built for CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else "torch is built without it"
+        )
+        return Finding(
+            "CUDA",
+            f"no device; {built}",
+            "note",
+            "plans for GPUs can be made here (meta device), with a generic GPU's costs",
+        )
     names = [
-        f"{torch.cuda.get_device_name(i)} ({format_bytes(torch.cuda.mem_get_info(i)[0])} free)" for i in range(torch.cuda.device_count())
+        f"{torch.cuda.get_device_name(i)} ({format_bytes(torch.cuda.mem_get_info(i)[0])} free)"
+        for i in range(torch.cuda.device_count())
     ]
     return Finding("CUDA", ", ".join(names), "ok")
 
@@ -145,27 +206,42 @@ def _cache() -> Finding:
     folder = cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
-        return Finding("cache folder", str(folder), "ok", "keeps what was measured; $FXCKPT_CACHE_DIR moves it")
+        return Finding(
+            "cache folder", str(folder), "ok", "keeps what was measured; $FXCKPT_CACHE_DIR moves it"
+        )
 
 
 def _self_test(name: str, inner: str) -> Finding:
     from fxckpt.backend import Backend
 
-    def gradients(step: Callable[[torch.Tensor], torch.Tensor], model: torch.nn.Module) -> list[torch.Tensor]:
+    def gradients(
+        step: Callable[[torch.Tensor], torch.Tensor], model: torch.nn.Module
+    ) -> list[torch.Tensor]:
         model.zero_grad(set_to_none=True)
         step(torch.ones(64, 32)).square().mean().backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     # Inductor fuses ops, which may round otherwise in the last bits.
-    equal, words = (torch.equal, "equal, bitwise") if inner == "aot_eager" else (torch.allclose, "equal, but for rounding")
+    equal, words = (
+        (torch.equal, "equal, bitwise")
+        if inner == "aot_eager"
+        else (torch.allclose, "equal, but for rounding")
+    )
     with torch.random.fork_rng(devices=[]):
-        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(4)))
+        model = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(4))
+        )
         backend = Backend(budget=0.8, inner=inner)
         expected = gradients(model, model)
         found = gradients(torch.compile(model, backend=backend), model)
     (plan,) = backend.plans
     if not all(equal(a, b) for a, b in zip(expected, found, strict=True)):
-        return Finding(name, f"a small step inside a budget gave other gradients with inner={inner!r}", "missing", "please report this")
+        return Finding(
+            name,
+            f"a small step inside a budget gave other gradients with inner={inner!r}",
+            "missing",
+            "please report this",
+        )
     peak = plan.peak_bytes if plan.compiled_peak_bytes is None else plan.compiled_peak_bytes
     return Finding(
         name,

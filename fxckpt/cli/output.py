@@ -22,7 +22,9 @@ def write(text: str) -> None:
         _discard()
     except OSError as error:
         _discard()
-        raise OutputError(f"cannot write to the standard output: {error.strerror or error}") from error
+        raise OutputError(
+            f"cannot write to the standard output: {error.strerror or error}"
+        ) from error
 
 
 def _discard() -> None:

@@ -35,7 +35,11 @@ class IsolatedOp:
     @classmethod
     def of(cls, node: fx.Node) -> IsolatedOp | None:
         """Return the trial of a node's op; None for what is not torch's own, has effects, or talks to other ranks."""
-        if not isinstance(node.target, OpOverload) or not is_torchs_own(node) or is_collective(node):
+        if (
+            not isinstance(node.target, OpOverload)
+            or not is_torchs_own(node)
+            or is_collective(node)
+        ):
             return None
         if node.target._opname.lstrip("_").startswith(OPAQUE):
             return None
@@ -43,7 +47,12 @@ class IsolatedOp:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if sum(map(_bytes_at_bound, leaves)) > MOST_BYTES:
             return None
-        return cls(node.target, tuple(leaves), spec, " ".join((str(node.target), *map(signature, leaves), str(spec))))
+        return cls(
+            node.target,
+            tuple(leaves),
+            spec,
+            " ".join((str(node.target), *map(signature, leaves), str(spec))),
+        )
 
     @contextmanager
     def call(self) -> Iterator[Callable[[], Any]]:
@@ -51,9 +60,17 @@ class IsolatedOp:
 
         The call may raise :data:`REFUSED`: such values are not always legal (an index, a factorization).
         """
-        devices = sorted({leaf.device.index or 0 for leaf in self.leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"})
+        devices = sorted(
+            {
+                leaf.device.index or 0
+                for leaf in self.leaves
+                if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"
+            }
+        )
         with outside_trace(), torch.no_grad(), torch.random.fork_rng(devices=devices):
-            args, kwargs = pytree.tree_unflatten([synthetic_input(leaf) for leaf in self.leaves], self.spec)
+            args, kwargs = pytree.tree_unflatten(
+                [synthetic_input(leaf) for leaf in self.leaves], self.spec
+            )
             yield lambda: self.op(*args, **kwargs)
 
 
@@ -88,7 +105,11 @@ def synthetic_input(leaf: Any) -> Any:
     """Return a real value for a fake or symbolic one: random floats in [0, 1), integers of zero, booleans that are all true."""
     if isinstance(leaf, torch.Tensor):
         shape, stride = [size_hint(n) for n in leaf.shape], [size_hint(n) for n in leaf.stride()]
-        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
+        span = (
+            1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+            if 0 not in shape
+            else 0
+        )
         offset = size_hint(leaf.storage_offset())
         filled = torch.zeros(span + offset, dtype=leaf.dtype, device=leaf.device)
         if leaf.dtype is torch.bool:

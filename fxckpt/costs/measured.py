@@ -35,7 +35,9 @@ TRIAL_SECONDS = 0.01
 
 def cache_dir() -> Path:
     """Return the folder for what is kept: ``$FXCKPT_CACHE_DIR``, else the user's cache folder."""
-    return Path(os.environ.get("FXCKPT_CACHE_DIR") or platformdirs.user_cache_dir("fxckpt", appauthor=False))
+    return Path(
+        os.environ.get("FXCKPT_CACHE_DIR") or platformdirs.user_cache_dir("fxckpt", appauthor=False)
+    )
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class Records:
         db = sqlite3.connect(self.path, timeout=5)
         try:
             with db:
-                db.execute("create table if not exists records (key text primary key, figure real not null)")
+                db.execute(
+                    "create table if not exists records (key text primary key, figure real not null)"
+                )
         except sqlite3.Error:
             db.close()
             raise
@@ -96,7 +100,10 @@ def cpu_figures(records: Records) -> tuple[float, float, float, float]:
     prefix = machine(torch.device("cpu"))
     known = [_known(records, f"{prefix} {name}") for name in names]
     if None in known:
-        known = [_kept(records, f"{prefix} {name}", figure) for name, figure in zip(names, _calibrate(), strict=True)]
+        known = [
+            _kept(records, f"{prefix} {name}", figure)
+            for name, figure in zip(names, _calibrate(), strict=True)
+        ]
     flops, bandwidth, launch, draws = (float(figure or 0.0) for figure in known)
     return flops, bandwidth, launch, draws
 
@@ -105,7 +112,11 @@ def _known(records: Records, key: str) -> float | None:
     try:
         return records.get(key)
     except (OSError, sqlite3.Error) as error:
-        log.warning("%s cannot be read (%s): figures are measured again. Remove it, or set FXCKPT_CACHE_DIR.", records.path, error)
+        log.warning(
+            "%s cannot be read (%s): figures are measured again. Remove it, or set FXCKPT_CACHE_DIR.",
+            records.path,
+            error,
+        )
         return None
 
 
@@ -113,7 +124,11 @@ def _kept(records: Records, key: str, figure: float) -> float:
     try:
         return records.keep(key, figure)
     except (OSError, sqlite3.Error) as error:
-        log.warning("%s cannot be written (%s): figures are measured again by every process. Set FXCKPT_CACHE_DIR.", records.path, error)
+        log.warning(
+            "%s cannot be written (%s): figures are measured again by every process. Set FXCKPT_CACHE_DIR.",
+            records.path,
+            error,
+        )
         return figure
 
 
@@ -123,7 +138,9 @@ def _calibrate() -> tuple[float, float, float, float]:
         side, length, pieces = 256, 2**21, 8
         matrix, product = torch.ones(side, side), torch.empty(side, side)
         # One after the other, so that each has left the caches when its turn comes again.
-        vectors = itertools.cycle([(torch.ones(length), torch.empty(length)) for _ in range(pieces)])
+        vectors = itertools.cycle(
+            [(torch.ones(length), torch.empty(length)) for _ in range(pieces)]
+        )
         drawn = torch.ones(2**16)
         flops = 2 * side**3 / _fastest(lambda: torch.mm(matrix, matrix, out=product))
         bandwidth = 12 * length / _fastest(lambda: _add(*next(vectors)))
@@ -153,8 +170,18 @@ def _fastest(call: Callable[[], object]) -> float:
     return least
 
 
-def _seconds(statement: str, names: dict[str, object], at_least: float, clock: Callable[[], float] = default_timer) -> float:
-    timer = Timer(statement, timer=clock, globals={"torch": torch, **names}, num_threads=torch.get_num_threads())
+def _seconds(
+    statement: str,
+    names: dict[str, object],
+    at_least: float,
+    clock: Callable[[], float] = default_timer,
+) -> float:
+    timer = Timer(
+        statement,
+        timer=clock,
+        globals={"torch": torch, **names},
+        num_threads=torch.get_num_threads(),
+    )
     # Whatever else the machine does only adds to a time.
     return float(min(timer.blocked_autorange(min_run_time=at_least).times))
 
@@ -162,7 +189,9 @@ def _seconds(statement: str, names: dict[str, object], at_least: float, clock: C
 class MeasuredSeconds:
     """Measures ops once each on the device they are planned for."""
 
-    def __init__(self, records: Records, device: torch.device, clock: Callable[[], float] = default_timer) -> None:
+    def __init__(
+        self, records: Records, device: torch.device, clock: Callable[[], float] = default_timer
+    ) -> None:
         self.records = records
         self.device = device
         self.clock = clock

@@ -84,7 +84,9 @@ def resolve(cost: str | CostModel, device: torch.device | None) -> CostModel:
         return FlopCost()
     if cost == "measured":
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise InvalidOption(f"cost='measured' needs the device it plans for, and there is no {device}. Use cost='roofline' here.")
+            raise InvalidOption(
+                f"cost='measured' needs the device it plans for, and there is no {device}. Use cost='roofline' here."
+            )
         return MeasuredCost(MeasuredSeconds(Records.of_machine(), device), device_roofline(device))
     if isinstance(cost, (str, type)) or not isinstance(cost, CostModel):
         raise InvalidOption(
@@ -105,7 +107,9 @@ class Checked:
     """A cost model whose every answer is checked. Raises :class:`InvalidCost`."""
 
     model: CostModel
-    _known_flops: dict[Hashable, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known_flops: dict[Hashable, int] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     """What torch's formulas said: layers are alike."""
 
     @property

@@ -37,7 +37,9 @@ def _attention_flops(node: fx.Node, *, backward: bool) -> int:
     return int(sdpa_flop_count(*_repeat_heads(*shapes)))
 
 
-def _repeat_heads(query: torch.Size, key: torch.Size, value: torch.Size) -> tuple[torch.Size, torch.Size, torch.Size]:
+def _repeat_heads(
+    query: torch.Size, key: torch.Size, value: torch.Size
+) -> tuple[torch.Size, torch.Size, torch.Size]:
     """Grouped-query attention reads each key head for several query heads."""
     heads = query[1]
     return query, torch.Size((key[0], heads, *key[2:])), torch.Size((value[0], heads, *value[2:]))
@@ -62,7 +64,10 @@ def node_flops(node: fx.Node) -> int:
 
 def formula_call(node: fx.Node) -> Hashable | None:
     """Return what torch's FLOP formula for a node looks at; None if it has none, or the arguments are not all tensors of known sizes and numbers."""
-    if registered(node.target).flops is not None or getattr(node.target, "overloadpacket", None) not in flop_registry:
+    if (
+        registered(node.target).flops is not None
+        or getattr(node.target, "overloadpacket", None) not in flop_registry
+    ):
         return None
     seen: list[Hashable] = [node.target]
     for arg in (*node.args, *node.kwargs.values()):
@@ -96,11 +101,17 @@ def node_bytes(node: fx.Node) -> int:
         for tensor in tensors(value):
             held, key = size_hint(tensor.untyped_storage().nbytes()), storage_id(tensor)
             count = tensor.numel()
-            read = (count if type(count) is int else math.prod(_shape(tensor))) * tensor.element_size()
+            read = (
+                count if type(count) is int else math.prod(_shape(tensor))
+            ) * tensor.element_size()
             storages[key] = max(storages.get(key, 0), min(held, read))
     return sum(storages.values())
 
 
 def node_draws(node: fx.Node) -> int:
     """Return how many random numbers one run makes: one for each element of what it gives."""
-    return max((math.prod(_shape(tensor)) for tensor in tensors(node.meta.get("val"))), default=0) if draws(node) else 0
+    return (
+        max((math.prod(_shape(tensor)) for tensor in tensors(node.meta.get("val"))), default=0)
+        if draws(node)
+        else 0
+    )

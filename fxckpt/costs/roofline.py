@@ -32,7 +32,11 @@ class Roofline:
 
     def seconds_of(self, node: fx.Node, flops: int) -> float:
         """Seconds of one run of so many FLOPs."""
-        seconds = max(flops / self.flops_per_second, node_bytes(node) / self.bytes_per_second, node_draws(node) / self.draws_per_second)
+        seconds = max(
+            flops / self.flops_per_second,
+            node_bytes(node) / self.bytes_per_second,
+            node_draws(node) / self.draws_per_second,
+        )
         return seconds + self.launch_seconds
 
 

@@ -47,17 +47,26 @@ def _blas_takes(matrix: torch.Tensor) -> bool:
     One that is expanded or conjugated, or has no dense row or column, is copied first; half precision goes through oneDNN, which reorders.
     """
     shape, stride = [size_hint(n) for n in matrix.shape], [size_hint(n) for n in matrix.stride()]
-    if matrix.dtype not in BLAS_DTYPES or any(n > 1 and s == 0 for n, s in zip(shape, stride, strict=True)):
+    if matrix.dtype not in BLAS_DTYPES or any(
+        n > 1 and s == 0 for n, s in zip(shape, stride, strict=True)
+    ):
         return False
     if len(shape) < 2:
         return True
     (rows, columns), (down, right) = shape[-2:], stride[-2:]
-    return (columns == 1 or (right == 1 and down >= columns)) or (rows == 1 or (down == 1 and right >= rows))
+    return (columns == 1 or (right == 1 and down >= columns)) or (
+        rows == 1 or (down == 1 and right >= rows)
+    )
 
 
 def _result_bytes(node: fx.Node) -> int:
     """Return the bytes of the storages that an op gives, by the graph."""
-    return sum({storage_id(t): size_hint(t.untyped_storage().nbytes()) for t in tensors(node.meta.get("val"))}.values())
+    return sum(
+        {
+            storage_id(t): size_hint(t.untyped_storage().nbytes())
+            for t in tensors(node.meta.get("val"))
+        }.values()
+    )
 
 
 def _measure(trial: IsolatedOp, result_bytes: int) -> int:

@@ -78,7 +78,10 @@ __all__ = [
 
 ENGINES = ("replay", "rerun")
 NO_MODULES: AbstractContextManager[Callable[[], str]] = nullcontext(lambda: "")
-NO_CONTEXTS: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = (nullcontext(), nullcontext())
+NO_CONTEXTS: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = (
+    nullcontext(),
+    nullcontext(),
+)
 NO_RESULT = object()
 CHECKS = ("default", "none")
 WHERE = {
@@ -159,11 +162,17 @@ def checkpoint(
     """
     if torch.compiler.is_compiling() or engine == "rerun":
         if budget is not None and engine == "rerun":
-            raise InvalidOption(f"budget={budget!r} and engine='rerun': torch's implementation knows no budget. Use engine='replay'.")
+            raise InvalidOption(
+                f"budget={budget!r} and engine='rerun': torch's implementation knows no budget. Use engine='replay'."
+            )
         if policy is not None:
             context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
         # Dynamo knows torch's function by identity and tags what it covers, but takes no context_fn that nobody chose.
-        chosen = {} if context_fn is noop_context_fn else {"context_fn": functools.partial(_called, context_fn)}
+        chosen = (
+            {}
+            if context_fn is noop_context_fn
+            else {"context_fn": functools.partial(_called, context_fn)}
+        )
         return torchs.checkpoint(
             function,
             *args,
@@ -203,12 +212,24 @@ def checkpoint(
         raise InvalidOption(
             "context_fn and policy (or budget) were given: both say what the region keeps. Give the policy alone: policy=..."
         )
-    follower = None if planner is None else RegionMatcher(MEMORY.courses(function, budget, planner.policy))
+    follower = (
+        None if planner is None else RegionMatcher(MEMORY.courses(function, budget, planner.policy))
+    )
     watchers = watched()
-    is_shown = watchers is not None or debug_override(debug) or (follower is not None and not follower.courses.known)
-    looks_at_modules = is_shown or (planner is not None and planner.policy is not None and planner.policy.needs_graph)
+    is_shown = (
+        watchers is not None
+        or debug_override(debug)
+        or (follower is not None and not follower.courses.known)
+    )
+    looks_at_modules = is_shown or (
+        planner is not None and planner.policy is not None and planner.policy.needs_graph
+    )
     with modules_of(function) if looks_at_modules else NO_MODULES as module:
-        locate = (lambda: (calling_line() if is_shown else "", module())) if is_shown or planner is not None else None
+        locate = (
+            (lambda: (calling_line() if is_shown else "", module()))
+            if is_shown or planner is not None
+            else None
+        )
         recorder = Recorder(
             keep=follower if selective is None else _keep_by(selective.function),
             locate=locate,
@@ -220,9 +241,20 @@ def checkpoint(
         )
 
         def end(result: Any) -> RegionPlan | None:
-            course = None if planner is None or follower is None else plan_region(recorder, follower, result, planner)
+            course = (
+                None
+                if planner is None or follower is None
+                else plan_region(recorder, follower, result, planner)
+            )
             if watchers is not None:
-                watchers.append(region_of(function, recorder, differentiable(result), None if course is None else course.plan))
+                watchers.append(
+                    region_of(
+                        function,
+                        recorder,
+                        differentiable(result),
+                        None if course is None else course.plan,
+                    )
+                )
             return course
 
         return _record(recorder, contexts[0], function, args, kwargs, end)
@@ -251,10 +283,16 @@ def checkpoint_sequential(
     steps = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
     unknown = options.keys() - set(_options())
     if unknown:
-        raise InvalidOption(f"checkpoint_sequential does not know {', '.join(sorted(unknown))}. Its options are {', '.join(_options())}.")
+        raise InvalidOption(
+            f"checkpoint_sequential does not know {', '.join(sorted(unknown))}. Its options are {', '.join(_options())}."
+        )
     if not steps or not all(map(callable, steps)):
-        raise InvalidOption(f"functions={functions!r}: give an nn.Sequential, or a list of modules or functions that is not empty.")
-    if isinstance(segments, bool) or not (segments == "auto" or (isinstance(segments, int) and 1 <= segments <= len(steps))):
+        raise InvalidOption(
+            f"functions={functions!r}: give an nn.Sequential, or a list of modules or functions that is not empty."
+        )
+    if isinstance(segments, bool) or not (
+        segments == "auto" or (isinstance(segments, int) and 1 <= segments <= len(steps))
+    ):
         raise InvalidOption(
             f"segments={segments!r}: give a whole number from 1 to {len(steps)}, as many functions as there are, or 'auto'."
         )
@@ -288,14 +326,18 @@ class _Chain(nn.Module):
         return value
 
 
-def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> tuple[Any, Any]:
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
+) -> tuple[Any, Any]:
     """Return what torch's function of this name returns, for a policy of :mod:`fxckpt.policies` too.
 
     A policy is asked op by op here, without a view of the whole: of those that need one (module paths, names, ``sqrt_n``) use
     ``checkpoint(..., policy=...)``, or :class:`fxckpt.Backend`. Raises :class:`InvalidOption` for such a policy.
     """
     policy = policy_fn_or_list
-    if isinstance(policy, Policy) or (isinstance(policy, (list, tuple)) and any(isinstance(part, Policy) for part in policy)):
+    if isinstance(policy, Policy) or (
+        isinstance(policy, (list, tuple)) and any(isinstance(part, Policy) for part in policy)
+    ):
         found = as_policy(policy)
         assert found is not None
         if found.needs_graph:
@@ -304,7 +346,9 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
                 "Give it to checkpoint(..., policy=...) in eager code, or to the compile door: fxckpt.Backend(policy=...)."
             )
         policy = AskedByOp(found)
-    contexts: tuple[Any, Any] = torchs.create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation)
+    contexts: tuple[Any, Any] = torchs.create_selective_checkpoint_contexts(
+        policy, allow_cache_entry_mutation
+    )
     return contexts
 
 
@@ -344,12 +388,22 @@ def _record(
 
 
 def _options() -> list[str]:
-    return [name for name, p in inspect.signature(checkpoint).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    return [
+        name
+        for name, p in inspect.signature(checkpoint).parameters.items()
+        if p.kind is p.KEYWORD_ONLY
+    ]
 
 
-def _unknown_keyword(function: Callable[..., Any], kwargs: Mapping[str, Any], error: TypeError) -> str:
+def _unknown_keyword(
+    function: Callable[..., Any], kwargs: Mapping[str, Any], error: TypeError
+) -> str:
     options = _options()
-    near = [f"{name} (did you mean {close[0]}?)" for name in kwargs if (close := difflib.get_close_matches(name, options, 1))]
+    near = [
+        f"{name} (did you mean {close[0]}?)"
+        for name in kwargs
+        if (close := difflib.get_close_matches(name, options, 1))
+    ]
     return (
         f"{error}. Keywords that checkpoint does not know go to the function: {', '.join(near or kwargs)}. "
         f"Its own are {', '.join(options)}."
@@ -359,7 +413,9 @@ def _unknown_keyword(function: Callable[..., Any], kwargs: Mapping[str, Any], er
 def _keep_by(policy: Callable[..., Any]) -> Keep:
     """Return, for a policy in torch's form, where results stay."""
 
-    def keep(number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Kept:
+    def keep(
+        number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+    ) -> Kept:
         if op in SAC_IGNORED_OPS:
             return Kept.NOWHERE
         answer = policy(policy_context(out), op, *args, **kwargs)

@@ -28,7 +28,9 @@ def patch_transformers(model: M, **options: Any) -> M:
     >>> model.is_gradient_checkpointing
     True
     """
-    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, "gradient_checkpointing_enable", None)
+    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
+        model, "gradient_checkpointing_enable", None
+    )
     if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
         raise InvalidOption(
             f"{type(model).__name__} is no transformers model with gradient checkpointing. "
@@ -37,5 +39,7 @@ def patch_transformers(model: M, **options: Any) -> M:
     enable({"use_reentrant": False})
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
-            setattr(module, "_gradient_checkpointing_func", functools.partial(checkpoint, **options))  # noqa: B010
+            setattr(
+                module, "_gradient_checkpointing_func", functools.partial(checkpoint, **options)
+            )  # noqa: B010
     return model

@@ -28,7 +28,11 @@ from fxckpt.torch_private import partitioner_tag, tag_side, trace_joint
 
 
 def region_plan_of(
-    calls: Sequence[Call], outputs: Sequence[TensorVersion], did: Sequence[CallKey], packed: tuple[int, ...], planner: Planner
+    calls: Sequence[Call],
+    outputs: Sequence[TensorVersion],
+    did: Sequence[CallKey],
+    packed: tuple[int, ...],
+    planner: Planner,
 ) -> RegionPlan:
     """Return the course of a region whose calls are given; one without a plan if nothing in it has a gradient.
 
@@ -39,10 +43,14 @@ def region_plan_of(
         inputs = graph.fake_inputs()
     except Exception as error:
         # What an op was given need not be what a graph can hold.
-        raise CaptureError(f"the region cannot be written as a graph: {type(error).__name__}: {error}") from error
+        raise CaptureError(
+            f"the region cannot be written as a graph: {type(error).__name__}: {error}"
+        ) from error
     found: list[tuple[fx.GraphModule, int]] = []
     with torch.enable_grad():
-        trace_joint(_calling(graph.module, len(inputs)), inputs, lambda joint, n: found.append((joint, n)))
+        trace_joint(
+            _calling(graph.module, len(inputs)), inputs, lambda joint, n: found.append((joint, n))
+        )
     if not found:
         return unplanned(did, packed)
     joint, num_fwd_outputs = found[0]
@@ -78,7 +86,9 @@ def _calling(module: fx.GraphModule, inputs: int) -> fx.GraphModule:
             return _Interpreter(module).run(*tensors)
 
     graph = fx.Graph()
-    graph.output(graph.call_function(region, tuple(graph.placeholder(f"input_{i}") for i in range(inputs))))
+    graph.output(
+        graph.call_function(region, tuple(graph.placeholder(f"input_{i}") for i in range(inputs)))
+    )
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
@@ -86,7 +96,9 @@ class _Interpreter(fx.Interpreter):
     """Runs what was written without gradients without them: autograd would refuse it."""
 
     def run_node(self, n: fx.Node) -> Any:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not n.meta.get("custom", {}).get(UNTRACKED)):
+        with torch.set_grad_enabled(
+            torch.is_grad_enabled() and not n.meta.get("custom", {}).get(UNTRACKED)
+        ):
             return super().run_node(n)
 
 
@@ -100,19 +112,27 @@ def _kept(facts: Facts, plan: Plan, calls: Sequence[Call]) -> dict[int, frozense
     """Return which results are kept. In place of what only the backward computes, what it computes that of is kept."""
     program, by_number = facts.program, {call.number: call for call in calls}
     reads = {program.storages[w].name: op.reads for op in program.ops for w in op.writes}
-    names = [row.name for row in plan.rows if row.decision is Decision.SAVED and row.name in facts.owner]
+    names = [
+        row.name for row in plan.rows if row.decision is Decision.SAVED and row.name in facts.owner
+    ]
     kept: dict[int, set[int]] = {}
     while names:
         name = names.pop()
         node = facts.owner[name]
         if partitioner_tag(node) == "is_backward":
-            names += [program.storages[s].name for s in reads.get(name, ()) if program.storages[s].name in facts.owner]
+            names += [
+                program.storages[s].name
+                for s in reads.get(name, ())
+                if program.storages[s].name in facts.owner
+            ]
             continue
         call = by_number.get(_number(node))
         if call is not None:
             path = (node.args[1],) if node.target is operator.getitem else ()
             paths = () if call.detail is None else call.detail.paths
-            kept.setdefault(call.number, set()).update([paths.index(path)] if path in paths else range(len(call.outputs)))
+            kept.setdefault(call.number, set()).update(
+                [paths.index(path)] if path in paths else range(len(call.outputs))
+            )
     return {number: frozenset(which) for number, which in kept.items()}
 
 
@@ -146,5 +166,11 @@ def _consumers(facts: Facts) -> dict[int, Consumer]:
         number = _number(nodes[op.name]) if op.name in nodes else -1
         producers = [program.storages[s].producer for s in op.reads]
         position[number] = i
-        roots.setdefault(number, set()).update(_number(facts.op_node[program.ops[p].name]) for p in producers if p >= 0)
-    return {number: Consumer(position[number], frozenset(roots[number])) for number in position if number >= 0}
+        roots.setdefault(number, set()).update(
+            _number(facts.op_node[program.ops[p].name]) for p in producers if p >= 0
+        )
+    return {
+        number: Consumer(position[number], frozenset(roots[number]))
+        for number in position
+        if number >= 0
+    }

@@ -36,7 +36,15 @@ from fxckpt.eager.tape import (
 )
 from fxckpt.errors import CheckpointError
 from fxckpt.ops.traits import BLANK, CERTAIN, OPAQUE, SUSPECT, Traits, traits_of
-from fxckpt.torch_private import OpOverload, forget_storage, not_compiled, parts_of, remember_storage, share_version, storage_key
+from fxckpt.torch_private import (
+    OpOverload,
+    forget_storage,
+    not_compiled,
+    parts_of,
+    remember_storage,
+    share_version,
+    storage_key,
+)
 
 
 class Kept(enum.IntEnum):
@@ -137,7 +145,16 @@ class Recorder(TorchDispatchMode):
         if not known.is_plain or kwargs:
             return self._run(known, func, args, kwargs or {})
         # What follows is _run for ops that draw nothing, write nothing, and leave no doubt: nearly all there are.
-        placed = tuple([self._place(a) if isinstance(a, Tensor) else self._placed(a) if type(a) is list else a for a in args])
+        placed = tuple(
+            [
+                self._place(a)
+                if isinstance(a, Tensor)
+                else self._placed(a)
+                if type(a) is list
+                else a
+                for a in args
+            ]
+        )
         out = func(*args)
         call = Call(self.count, func, placed, kwargs, None)
         self.count += 1
@@ -152,14 +169,30 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, known: Traits, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reads = known.reads
-        placed = tuple([self._placed(a, reads and not (known.overwrites and i == 0)) for i, a in enumerate(args)])
+        placed = tuple(
+            [
+                self._placed(a, reads and not (known.overwrites and i == 0))
+                for i, a in enumerate(args)
+            ]
+        )
         if known.asks_geometry and type(args[0]) is Tensor and placed[0].geometry is not None:
-            like = MetaArg(weakref.ref(placed[0]), tuple(args[0].shape), args[0].stride(), args[0].dtype, args[0].device)
+            like = MetaArg(
+                weakref.ref(placed[0]),
+                tuple(args[0].shape),
+                args[0].stride(),
+                args[0].dtype,
+                args[0].device,
+            )
             placed = (like, *placed[1:])
-        placed_kwargs = {name: self._placed(value, reads and name not in known.writes) for name, value in kwargs.items()}
+        placed_kwargs = {
+            name: self._placed(value, reads and name not in known.writes)
+            for name, value in kwargs.items()
+        }
         draw = None
         never_twice = known.never_twice
-        if known.is_random and (known.dropout is None or (known.dropout < len(args) and args[known.dropout] != 0.0)):
+        if known.is_random and (
+            known.dropout is None or (known.dropout < len(args) and args[known.dropout] != 0.0)
+        ):
             if self._keep_draws:
                 never_twice = True
             else:
@@ -172,7 +205,13 @@ class Recorder(TorchDispatchMode):
         if written:
             call.writes = tuple([memory.number for memory, _ in written])
             for memory, is_whole in written:
-                doubt = OPAQUE if never_twice else _doubt_after(memory, is_whole=is_whole and (known.overwrites or known.is_out))
+                doubt = (
+                    OPAQUE
+                    if never_twice
+                    else _doubt_after(
+                        memory, is_whole=is_whole and (known.overwrites or known.is_out)
+                    )
+                )
                 self._after_write(memory, call, doubt)
         doubt = OPAQUE if never_twice else known.doubt
         places = [self._made(t, call, doubt) for t in flatten(out)]
@@ -186,7 +225,12 @@ class Recorder(TorchDispatchMode):
         if self._keep is not None or self._locate is not None:
             self._ask(call, places, args, kwargs, out)
         if written:
-            self._unsettled.extend(place for memory, _ in written for place in memory.places.values() if place.is_shared)
+            self._unsettled.extend(
+                place
+                for memory, _ in written
+                for place in memory.places.values()
+                if place.is_shared
+            )
         return out
 
     def _move_handles(self, call: Call, filled: Tensor) -> None:
@@ -206,16 +250,31 @@ class Recorder(TorchDispatchMode):
                 place.version = place.kept._version
         self._unsettled.clear()
 
-    def _ask(self, call: Call, places: list[TensorVersion], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _ask(
+        self,
+        call: Call,
+        places: list[TensorVersion],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+    ) -> None:
         """Ask whether the results of a call are kept, and where it ran."""
         self.calls.append(call)
         if self._locate is not None:
             first = next(flatten(out), None)
-            call.detail = Detail(*self._locate(), tuple(paths(out)), None if first is None else first.device, torch.is_grad_enabled())
+            call.detail = Detail(
+                *self._locate(),
+                tuple(paths(out)),
+                None if first is None else first.device,
+                torch.is_grad_enabled(),
+            )
         if self._keep is None or not traits_of(call.op).reads:
             return
         where = self._keep(call.number, call.op, args, kwargs, out)
-        if call.writes and any(memory.is_external and memory.number in call.writes for memory in self._memories.values()):
+        if call.writes and any(
+            memory.is_external and memory.number in call.writes
+            for memory in self._memories.values()
+        ):
             return  # others have it too, and it can be had from the snapshot
         for i, (place, tensor) in enumerate(zip(places, flatten(out), strict=True)):
             if (where if isinstance(where, Kept) else i in where) and place.kept is None:
@@ -232,7 +291,12 @@ class Recorder(TorchDispatchMode):
         """Return the places of results, of each call by position; where they were written since, the places that this began."""
         self._settle()
         memories = {memory.number: memory for memory in self._memories.values()}
-        found = {place for call in self.calls for i in kept.get(call.number, ()) if (place := call.outputs[i]()) is not None}
+        found = {
+            place
+            for call in self.calls
+            for i in kept.get(call.number, ())
+            if (place := call.outputs[i]()) is not None
+        }
         found = {place for place in found if not memories[place.memory].is_external}
         return {memories[place.memory].places[place.geometry] for place in found}
 
@@ -273,17 +337,23 @@ class Recorder(TorchDispatchMode):
         """Return an argument with its tensors replaced by their places."""
         if isinstance(given, Tensor):
             return self._place(given, reads)
-        if isinstance(given, (tuple, list)) and any(isinstance(g, (Tensor, tuple, list)) for g in given):
+        if isinstance(given, (tuple, list)) and any(
+            isinstance(g, (Tensor, tuple, list)) for g in given
+        ):
             return [self._placed(g, reads) for g in given]
         return given
 
-    def _add_memory(self, key: int, tensor: Tensor, *, is_external: bool, doubt: int) -> StorageState:
+    def _add_memory(
+        self, key: int, tensor: Tensor, *, is_external: bool, doubt: int
+    ) -> StorageState:
         if key > 0:
             self._remembered.append(remember_storage(tensor))
         else:
             self._objects.append(tensor)
         # Tensors without a storage of their own (subclasses, sparse ones) may share memory with others that the tape cannot tell.
-        memory = self._memories[key] = StorageState(len(self._memories), is_external=is_external, doubt=doubt if key > 0 else OPAQUE)
+        memory = self._memories[key] = StorageState(
+            len(self._memories), is_external=is_external, doubt=doubt if key > 0 else OPAQUE
+        )
         return memory
 
     def _place(self, tensor: Tensor, reads: bool = True) -> TensorVersion:
@@ -337,7 +407,9 @@ class Recorder(TorchDispatchMode):
             place.version = tensor._version
             place.storage = storage_key(tensor) if place.kept is tensor else None
 
-    def _before_writes(self, known: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[StorageState, bool]]:
+    def _before_writes(
+        self, known: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[tuple[StorageState, bool]]:
         """Save what the tape holds of the storages that a call is about to write; return them, and whether it writes all of each."""
         found: dict[StorageState, bool] = {}
         for tensor in (t for where in known.writes for t in _written(args, kwargs, where)):
@@ -361,14 +433,20 @@ class Recorder(TorchDispatchMode):
                 place.snapshot = memory.snapshot
             elif place.is_shared and not place.is_chosen:
                 # What the tape can make again is not held; what it cannot is held as it was.
-                place.kept, place.is_shared, place.version = place.kept.clone() if memory.doubt else None, False, None
+                place.kept, place.is_shared, place.version = (
+                    place.kept.clone() if memory.doubt else None,
+                    False,
+                    None,
+                )
 
     def _after_write(self, memory: StorageState, call: Call, doubt: int) -> None:
         """End the places of a storage, and begin those that follow."""
         memory.writes.append(call)
         memory.doubt = doubt
         for geometry, place in memory.places.items():
-            successor = memory.places[geometry] = TensorVersion(memory.number, geometry, call, carried=place)
+            successor = memory.places[geometry] = TensorVersion(
+                memory.number, geometry, call, carried=place
+            )
             if place.is_chosen:
                 # What was chosen to be kept is now the written value, and the old one can be had from the tape.
                 is_here = place.unpack is None
@@ -383,7 +461,14 @@ def _find(memory: StorageState, key: int, tensor: Tensor) -> tuple[Any, TensorVe
     """Return a tensor's geometry, and its place if that has one; tensors without a storage of their own have no geometry."""
     if key < 0:
         return None, memory.places.get(None)
-    geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    geometry = (
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
     try:
         return geometry, memory.places.get(geometry)
     except TypeError:  # symbolic sizes have no hash
@@ -406,7 +491,9 @@ def offload(place: TensorVersion) -> None:
     place.unpack = lambda tensor: tensor.to(device)
 
 
-def _written(args: tuple[Any, ...], kwargs: Mapping[str, Any], where: int | str) -> Iterator[Tensor]:
+def _written(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], where: int | str
+) -> Iterator[Tensor]:
     if isinstance(where, str):
         return flatten(kwargs.get(where))
     return flatten(args[where]) if where < len(args) else iter(())
@@ -414,7 +501,10 @@ def _written(args: tuple[Any, ...], kwargs: Mapping[str, Any], where: int | str)
 
 def _is_whole(tensor: Tensor) -> bool:
     """Return whether a tensor covers its storage."""
-    return bool(tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize)
+    return bool(
+        tensor.layout is torch.strided
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+    )
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -431,7 +521,10 @@ def _generator(known: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         return given  # type: ignore[no-any-return]
     device = kwargs.get("device")
     if device is None:
-        device = next((t.device for t in flatten(list(args) + list(kwargs.values()))), torch.get_default_device())
+        device = next(
+            (t.device for t in flatten(list(args) + list(kwargs.values()))),
+            torch.get_default_device(),
+        )
     return default_generator(torch.device(device))
 
 
@@ -442,7 +535,9 @@ def default_generator(device: torch.device) -> torch.Generator:
     module = torch.get_device_module(device)
     generators = getattr(module, "default_generators", None)
     if generators is None:
-        found = getattr(module, "_get_default_generator", None) or getattr(getattr(torch, device.type), "_get_default_mps_generator", None)
+        found = getattr(module, "_get_default_generator", None) or getattr(
+            getattr(torch, device.type), "_get_default_mps_generator", None
+        )
         if found is None:
             raise CheckpointError(
                 f"an op drew random numbers on {device}, whose generator torch.{device.type} does not show. "

@@ -51,16 +51,29 @@ class RegionMatcher:
         self.did: list[CallKey] = []
         self._left = list(courses.known)
 
-    def __call__(self, number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Kept | frozenset[int]:
+    def __call__(
+        self, number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+    ) -> Kept | frozenset[int]:
         """Return which results of a call are kept."""
         at = len(self.did)
         self.did.append(seen(op, out))
-        self._left = [course for course in self._left if at < len(course.seen) and course.seen[at] == self.did[at]]
+        self._left = [
+            course
+            for course in self._left
+            if at < len(course.seen) and course.seen[at] == self.did[at]
+        ]
         return self._left[0].kept.get(number, frozenset()) if self._left else Kept.NOWHERE
 
     def course(self, packed: tuple[int, ...]) -> RegionPlan | None:
         """Return the course that the region went, at its end, when tensors were saved after ``packed`` calls; None if it is a new one."""
-        return next((course for course in self._left if len(course.seen) == len(self.did) and course.packed == packed), None)
+        return next(
+            (
+                course
+                for course in self._left
+                if len(course.seen) == len(self.did) and course.packed == packed
+            ),
+            None,
+        )
 
 
 class RegionCache:
@@ -69,9 +82,13 @@ class RegionCache:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         """Held while a region is planned: torch traces one graph at a time."""
-        self._of: weakref.WeakKeyDictionary[Any, dict[Any, CachedPlans]] = weakref.WeakKeyDictionary()
+        self._of: weakref.WeakKeyDictionary[Any, dict[Any, CachedPlans]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def courses(self, function: Callable[..., Any], budget: Budget, policy: Policy | None) -> CachedPlans:
+    def courses(
+        self, function: Callable[..., Any], budget: Budget, policy: Policy | None
+    ) -> CachedPlans:
         """Return the courses of a function, which all modules of a class share."""
         with self.lock:
             ways = self._of.setdefault(_kind(function), {})
@@ -85,7 +102,9 @@ class RegionCache:
 MEMORY = RegionCache()
 
 
-def plan_region(recorder: Recorder, follower: RegionMatcher, result: Any, planner: Planner) -> RegionPlan:
+def plan_region(
+    recorder: Recorder, follower: RegionMatcher, result: Any, planner: Planner
+) -> RegionPlan:
     """Return the course of a region that has just run; plan it, if it is new.
 
     What the plan keeps of a new region is then made from its tape, once, so that the first call too stays within its budget. A region that cannot be
@@ -101,8 +120,13 @@ def plan_region(recorder: Recorder, follower: RegionMatcher, result: Any, planne
             course = region_plan_of(recorder.calls, outputs, follower.did, packed, planner)
     except CaptureError as error:
         if planner.budget is not None:
-            raise CaptureError(f"{error}\nA budget needs a plan of the region. Leave out what cannot be traced, or the budget.") from error
-        warnings.warn(f"policy={planner.policy!r} is not applied, and the region keeps its inputs alone: {error}", stacklevel=2)
+            raise CaptureError(
+                f"{error}\nA budget needs a plan of the region. Leave out what cannot be traced, or the budget."
+            ) from error
+        warnings.warn(
+            f"policy={planner.policy!r} is not applied, and the region keeps its inputs alone: {error}",
+            stacklevel=2,
+        )
         course = unplanned(follower.did, packed)
     follower.courses.add(course)
     recorder.keep_only(make(recorder.tape, recorder.latest(course.kept)))
@@ -112,8 +136,17 @@ def plan_region(recorder: Recorder, follower: RegionMatcher, result: Any, planne
 def _ends(calls: Sequence[Call]) -> list[TensorVersion]:
     """Return the results that no call reads: what a region is likely to give, where it gives it in objects of its own."""
     read = {place for call in calls for place in call.reads()}
-    ends = [place for call in calls for ref in call.outputs if (place := ref()) is not None and place not in read]
-    return [place for place in ends if place.geometry is not None and place.geometry[3].is_floating_point]
+    ends = [
+        place
+        for call in calls
+        for ref in call.outputs
+        if (place := ref()) is not None and place not in read
+    ]
+    return [
+        place
+        for place in ends
+        if place.geometry is not None and place.geometry[3].is_floating_point
+    ]
 
 
 def differentiable(result: Any) -> list[Tensor]:
@@ -144,8 +177,13 @@ def _identity_of(function: Any) -> Any:
     if code is None:
         return function
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    defaults = [*(getattr(function, "__defaults__", None) or ()), *(getattr(function, "__kwdefaults__", None) or {}).items()]
-    return code, tuple(_plainly(value) for value in (*cells, *defaults, getattr(function, "__self__", None)))
+    defaults = [
+        *(getattr(function, "__defaults__", None) or ()),
+        *(getattr(function, "__kwdefaults__", None) or {}).items(),
+    ]
+    return code, tuple(
+        _plainly(value) for value in (*cells, *defaults, getattr(function, "__self__", None))
+    )
 
 
 def _plainly(value: Any) -> Any:

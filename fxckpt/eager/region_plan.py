@@ -70,7 +70,9 @@ class RegionPlan:
 
 def unplanned(did: Sequence[CallKey], packed: tuple[int, ...]) -> RegionPlan:
     """Return the course of a region that keeps nothing."""
-    return RegionPlan(plan=None, seen=tuple(did), packed=packed, kept={}, reruns=(), consumers={}, end=0)
+    return RegionPlan(
+        plan=None, seen=tuple(did), packed=packed, kept={}, reruns=(), consumers={}, end=0
+    )
 
 
 def seen(op: Any, out: Any) -> CallKey:

@@ -54,7 +54,18 @@ class Region:
         kept = sum(row.bytes for row in self.rows if row.what == KEPT)
         again = sum(row.what == AGAIN for row in self.rows)
         head = f"region {self.name}: {len(self.rows)} ops; {format_bytes(kept)} kept beside its inputs, {again} ops run again"
-        table = [(r.op, "x".join(map(str, r.shape)), r.dtype, format_bytes(r.bytes), r.module, r.source, r.what) for r in self.rows]
+        table = [
+            (
+                r.op,
+                "x".join(map(str, r.shape)),
+                r.dtype,
+                format_bytes(r.bytes),
+                r.module,
+                r.source,
+                r.what,
+            )
+            for r in self.rows
+        ]
         return f"{head}\n{tabulate(table, headers=('op', 'shape', 'dtype', 'bytes', 'module', 'source', 'backward'))}"
 
 
@@ -86,7 +97,9 @@ def watched() -> list[Region] | None:
     return _WATCHED.get()
 
 
-def region_of(function: Callable[..., Any], recorder: Recorder, outputs: Sequence[Tensor], plan: Plan | None) -> Region:
+def region_of(
+    function: Callable[..., Any], recorder: Recorder, outputs: Sequence[Tensor], plan: Plan | None
+) -> Region:
     """Return what a recorder has recorded; to be asked before it is finished."""
     needed, _ = slice_of(handle.place for handle in recorder.tape.live())
     graph = graph_of(recorder.calls, recorder.places_of(outputs))
@@ -94,7 +107,11 @@ def region_of(function: Callable[..., Any], recorder: Recorder, outputs: Sequenc
     for node in graph.module.graph.nodes:
         if "custom" in node.meta:
             node.meta["fxckpt"] = became[node.meta["custom"][CALL]]
-    rows = tuple(_row(call, became[call.number]) for call in recorder.calls if traits_of(call.op).reads and call.outputs)
+    rows = tuple(
+        _row(call, became[call.number])
+        for call in recorder.calls
+        if traits_of(call.op).reads and call.outputs
+    )
     name = getattr(function, "__qualname__", type(function).__name__)
     return Region(name, graph.module, rows, plan)
 

@@ -14,9 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxckpt.eager.tape import Call, Handle, MetaArg, PlannedReplay, RngSnapshot, Snapshot, Tape, TensorVersion, flatten, slice_of
+from fxckpt.eager.tape import (
+    Call,
+    Handle,
+    MetaArg,
+    PlannedReplay,
+    RngSnapshot,
+    Snapshot,
+    Tape,
+    TensorVersion,
+    flatten,
+    slice_of,
+)
 from fxckpt.errors import CheckpointError
-from fxckpt.torch_private import after_backward, below_autograd, current_backward, laid_out, not_compiled, storage_key
+from fxckpt.torch_private import (
+    after_backward,
+    below_autograd,
+    current_backward,
+    laid_out,
+    not_compiled,
+    storage_key,
+)
 
 NOTHING: Mapping[TensorVersion, Tensor] = MappingProxyType({})
 
@@ -44,7 +62,9 @@ class ReplayProgram:
 
     def is_written_after(self, place: TensorVersion) -> bool:
         """Return whether a step writes the storage of ``place`` after it was made."""
-        return self.last_write.get(place.memory, -1) > (-1 if place.call is None else place.call.number)
+        return self.last_write.get(place.memory, -1) > (
+            -1 if place.call is None else place.call.number
+        )
 
 
 def unpack(handle: Handle) -> Tensor:
@@ -104,13 +124,19 @@ def advance(tape: Tape, plan: PlannedReplay, here: int) -> None:
     asked = [
         h
         for h in tape.live()
-        if h.place.kept is None and (rerun := due.get(plan.roots[h])) is not None and rerun.position <= plan.positions[h] < rerun.until
+        if h.place.kept is None
+        and (rerun := due.get(plan.roots[h])) is not None
+        and rerun.position <= plan.positions[h] < rerun.until
     ]
     held: dict[TensorVersion, int] = {}
     for rerun in due.values():
         call = plan.calls[rerun.call]() if rerun.call in plan.calls else None
         if call is not None and rerun.last_reader >= plan.done:
-            held |= {place: rerun.last_reader for ref in call.outputs if (place := ref()) is not None and place.memory not in plan.written}
+            held |= {
+                place: rerun.last_reader
+                for ref in call.outputs
+                if (place := ref()) is not None and place.memory not in plan.written
+            }
     made = make(tape, {*held, *(h.place for h in asked)}, plan.made)
     deliver(asked, made)
     plan.held_until.update(held)
@@ -132,7 +158,9 @@ def release(tape: Tape) -> None:
             handle.is_asked = False
 
 
-def make(tape: Tape, wanted: Iterable[TensorVersion], available: Mapping[TensorVersion, Tensor] = NOTHING) -> dict[TensorVersion, Tensor]:
+def make(
+    tape: Tape, wanted: Iterable[TensorVersion], available: Mapping[TensorVersion, Tensor] = NOTHING
+) -> dict[TensorVersion, Tensor]:
     """Run what makes the tensors of ``wanted`` that are not ``available``, below autograd, and return all of them."""
     todo = program(wanted, available)
     values: dict[TensorVersion, Tensor] = {}
@@ -145,7 +173,11 @@ def make(tape: Tape, wanted: Iterable[TensorVersion], available: Mapping[TensorV
         if found is None:
             found = available.get(place)
         if found is None:
-            found = given_back(tape, place) if place.unpack else fetch(place, copies if place.memory in todo.last_write else None)
+            found = (
+                given_back(tape, place)
+                if place.unpack
+                else fetch(place, copies if place.memory in todo.last_write else None)
+            )
         return found
 
     def made_now(place: TensorVersion, tensor: Tensor) -> None:
@@ -165,7 +197,9 @@ def make(tape: Tape, wanted: Iterable[TensorVersion], available: Mapping[TensorV
                 args, kwargs = _filled(call.args, tensor_of), _filled_kwargs(call.kwargs, tensor_of)
             except CheckpointError as error:
                 where = f" in {call.detail.source}" if call.detail is not None else ""
-                raise CheckpointError(f"{error}\nIt is read by {call.op}{where}, which is to run again.") from error
+                raise CheckpointError(
+                    f"{error}\nIt is read by {call.op}{where}, which is to run again."
+                ) from error
             out = call.op(*args, **kwargs)
             del args, kwargs
             results = tuple(flatten(out))
@@ -177,7 +211,12 @@ def make(tape: Tape, wanted: Iterable[TensorVersion], available: Mapping[TensorV
             result: Tensor | None
             for ref, result in zip(call.outputs, results, strict=True):
                 asked = ref()
-                if asked is not None and asked in todo.places and asked.call is call and asked.carried is None:
+                if (
+                    asked is not None
+                    and asked in todo.places
+                    and asked.call is call
+                    and asked.carried is None
+                ):
                     made_now(asked, result)
             # Or the last result would live on while the next call runs.
             out = result = None
@@ -190,7 +229,9 @@ def make(tape: Tape, wanted: Iterable[TensorVersion], available: Mapping[TensorV
     return made
 
 
-def program(wanted: Iterable[TensorVersion], available: Mapping[TensorVersion, Tensor] = NOTHING) -> ReplayProgram:
+def program(
+    wanted: Iterable[TensorVersion], available: Mapping[TensorVersion, Tensor] = NOTHING
+) -> ReplayProgram:
     """Return what makes ``wanted`` of what is ``available``."""
     needed, places = slice_of(wanted, available)
     last_read: dict[TensorVersion, Call] = {}
@@ -208,12 +249,17 @@ def program(wanted: Iterable[TensorVersion], available: Mapping[TensorVersion, T
         last_read.setdefault(place, place.call)
         if place.carried is not None:
             carries.setdefault(place.call, []).append(place)
-            if place.carried not in last_read or last_read[place.carried].number < place.call.number:
+            if (
+                place.carried not in last_read
+                or last_read[place.carried].number < place.call.number
+            ):
                 last_read[place.carried] = place.call
     frees: dict[Call, list[TensorVersion]] = {}
     for place, call in last_read.items():
         frees.setdefault(call, []).append(place)
-    steps = tuple(ReplayStep(call, tuple(carries.get(call, ())), tuple(frees.get(call, ()))) for call in calls)
+    steps = tuple(
+        ReplayStep(call, tuple(carries.get(call, ())), tuple(frees.get(call, ()))) for call in calls
+    )
     return ReplayProgram(steps, last_write, places)
 
 
@@ -227,7 +273,11 @@ def fetch(place: TensorVersion, copies: dict[Snapshot, Tensor] | None = None) ->
         assert place.snapshot is not None
         data = place.snapshot.bytes
         if copies is not None:
-            data = copies.setdefault(place.snapshot, data) if place.snapshot in copies else copies.setdefault(place.snapshot, data.clone())
+            data = (
+                copies.setdefault(place.snapshot, data)
+                if place.snapshot in copies
+                else copies.setdefault(place.snapshot, data.clone())
+            )
         return laid_out(data, place.geometry)
     tensor: Tensor = place.kept
     if place.version is not None:
@@ -250,7 +300,11 @@ def given_back(tape: Tape, place: TensorVersion) -> Tensor:
 
 def written_since(tensor: Tensor, version: int, *, is_rebound: bool) -> CheckpointError:
     """Return the error for a tensor that a region reads and somebody wrote after it."""
-    how = "given other data (x.data = ...)" if is_rebound else f"written in place ({tensor._version - version} times)"
+    how = (
+        "given other data (x.data = ...)"
+        if is_rebound
+        else f"written in place ({tensor._version - version} times)"
+    )
     return CheckpointError(
         f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype}, which a checkpointed region keeps or took from outside, was {how} "
         "between the forward and the backward, so that what the region computed from it cannot be made again. "
@@ -291,7 +345,9 @@ def _filled_one(item: Any, tensor_of: Callable[[TensorVersion], Tensor]) -> Any:
     return _filled(item, tensor_of) if type(item) is list else item
 
 
-def _filled_kwargs(given: Mapping[str, Any] | None, tensor_of: Callable[[TensorVersion], Tensor]) -> dict[str, Any]:
+def _filled_kwargs(
+    given: Mapping[str, Any] | None, tensor_of: Callable[[TensorVersion], Tensor]
+) -> dict[str, Any]:
     return {name: _filled_one(value, tensor_of) for name, value in given.items()} if given else {}
 
 

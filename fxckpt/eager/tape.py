@@ -58,7 +58,9 @@ class TensorVersion:
         "version",
     )
 
-    def __init__(self, memory: int, geometry: Any, call: Call | None, carried: TensorVersion | None = None) -> None:
+    def __init__(
+        self, memory: int, geometry: Any, call: Call | None, carried: TensorVersion | None = None
+    ) -> None:
         self.memory = memory
         """Number of its storage."""
         self.geometry = geometry
@@ -132,9 +134,26 @@ class MetaArg:
 class Call:
     """One op as it ran. Tensors among its arguments are :class:`TensorVersion`, or :class:`MetaArg`."""
 
-    __slots__ = ("__weakref__", "args", "detail", "draw", "kwargs", "number", "op", "outputs", "writes")
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "detail",
+        "draw",
+        "kwargs",
+        "number",
+        "op",
+        "outputs",
+        "writes",
+    )
 
-    def __init__(self, number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, draw: RngSnapshot | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        op: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        draw: RngSnapshot | None,
+    ) -> None:
         self.number = number
         """How many calls came before it."""
         self.op = op
@@ -209,7 +228,13 @@ class PlannedReplay:
 
     __slots__ = ("calls", "course", "done", "held_until", "made", "positions", "roots", "written")
 
-    def __init__(self, course: RegionPlan, handles: Sequence[Handle], calls: Iterable[Call], written: frozenset[int]) -> None:
+    def __init__(
+        self,
+        course: RegionPlan,
+        handles: Sequence[Handle],
+        calls: Iterable[Call],
+        written: frozenset[int],
+    ) -> None:
         self.course = course
         self.written = written
         due = {rerun.call for rerun in course.reruns}
@@ -219,7 +244,9 @@ class PlannedReplay:
         packed: set[tuple[int, int]] = set()
         for handle in handles:
             root = self.roots[handle] = root_of(handle.place)
-            self.positions[handle] = course.position(handle.time, root, is_second=(handle.time, root) in packed)
+            self.positions[handle] = course.position(
+                handle.time, root, is_second=(handle.time, root) in packed
+            )
             packed.add((handle.time, root))
         self.begin()
 
@@ -249,7 +276,9 @@ def root_of(place: TensorVersion) -> int:
     return -1 if call is None else call.number
 
 
-def slice_of(wanted: Iterable[TensorVersion], available: Container[TensorVersion] = ()) -> tuple[set[Call], Collection[TensorVersion]]:
+def slice_of(
+    wanted: Iterable[TensorVersion], available: Container[TensorVersion] = ()
+) -> tuple[set[Call], Collection[TensorVersion]]:
     """Return the calls that make ``wanted`` of what is ``available``, and all the places on the way there, in the same order every time."""
     needed: set[Call] = set()
     seen: dict[TensorVersion, None] = {}

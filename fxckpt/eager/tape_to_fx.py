@@ -49,7 +49,9 @@ def graph_of(calls: Sequence[Call], outputs: Sequence[TensorVersion] = ()) -> Ta
         oldest = chain[-1]
         found = nodes.get(oldest)
         # Memory that somebody behind the dispatcher filled is an input too: nothing on the tape makes it.
-        if found is None or (oldest.kept is not None and not oldest.is_chosen and _is_filled(oldest)):
+        if found is None or (
+            oldest.kept is not None and not oldest.is_chosen and _is_filled(oldest)
+        ):
             found = from_outside(oldest)
         for newer in chain[:-1]:
             nodes[newer] = found
@@ -68,13 +70,25 @@ def graph_of(calls: Sequence[Call], outputs: Sequence[TensorVersion] = ()) -> Ta
     return TapeGraph(module, tuple(inputs))
 
 
-def _add(graph: fx.Graph, call: Call, nodes: dict[TensorVersion, fx.Node], node_of: Callable[[TensorVersion], fx.Node]) -> None:
+def _add(
+    graph: fx.Graph,
+    call: Call,
+    nodes: dict[TensorVersion, fx.Node],
+    node_of: Callable[[TensorVersion], fx.Node],
+) -> None:
     """Add the node of a call, and those that take its results apart."""
-    kwargs = {k: None if isinstance(v, torch.Generator) else _filled(v, node_of) for k, v in (call.kwargs or {}).items()}
+    kwargs = {
+        k: None if isinstance(v, torch.Generator) else _filled(v, node_of)
+        for k, v in (call.kwargs or {}).items()
+    }
     args = tuple(None if isinstance(a, torch.Generator) else _filled(a, node_of) for a in call.args)
     made = graph.call_function(call.op, args, kwargs)
     _describe(made, call)
-    paths = call.detail.paths if call.detail is not None else [() if len(call.outputs) == 1 else (i,) for i in range(len(call.outputs))]
+    paths = (
+        call.detail.paths
+        if call.detail is not None
+        else [() if len(call.outputs) == 1 else (i,) for i in range(len(call.outputs))]
+    )
     for ref, path in zip(call.outputs, paths, strict=True):
         place = ref()
         if place is None or place in nodes or place.carried is not None:
@@ -116,12 +130,17 @@ def depends_on_values(call: Call) -> bool:
         return False
     if call.op._opname != "index":
         return True
-    return any(place.geometry is not None and place.geometry[3] in (torch.bool, torch.uint8) for place in list(call.reads())[1:])
+    return any(
+        place.geometry is not None and place.geometry[3] in (torch.bool, torch.uint8)
+        for place in list(call.reads())[1:]
+    )
 
 
 def _like(place: TensorVersion) -> Tensor:
     if place.geometry is None:
-        raise TypeError("it reads a tensor without a storage of its own: a tensor subclass, or a sparse one")
+        raise TypeError(
+            "it reads a tensor without a storage of its own: a tensor subclass, or a sparse one"
+        )
     _, shape, stride, dtype, _, _ = place.geometry
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device=_device(place))
     made_of_values = place.call is not None and depends_on_values(place.call)
@@ -129,7 +148,11 @@ def _like(place: TensorVersion) -> Tensor:
 
 
 def _device(place: TensorVersion) -> torch.device:
-    if place.call is not None and place.call.detail is not None and place.call.detail.device is not None:
+    if (
+        place.call is not None
+        and place.call.detail is not None
+        and place.call.detail.device is not None
+    ):
         return place.call.detail.device
     held = place.kept if place.snapshot is None else place.snapshot.bytes
     return held.device  # type: ignore[no-any-return]

@@ -31,7 +31,9 @@ Lower = Callable[[fx.GraphModule, Sequence[int] | None, Mapping[str, tuple[int, 
 they were traced with."""
 
 
-def forward_bytes(lowered: LoweredHalf, forward: fx.GraphModule, facts: Facts, workspace: Workspace) -> IntArray:
+def forward_bytes(
+    lowered: LoweredHalf, forward: fx.GraphModule, facts: Facts, workspace: Workspace
+) -> IntArray:
     """Return the live bytes during each kernel of a lowered forward, and at its end, beyond what was allocated when the step began.
 
     ``workspace`` tells the workspace of a library call; ``facts`` that of what is none.
@@ -40,10 +42,19 @@ def forward_bytes(lowered: LoweredHalf, forward: fx.GraphModule, facts: Facts, w
 
 
 def lower_backward(
-    forward: fx.GraphModule, backward: fx.GraphModule, lower: Lower, *, num_fwd_outputs: int, lowered_forward: LoweredHalf | None = None
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    lower: Lower,
+    *,
+    num_fwd_outputs: int,
+    lowered_forward: LoweredHalf | None = None,
 ) -> LoweredHalf:
     """Lower the backward of a forward, which without one that is lowered leaves its values in the layouts they were traced in."""
-    return lower(backward, donated(forward, backward, num_fwd_outputs=num_fwd_outputs), _relaid(forward, lowered_forward))
+    return lower(
+        backward,
+        donated(forward, backward, num_fwd_outputs=num_fwd_outputs),
+        _relaid(forward, lowered_forward),
+    )
 
 
 def backward_bytes(
@@ -71,7 +82,9 @@ def backward_bytes(
             held.until(left.get(output.name, storage_id(tensor)), tensor, math.inf)
     for node, name in zip(inputs, lowered.last_read, strict=True):
         # What no kernel reads, though an op of the graph did (a pooling's backward, for the sizes alone), is never let go of.
-        stays = lowered.last_read[name] < 0 or (node in tangents and (name in returned or is_held_by_caller(node)))
+        stays = lowered.last_read[name] < 0 or (
+            node in tangents and (name in returned or is_held_by_caller(node))
+        )
         last = math.inf if stays else lowered.last_read[name]
         for tensor in tensors(node.meta.get("val")):
             if node.name in left:
@@ -83,7 +96,9 @@ def backward_bytes(
     return own + held.bytes(given)
 
 
-def learned(facts: Facts, lowered: LoweredHalf, backward: fx.GraphModule, workspace: Workspace) -> Program:
+def learned(
+    facts: Facts, lowered: LoweredHalf, backward: fx.GraphModule, workspace: Workspace
+) -> Program:
     """Return the program, with what was seen of its backward ops in a lowered backward.
 
     They write over what they are the last to read where kernels did, and set aside what library calls do with operands laid out like that. Which
@@ -104,19 +119,33 @@ def learned(facts: Facts, lowered: LoweredHalf, backward: fx.GraphModule, worksp
         likely = Counter(k for name in lowered.kernels[kernel] for k in by_node.get(name, ()))
         for k, _ in likely.most_common():
             op = program.backward[k]
-            read, written = ([s for s in each if program.storages[s].bytes == nbytes and s not in taken] for each in (op.reads, op.writes))
+            read, written = (
+                [s for s in each if program.storages[s].bytes == nbytes and s not in taken]
+                for each in (op.reads, op.writes)
+            )
             dying = [s for s in read if last[s] == k and s in owned]
             if dying and written:
                 taken |= {dying[0], written[0]}
                 spared[k] = spared.get(k, 0) + nbytes
                 break
-    called = {lowered.operands[i][0]: nbytes for i, nbytes in _called(lowered, backward, workspace).items()}
-    own = (called.get(op.name, op.workspace_bytes) - spared.get(k, 0) for k, op in enumerate(program.backward))
-    seen = tuple(replace(op, workspace_bytes=nbytes) for op, nbytes in zip(program.backward, own, strict=True))
+    called = {
+        lowered.operands[i][0]: nbytes
+        for i, nbytes in _called(lowered, backward, workspace).items()
+    }
+    own = (
+        called.get(op.name, op.workspace_bytes) - spared.get(k, 0)
+        for k, op in enumerate(program.backward)
+    )
+    seen = tuple(
+        replace(op, workspace_bytes=nbytes)
+        for op, nbytes in zip(program.backward, own, strict=True)
+    )
     return replace(program, backward=seen) if seen != program.backward else program
 
 
-def at_best(facts: Facts, is_extern_kernel: Callable[[fx.Node], bool], workspace: Workspace) -> Program:
+def at_best(
+    facts: Facts, is_extern_kernel: Callable[[fx.Node], bool], workspace: Workspace
+) -> Program:
     """Return the program of a step whose backward's loops write over whatever they are the last to read.
 
     Its convolutions are given their images as they were traced, where that takes less ``workspace``, as Inductor does where none runs again.
@@ -128,16 +157,26 @@ def at_best(facts: Facts, is_extern_kernel: Callable[[fx.Node], bool], workspace
     for k, op in enumerate(program.backward):
         node = facts.op_node.get(op.name)
         is_loop = node is not None and not is_extern_kernel(node)
-        read = Counter(program.storages[s].bytes for s in op.reads if is_loop and last[s] == k and s in owned)
+        read = Counter(
+            program.storages[s].bytes for s in op.reads if is_loop and last[s] == k and s in owned
+        )
         spared = read & Counter(program.storages[s].bytes for s in op.writes)
-        own = min(op.workspace_bytes, workspace(node)) if node is not None and is_convolution(node) else op.workspace_bytes
+        own = (
+            min(op.workspace_bytes, workspace(node))
+            if node is not None and is_convolution(node)
+            else op.workspace_bytes
+        )
         seen.append(replace(op, workspace_bytes=own - sum(spared.elements())))
     return replace(program, backward=tuple(seen))
 
 
 def _may_be_written_over(program: Program) -> frozenset[int]:
     """Return the storages that nobody outside the backward may look at: neither what the user holds nor the incoming gradients."""
-    return frozenset(s for s, storage in enumerate(program.storages) if not storage.is_output and s not in program.tangents)
+    return frozenset(
+        s
+        for s, storage in enumerate(program.storages)
+        if not storage.is_output and s not in program.tangents
+    )
 
 
 def _loop(facts: Facts, name: str) -> dict[str, None]:
@@ -153,14 +192,26 @@ def _loop(facts: Facts, name: str) -> dict[str, None]:
 
 def _lies_in(forward: fx.GraphModule, lowered: LoweredHalf | None) -> dict[str, str]:
     """Return, for what a lowered forward returns, the buffer or input that it lies in: copies in the graph may be none to the compiler."""
-    pairs = zip(graph_outputs(forward.graph), lowered.outputs, strict=True) if lowered is not None else ()
-    return {output.name: lies[0] for output, lies in pairs if isinstance(output, fx.Node) and lies is not None}
+    pairs = (
+        zip(graph_outputs(forward.graph), lowered.outputs, strict=True)
+        if lowered is not None
+        else ()
+    )
+    return {
+        output.name: lies[0]
+        for output, lies in pairs
+        if isinstance(output, fx.Node) and lies is not None
+    }
 
 
 def _relaid(forward: fx.GraphModule, lowered: LoweredHalf | None) -> dict[str, tuple[int, ...]]:
     """Return the strides of what a lowered forward leaves in another layout than it was traced in, by name."""
     found = {}
-    pairs = zip(graph_outputs(forward.graph), lowered.outputs, strict=True) if lowered is not None else ()
+    pairs = (
+        zip(graph_outputs(forward.graph), lowered.outputs, strict=True)
+        if lowered is not None
+        else ()
+    )
     for output, lies in pairs:
         if isinstance(output, fx.Node) and lies is not None:
             traced = [size_hint(stride) for stride in output.meta["val"].stride()]
@@ -169,23 +220,36 @@ def _relaid(forward: fx.GraphModule, lowered: LoweredHalf | None) -> dict[str, t
     return found
 
 
-def donated(forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int) -> list[int]:
+def donated(
+    forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int
+) -> list[int]:
     """Return the inputs of the backward that nobody else holds, by position: it may write over them (AOTAutograd's donated buffers)."""
     if not may_donate():
         return []
     returned = graph_outputs(forward.graph)[:num_fwd_outputs]
     held = [*forward.graph.find_nodes(op="placeholder"), *returned, *graph_outputs(backward.graph)]
-    others = {storage_id(t) for n in held if isinstance(n, fx.Node) for t in tensors(n.meta.get("val"))}
-    saved = {n.name for n in graph_outputs(forward.graph)[num_fwd_outputs:] if isinstance(n, fx.Node)}
+    others = {
+        storage_id(t) for n in held if isinstance(n, fx.Node) for t in tensors(n.meta.get("val"))
+    }
+    saved = {
+        n.name for n in graph_outputs(forward.graph)[num_fwd_outputs:] if isinstance(n, fx.Node)
+    }
     inputs = enumerate(backward.graph.find_nodes(op="placeholder"))
-    lies_in = {i: [storage_id(t) for t in tensors(n.meta.get("val"))] for i, n in inputs if n.name in saved}
+    lies_in = {
+        i: [storage_id(t) for t in tensors(n.meta.get("val"))] for i, n in inputs if n.name in saved
+    }
     return [i for i, storages in lies_in.items() if storages and others.isdisjoint(storages)]
 
 
-def _workspace(half: LoweredHalf, graph: fx.GraphModule, facts: Facts, workspace: Workspace) -> IntArray:
+def _workspace(
+    half: LoweredHalf, graph: fx.GraphModule, facts: Facts, workspace: Workspace
+) -> IntArray:
     """Return what the kernels of library calls, and the graphs inside ops, allocate and free before they return."""
     planned = {op.name: op.workspace_bytes for op in (*facts.program.ops, *facts.program.backward)}
-    of = {n.name: planned.get(str(n.meta.get(RECOMPUTE_OF, n.name)), 0) + replay_bytes(n) for n in graph.graph.nodes}
+    of = {
+        n.name: planned.get(str(n.meta.get(RECOMPUTE_OF, n.name)), 0) + replay_bytes(n)
+        for n in graph.graph.nodes
+    }
     during = np.zeros(len(half.kernels) + 1, dtype=np.int64)
     for i in half.operands:
         during[i] = max((of.get(name, 0) for name in half.kernels[i]), default=0)
@@ -200,7 +264,11 @@ def _called(half: LoweredHalf, graph: fx.GraphModule, workspace: Workspace) -> d
     Which of its kernels a library takes, and what that reorders, depends on how the operands lie, which the plan has a say in.
     """
     nodes = {node.name: node for node in graph.graph.nodes}
-    calls = {i: laid_out(nodes[name], layouts) for i, (name, layouts) in half.operands.items() if name in nodes}
+    calls = {
+        i: laid_out(nodes[name], layouts)
+        for i, (name, layouts) in half.operands.items()
+        if name in nodes
+    }
     return {i: workspace(call) for i, call in calls.items() if call is not None}
 
 

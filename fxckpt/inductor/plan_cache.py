@@ -60,7 +60,11 @@ class PlanCache:
             part.write_text(plan.to_json())
             part.replace(path)
         except OSError as error:
-            log.warning("%s cannot be written (%s): every process plans again. TORCHINDUCTOR_CACHE_DIR names another folder.", path, error)
+            log.warning(
+                "%s cannot be written (%s): every process plans again. TORCHINDUCTOR_CACHE_DIR names another folder.",
+                path,
+                error,
+            )
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
@@ -72,13 +76,29 @@ def key_of(joint: fx.GraphModule, planner: Planner, code: str, given: dict[str, 
     None where that is not all that decides: a policy, a cost model or a formula given to ``register_op`` may be any code, ``"auto"`` asks what
     memory is free, and sizes that vary have ranges.
     """
-    if planner.policy is not None or not isinstance(planner.cost, str) or planner.budget == "auto" or planner.exact or planner.known:
+    if (
+        planner.policy is not None
+        or not isinstance(planner.cost, str)
+        or planner.budget == "auto"
+        or planner.exact
+        or planner.known
+    ):
         return None
-    nodes = [node for gm in joint.modules() if isinstance(gm, fx.GraphModule) for node in gm.graph.nodes]
+    nodes = [
+        node for gm in joint.modules() if isinstance(gm, fx.GraphModule) for node in gm.graph.nodes
+    ]
     if any(isinstance(node.meta.get("val"), torch.SymInt) or _has_formula(node) for node in nodes):
         return None
     asked = (planner.budget, planner.cost, planner.measure_workspace, sorted(given.items()))
-    parts = [code, machine(device_of(joint.graph)), torch.__version__, configuration(), kernel_switches(), repr(asked), *map(_line, nodes)]
+    parts = [
+        code,
+        machine(device_of(joint.graph)),
+        torch.__version__,
+        configuration(),
+        kernel_switches(),
+        repr(asked),
+        *map(_line, nodes),
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -87,7 +107,15 @@ def _has_formula(node: fx.Node) -> bool:
     return callable(said.flops) or callable(said.bytes)
 
 
-TOLD_OF = ("recompute", "ac_graph_id", NAME, "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag")
+TOLD_OF = (
+    "recompute",
+    "ac_graph_id",
+    NAME,
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "stack_trace",
+    "partitioner_tag",
+)
 """What a plan decides by, or says of a value, beside what the value is."""
 
 
@@ -98,5 +126,9 @@ def _line(node: fx.Node) -> str:
     # A stack's modules are named by their addresses.
     lasting = [str(list(each.values()) if isinstance(each, dict) else each) for each in told]
     op = node.target
-    declared = (str(op._schema), sorted(map(str, op.tags)), registered(op)) if isinstance(op, OpOverload) else ()
+    declared = (
+        (str(op._schema), sorted(map(str, op.tags)), registered(op))
+        if isinstance(op, OpOverload)
+        else ()
+    )
     return repr((node.name, node.op, str(op), declared, str(arguments), made, lasting))

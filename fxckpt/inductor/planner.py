@@ -20,7 +20,14 @@ from torch import fx
 
 from fxckpt import budget as budgets
 from fxckpt.inductor.autotune import CompileHalf, step_seconds, unsafe_op
-from fxckpt.inductor.memory import Lower, at_best, backward_bytes, forward_bytes, learned, lower_backward
+from fxckpt.inductor.memory import (
+    Lower,
+    at_best,
+    backward_bytes,
+    forward_bytes,
+    learned,
+    lower_backward,
+)
 from fxckpt.inductor.plan_cache import PlanCache, key_of
 from fxckpt.passes.analysis.fingerprint import fingerprint
 from fxckpt.passes.analysis.graph_snapshot import snapshot_of
@@ -103,7 +110,11 @@ class InductorPlanner:
         kernels = KernelGraph(fuses)(joint.graph, stored)
         workspace = planner.measured()
         facts, cost = planner.read(
-            joint, num_fwd_outputs, bind_preferences=planner.budget is None, never_stored=kernels, workspace=_as_run(joint, workspace)
+            joint,
+            num_fwd_outputs,
+            bind_preferences=planner.budget is None,
+            never_stored=kernels,
+            workspace=_as_run(joint, workspace),
         )
         halves = _Fit(self, joint, lines, facts, cost, workspace, stored, num_fwd_outputs).run()
         if self.store is not None and key is not None:
@@ -114,7 +125,12 @@ class InductorPlanner:
 
 def is_extern_kernel(node: fx.Node) -> bool:
     """Return whether Inductor calls a kernel of a library for an op, rather than write a loop."""
-    return node.op == "call_function" and not fuses(node) and not is_reduction(node) and node.target is not operator.getitem
+    return (
+        node.op == "call_function"
+        and not fuses(node)
+        and not is_reduction(node)
+        and node.target is not operator.getitem
+    )
 
 
 def _as_run(joint: fx.GraphModule, workspace: Workspace) -> Workspace:
@@ -129,12 +145,16 @@ def _as_run(joint: fx.GraphModule, workspace: Workspace) -> Workspace:
     return of
 
 
-def emitted(planner: Planner, joint: fx.GraphModule, facts: Facts, plan: Plan, num_fwd_outputs: int) -> Halves:
+def emitted(
+    planner: Planner, joint: fx.GraphModule, facts: Facts, plan: Plan, num_fwd_outputs: int
+) -> Halves:
     """Return the halves that follow a plan; the joint graph is left alone."""
     # A graph remembers the names it once had, and a copy does not: in every process new nodes get the same names, by which caches know them.
     joint = fx.GraphModule(joint, copy.deepcopy(joint.graph))
     facts = facts.moved_to(joint.graph)
-    forward, backward = planner.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs, is_extern_kernel=is_extern_kernel)
+    forward, backward = planner.emit(
+        joint, facts, plan, num_fwd_outputs=num_fwd_outputs, is_extern_kernel=is_extern_kernel
+    )
     if plan.keeps_order:
         isolate_matmuls(backward, is_extern_kernel=is_extern_kernel)
         if changes_layout(forward):
@@ -168,9 +188,17 @@ class _Fit:
         self.judged: set[Schedule] = set()
         self.program = facts.program
         """What plans are searched on: with what the last plan that was judged turned out to write over."""
-        self.joint, self.lines, self.facts, self.cost, self.num_fwd_outputs = joint, lines, facts, cost, num_fwd_outputs
+        self.joint, self.lines, self.facts, self.cost, self.num_fwd_outputs = (
+            joint,
+            lines,
+            facts,
+            cost,
+            num_fwd_outputs,
+        )
         self.step = snapshot_of(joint.graph, facts)
-        self.stock = default_candidate(self.step, stored) if options.planner.policy is None else None
+        self.stock = (
+            default_candidate(self.step, stored) if options.planner.policy is None else None
+        )
 
     def run(self) -> Halves:
         """Return the halves of the plan that is expected to be fastest within the budget, or was timed to be."""
@@ -184,7 +212,11 @@ class _Fit:
 
         found = self.planner.search(self.facts.program, aim)
         first = self.first(found, limit)
-        return self.fastest([first, *self.others(found, first, limit)]) if self.options.compile_half is not None else first
+        return (
+            self.fastest([first, *self.others(found, first, limit)])
+            if self.options.compile_half is not None
+            else first
+        )
 
     def first(self, found: SearchResult, limit: int | None) -> Halves:
         """Return the halves of the first candidate that fits. Raises :class:`BudgetInfeasible`."""
@@ -195,7 +227,11 @@ class _Fit:
             # Of a last resort, and of torch's own choice, the whole is looked at, as its peak may come to be named as the least.
             halves, compiled = self.lowered(found, chosen, limit, is_whole=is_last_resort)
             if compiled <= limit:
-                return halves if chosen is self.stock else self.with_more(chosen, halves, limit, refused)
+                return (
+                    halves
+                    if chosen is self.stock
+                    else self.with_more(chosen, halves, limit, refused)
+                )
             self.wrong_by = compiled - limit
             self.doubt = max(self.doubt, abs(compiled / max(1, self.planned(chosen.schedule)) - 1))
             if is_last_resort:
@@ -211,8 +247,13 @@ class _Fit:
         peak = first[2].compiled_peak_bytes or first[2].peak_bytes
         at_less = (self.search(int((1 - less) * peak)) for less in (0.0, self.options.slack))
         seen = {first[2].digest}
-        for search, chosen in itertools.chain([(found, self.stock)], ((search, search.best) for search in at_less)):
-            if chosen is not None and (digest := self.plan_of(search, chosen, limit).digest) not in seen:
+        for search, chosen in itertools.chain(
+            [(found, self.stock)], ((search, search.best) for search in at_less)
+        ):
+            if (
+                chosen is not None
+                and (digest := self.plan_of(search, chosen, limit).digest) not in seen
+            ):
                 seen.add(digest)
                 halves, compiled = self.lowered(search, chosen, limit)
                 if limit is None or compiled <= limit:
@@ -224,11 +265,18 @@ class _Fit:
         if compile_half is None or len(finalists) == 1:
             return finalists[0]
         if (op := unsafe_op(finalists[0][:2])) is not None:
-            log.warning("plans are not timed, as %s is not torch's own, or talks to others: the one expected to be fastest is taken.", op)
+            log.warning(
+                "plans are not timed, as %s is not torch's own, or talks to others: the one expected to be fastest is taken.",
+                op,
+            )
             return finalists[0]
         try:
-            seconds = step_seconds([halves[:2] for halves in finalists], compile_half, device, self.options.clock)
-        except Exception as error:  # what a step raises on values that are not its own may be anything
+            seconds = step_seconds(
+                [halves[:2] for halves in finalists], compile_half, device, self.options.clock
+            )
+        except (
+            Exception
+        ) as error:  # what a step raises on values that are not its own may be anything
             log.warning(
                 "plans cannot be timed, as the step does not run on made-up values (%s: %s): the one expected to be fastest is taken.",
                 type(error).__name__,
@@ -236,21 +284,51 @@ class _Fit:
             )
             return finalists[0]
         for halves, took in zip(finalists, seconds, strict=True):
-            log.info("plan %s takes %.2f ms a step, its peak is %s bytes", halves[2].digest, 1e3 * took, halves[2].compiled_peak_bytes)
-        fast = [halves for halves, took in zip(finalists, seconds, strict=True) if took <= (1 + self.options.tie) * min(seconds)]
+            log.info(
+                "plan %s takes %.2f ms a step, its peak is %s bytes",
+                halves[2].digest,
+                1e3 * took,
+                halves[2].compiled_peak_bytes,
+            )
+        fast = [
+            halves
+            for halves, took in zip(finalists, seconds, strict=True)
+            if took <= (1 + self.options.tie) * min(seconds)
+        ]
         return min(fast, key=lambda halves: halves[2].compiled_peak_bytes or 0)
 
-    def lowered(self, found: SearchResult, chosen: Candidate, limit: int | None, *, is_whole: bool = False) -> tuple[Halves, int]:
+    def lowered(
+        self, found: SearchResult, chosen: Candidate, limit: int | None, *, is_whole: bool = False
+    ) -> tuple[Halves, int]:
         """Return the halves of a candidate, with the peak of what the compiler makes of them, or unless ``is_whole`` a part of it over the limit."""
         self.judged.add(chosen.schedule)
-        forward, backward, plan = emitted(self.planner, self.joint, self.facts, self.plan_of(found, chosen, limit), self.num_fwd_outputs)
-        compiled, lets_go = self.judge(forward, backward, limit, is_whole=is_whole, may_let_go=plan.keeps_order)
+        forward, backward, plan = emitted(
+            self.planner,
+            self.joint,
+            self.facts,
+            self.plan_of(found, chosen, limit),
+            self.num_fwd_outputs,
+        )
+        compiled, lets_go = self.judge(
+            forward, backward, limit, is_whole=is_whole, may_let_go=plan.keeps_order
+        )
         if lets_go:
             free_early(backward)
-        log.debug("planned %d bytes, compiled %d, budget %s", chosen.simulation.peak_bytes, compiled, limit)
-        return (forward, backward, replace(plan, compiled_peak_bytes=compiled, lets_go=lets_go)), compiled
+        log.debug(
+            "planned %d bytes, compiled %d, budget %s",
+            chosen.simulation.peak_bytes,
+            compiled,
+            limit,
+        )
+        return (
+            forward,
+            backward,
+            replace(plan, compiled_peak_bytes=compiled, lets_go=lets_go),
+        ), compiled
 
-    def with_more(self, chosen: Candidate, halves: Halves, limit: int, refused: tuple[Schedule, int] | None) -> Halves:
+    def with_more(
+        self, chosen: Candidate, halves: Halves, limit: int, refused: tuple[Schedule, int] | None
+    ) -> Halves:
         """Return what fits, or what is faster and fits too where much of the budget is left over.
 
         ``refused`` is a plan that was over the budget, and its compiled bytes: what lies between is expected in between.
@@ -258,15 +336,26 @@ class _Fit:
         options, gain = self.options, self.options.worthwhile * self.facts.program.step_seconds
         share = 1 - options.margin
         for _ in range(options.retries):
-            planned, compiled = self.planned(chosen.schedule), halves[2].compiled_peak_bytes or limit
+            planned, compiled = (
+                self.planned(chosen.schedule),
+                halves[2].compiled_peak_bytes or limit,
+            )
             left, spent = limit - compiled, chosen.simulation.extra_seconds
             over = spent if refused is None else simulate(self.program, refused[0]).extra_seconds
             is_dear = spent - over > options.dear * self.facts.program.step_seconds
             if spent <= gain or (left <= options.slack * limit and not is_dear):
                 break
-            rate = 1.0 if refused is None else (self.planned(refused[0]) - planned) / (refused[1] - compiled)
+            rate = (
+                1.0
+                if refused is None
+                else (self.planned(refused[0]) - planned) / (refused[1] - compiled)
+            )
             more = self.search(planned + int(max(rate, 0.0) * share * left))
-            new = [c for c in (self.stock, more.best) if c is not None and c.schedule not in self.judged]
+            new = [
+                c
+                for c in (self.stock, more.best)
+                if c is not None and c.schedule not in self.judged
+            ]
             found = [c for c in new if self.planned(c.schedule) <= (more.limit or limit)]
             better = min(found, key=lambda c: c.simulation.extra_seconds, default=None)
             if better is None or better.simulation.extra_seconds > spent - gain:
@@ -316,7 +405,11 @@ class _Fit:
         self.program = self.facts.program
         yield floor
         learned = self.program
-        if learned is not self.facts.program and (better := self.search(self.planned(floor.schedule)).floor).schedule != floor.schedule:
+        if (
+            learned is not self.facts.program
+            and (better := self.search(self.planned(floor.schedule)).floor).schedule
+            != floor.schedule
+        ):
             floor = better
             yield floor
         for factor in self.options.last_resorts:
@@ -333,16 +426,26 @@ class _Fit:
 
     def _least_peak(self, chosen: Candidate) -> int:
         """Return what a candidate takes if the compiler does its best."""
-        return simulate(at_best(self.facts, is_extern_kernel, self.workspace), chosen.schedule).peak_bytes
+        return simulate(
+            at_best(self.facts, is_extern_kernel, self.workspace), chosen.schedule
+        ).peak_bytes
 
     def plan_of(self, found: SearchResult, chosen: Candidate, limit: int | None) -> Plan:
         plan = build_plan(self.step, found, chosen, budget_bytes=limit, cost=self.cost)
         fused = tuple(n.name for n in self.joint.graph.nodes if n in self.facts.never_stored)
         # Held to our order, torch's own choice might take more than torch makes of it.
-        return replace(plan, graph=self.lines, never_stored=fused, keeps_order=chosen is not self.stock)
+        return replace(
+            plan, graph=self.lines, never_stored=fused, keeps_order=chosen is not self.stock
+        )
 
     def judge(
-        self, forward: fx.GraphModule, backward: fx.GraphModule, limit: int | None, *, is_whole: bool, may_let_go: bool
+        self,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+        limit: int | None,
+        *,
+        is_whole: bool,
+        may_let_go: bool,
     ) -> tuple[int, bool]:
         """Return the peak of what the compiler makes of the halves, or unless ``is_whole`` a part of it that is over the limit; and whether
         the backward lets go of memory for that, as it is over the limit otherwise.
@@ -353,12 +456,17 @@ class _Fit:
         # The backward knows what the forward leaves, and is the likelier to be over: it is lowered first wherever that may be known without.
         lowered = lower(forward, None, {}) if changes_layout(forward) else None
         num, of = self.num_fwd_outputs, (forward, backward, facts, self.workspace)
-        lowered_backward = lower_backward(forward, backward, lower, num_fwd_outputs=num, lowered_forward=lowered)
+        lowered_backward = lower_backward(
+            forward, backward, lower, num_fwd_outputs=num, lowered_forward=lowered
+        )
         self.program = learned(facts, lowered_backward, backward, self.workspace)
 
         def backward_peak() -> tuple[int, bool]:
             ways = lowered_backward, lowered_backward.letting_go or lowered_backward
-            keeping, letting_go = (int(backward_bytes(way, *of, num_fwd_outputs=num, lowered_forward=lowered).max()) for way in ways)
+            keeping, letting_go = (
+                int(backward_bytes(way, *of, num_fwd_outputs=num, lowered_forward=lowered).max())
+                for way in ways
+            )
             lets_go = may_let_go and limit is not None and letting_go < keeping > limit
             return letting_go if lets_go else keeping, lets_go
 
@@ -375,7 +483,9 @@ class _Fit:
 def default_candidate(step: GraphSnapshot, stored: frozenset[str]) -> Candidate | None:
     """Return the schedule that saves what torch's own partitioner saves and runs the rest again just in time; None if that may not be saved."""
     program = step.program
-    saved = frozenset(s for name in stored if name in step.by_name for s in step.by_name[name].storages)
+    saved = frozenset(
+        s for name in stored if name in step.by_name for s in step.by_name[name].storages
+    )
     again = frozenset(i for i, op in enumerate(program.ops) if op.no_recompute is None)
     schedule = emit(program, StageAssignment((0,), (saved,), (again,)))
     if not program.tables.is_savable[list(schedule.saved)].all():

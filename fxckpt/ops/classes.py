@@ -8,7 +8,20 @@ from typing import Any
 import torch
 
 MATMULS = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "matmul", "linear", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "_int_mm")
+    (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "mv",
+        "addmv",
+        "matmul",
+        "linear",
+        "_scaled_mm",
+        "_grouped_mm",
+        "_scaled_grouped_mm",
+        "_int_mm",
+    )
 )
 
 
@@ -20,7 +33,9 @@ def is_matmul(op: Any) -> bool:
 def is_attention(op: Any) -> bool:
     """Return whether an op is attention in one kernel."""
     name = str(getattr(op, "_opname", None) or getattr(op, "__name__", ""))
-    return "backward" not in name and ("dot_product" in name or re.search("(flash|efficient|flex)_attention", name) is not None)
+    return "backward" not in name and (
+        "dot_product" in name or re.search("(flash|efficient|flex)_attention", name) is not None
+    )
 
 
 def is_pointwise(op: Any) -> bool:

@@ -38,5 +38,7 @@ def name(tensor: T, label: str) -> T:
 def record(tensor: Any, label: str) -> None:
     """Tell whoever captures or records."""
     if not isinstance(tensor, (torch.Tensor, fx.Proxy)) or not isinstance(label, str) or not label:
-        raise InvalidOption(f"name({tensor!r}, {label!r}): give a tensor and a text that is not empty, as in fxckpt.name(t, 'attn_out').")
+        raise InvalidOption(
+            f"name({tensor!r}, {label!r}): give a tensor and a text that is not empty, as in fxckpt.name(t, 'attn_out')."
+        )
     name_op(tensor, label)

@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 from fxckpt.ops.registry import registered
 from fxckpt.torch_private import OpOverload, has_effect, parts_of
 
-UNINITIALIZED = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))
+UNINITIALIZED = frozenset(
+    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+)
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -22,24 +24,37 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
         return iter((value,)) if value.layout is torch.strided else parts_of(value)
     if value is None or isinstance(value, (int, float, torch.SymInt)):
         return iter(())
-    return (tensor for leaf in pytree.tree_leaves(value) for tensor in (tensors(leaf) if isinstance(leaf, torch.Tensor) else ()))
+    return (
+        tensor
+        for leaf in pytree.tree_leaves(value)
+        for tensor in (tensors(leaf) if isinstance(leaf, torch.Tensor) else ())
+    )
 
 
 def is_random(node: fx.Node) -> bool:
     """Return whether an op draws from a generator: by its tag, unless it is attention without dropout."""
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    if (
+        not isinstance(node.target, OpOverload)
+        or torch.Tag.nondeterministic_seeded not in node.target.tags
+    ):
         return False
     return bool(argument(node, "dropout_p") != 0.0)
 
 
 def draws(node: fx.Node) -> bool:
     """Return whether an op makes random numbers, be it from a seed that it is given."""
-    return is_random(node) or (isinstance(node.target, OpOverload) and node.target._opname in ("inductor_random", "inductor_randint"))
+    return is_random(node) or (
+        isinstance(node.target, OpOverload)
+        and node.target._opname in ("inductor_random", "inductor_randint")
+    )
 
 
 def is_seed(node: fx.Node) -> bool:
     """Return whether an op draws the seeds of Inductor's random numbers, which Inductor cannot lower under a state that was set."""
-    return isinstance(node.target, OpOverload) and node.target._opname in ("inductor_seed", "inductor_seeds")
+    return isinstance(node.target, OpOverload) and node.target._opname in (
+        "inductor_seed",
+        "inductor_seeds",
+    )
 
 
 def argument(node: fx.Node, name: str) -> Any:
@@ -48,7 +63,11 @@ def argument(node: fx.Node, name: str) -> Any:
         return None
     for position, declared in enumerate(node.target._schema.arguments):
         if declared.name == name:
-            given = node.args[position] if position < len(node.args) and not declared.kwarg_only else node.kwargs.get(name)
+            given = (
+                node.args[position]
+                if position < len(node.args) and not declared.kwarg_only
+                else node.kwargs.get(name)
+            )
             return declared.default_value if given is None else given
     return None
 
@@ -60,7 +79,11 @@ def is_mutating(node: fx.Node) -> bool:
 
 def is_collective(node: fx.Node) -> bool:
     """Return whether an op communicates with other ranks."""
-    return isinstance(node.target, OpOverload) and node.target.namespace in ("_c10d_functional", "c10d", "c10d_functional")
+    return isinstance(node.target, OpOverload) and node.target.namespace in (
+        "_c10d_functional",
+        "c10d",
+        "c10d_functional",
+    )
 
 
 def is_torchs_own(node: fx.Node) -> bool:
@@ -79,7 +102,11 @@ def is_known_pure(node: fx.Node) -> bool:
 
 def has_hidden_effect(node: fx.Node) -> bool:
     """Return whether dropping or repeating the op would be visible (asserts, prints, registered effects)."""
-    return has_effect(node.target) or (node.op == "call_function" and not is_collective(node) and node.is_impure(impure_random=False))
+    return has_effect(node.target) or (
+        node.op == "call_function"
+        and not is_collective(node)
+        and node.is_impure(impure_random=False)
+    )
 
 
 def is_uninitialized(node: fx.Node) -> bool:
@@ -90,9 +117,13 @@ def is_uninitialized(node: fx.Node) -> bool:
 def only_computes(node: fx.Node) -> bool:
     """Return whether ops like this, whatever their arguments, are pure, draw and write nothing and talk to nobody: what most ops are."""
     target = node.target
-    if target is not operator.getitem and (not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags):
+    if target is not operator.getitem and (
+        not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags
+    ):
         return False
-    return is_known_pure(node) and not (is_mutating(node) or is_collective(node) or has_hidden_effect(node))
+    return is_known_pure(node) and not (
+        is_mutating(node) or is_collective(node) or has_hidden_effect(node)
+    )
 
 
 # fmt: off

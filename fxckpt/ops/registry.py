@@ -30,7 +30,13 @@ class Registered:
 NOTHING = Registered()
 
 
-def register_op(op: Any, *, flops: Count | None = None, bytes: Count | None = None, recompute: bool | None = None) -> None:
+def register_op(
+    op: Any,
+    *,
+    flops: Count | None = None,
+    bytes: Count | None = None,
+    recompute: bool | None = None,
+) -> None:
     """Tell the planner about an op, most often one of your own.
 
     Without a word about it, an op outside of torch's own namespaces is never run again, counts no FLOPs, and moves the bytes of its arguments

@@ -14,16 +14,34 @@ from fxckpt.torch_private import OpOverload, has_effect
 
 ZEROS = frozenset(("zeros", "zeros_like", "new_zeros"))
 """Memory that extension kernels are given to fill, beside memory that is not initialized at all."""
-HIDDEN_WRITES = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
+HIDDEN_WRITES = {
+    "native_batch_norm": (3, 4),
+    "cudnn_batch_norm": (3, 4),
+    "miopen_batch_norm": (3, 4),
+}
 """Arguments that an op writes although its schema does not say so: running statistics."""
 LOOKING_AT_GRAD = frozenset(("_sparse_mm_reduce_impl",))
 """Ops whose kernel makes less of tensors that need no gradient, as those of a replay do not."""
 LIKES = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
 NEWS = ("empty", "empty_strided", "full", "ones", "zeros")
-ASKING_GEOMETRY = frozenset((*(f"{name}_like" for name in LIKES), *(f"new_{name}" for name in NEWS)))
+ASKING_GEOMETRY = frozenset(
+    (*(f"{name}_like" for name in LIKES), *(f"new_{name}" for name in NEWS))
+)
 """Ops that ask their first argument for its geometry alone."""
 OVERWRITING = frozenset(
-    ("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_", "uniform_", "zero_")
+    (
+        "bernoulli_",
+        "cauchy_",
+        "copy_",
+        "exponential_",
+        "fill_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "uniform_",
+        "zero_",
+    )
 )
 """Ops that write all of their first argument without reading it."""
 CERTAIN, SUSPECT, BLANK, OPAQUE = range(4)
@@ -75,15 +93,32 @@ def _traits(op: Any, recompute: bool | None) -> Traits:
     if not isinstance(op, OpOverload):
         return Traits(False, None, None, (), True, OPAQUE, True, False, False, None, False, False)
     arguments = op._schema.arguments
-    declared = [a.name if a.kwarg_only else i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    declared = [
+        a.name if a.kwarg_only else i
+        for i, a in enumerate(arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
     name = op._opname if op.namespace == "aten" else ""
     aliases = any(r.alias_info is not None for r in op._schema.returns)
     # set_ takes the storage of another tensor, or of none on the tape.
-    never_twice = name in CHOOSING or name in LOOKING_AT_GRAD or name == "set_" or not _may_run_twice(op, recompute)
+    never_twice = (
+        name in CHOOSING
+        or name in LOOKING_AT_GRAD
+        or name == "set_"
+        or not _may_run_twice(op, recompute)
+    )
     positions = {a.name: i for i, a in enumerate(arguments) if not a.kwarg_only}
     is_random = torch.Tag.nondeterministic_seeded in op.tags
     writes = (*declared, *HIDDEN_WRITES.get(name, ()))
-    doubt = OPAQUE if never_twice else BLANK if name in UNINITIALIZED else SUSPECT if name in ZEROS else CERTAIN
+    doubt = (
+        OPAQUE
+        if never_twice
+        else BLANK
+        if name in UNINITIALIZED
+        else SUSPECT
+        if name in ZEROS
+        else CERTAIN
+    )
     return Traits(
         is_random=is_random,
         dropout=positions.get("dropout_p"),

@@ -11,7 +11,14 @@ from fxckpt.solver.program import Side
 from fxckpt.solver.search import Candidate, SearchResult
 
 
-def build_plan(step: GraphSnapshot, found: SearchResult, chosen: Candidate, *, budget_bytes: int | None, cost: str) -> Plan:
+def build_plan(
+    step: GraphSnapshot,
+    found: SearchResult,
+    chosen: Candidate,
+    *,
+    budget_bytes: int | None,
+    cost: str,
+) -> Plan:
     """Return the plan of a chosen schedule."""
     program, schedule, simulation = step.program, chosen.schedule, chosen.simulation
     recomputed = sorted(set(schedule.runs))
@@ -19,7 +26,8 @@ def build_plan(step: GraphSnapshot, found: SearchResult, chosen: Candidate, *, b
         saved=tuple(state_name(program.storages[s].name) for s in chosen.schedule.saved),
         recomputed=tuple(program.ops[o].name for o in recomputed),
         schedule=tuple(
-            Recompute(program.ops[o].name, program.backward[j].name) for o, j in zip(schedule.runs, schedule.before, strict=True)
+            Recompute(program.ops[o].name, program.backward[j].name)
+            for o, j in zip(schedule.runs, schedule.before, strict=True)
         ),
         saved_bytes=simulation.saved_bytes,
         peak_bytes=simulation.peak_bytes,
@@ -29,7 +37,9 @@ def build_plan(step: GraphSnapshot, found: SearchResult, chosen: Candidate, *, b
         recompute_seconds=simulation.extra_seconds,
         lower_bound_seconds=min(found.bound.seconds, simulation.extra_seconds),
         price=found.bound.price * 2**20,
-        next_seconds=max(0.0, simulation.extra_seconds - found.next_bound.seconds) if budget_bytes is not None else 0.0,
+        next_seconds=max(0.0, simulation.extra_seconds - found.next_bound.seconds)
+        if budget_bytes is not None
+        else 0.0,
         recompute_flops=simulation.extra_flops,
         step_seconds=program.step_seconds,
         step_flops=program.step_flops,
@@ -51,12 +61,34 @@ def _rows(step: GraphSnapshot, chosen: Candidate) -> list[Row]:
         op = program.ops[storage.producer] if storage.producer >= 0 else None
         seconds, flops = (op.seconds, op.flops) if op else (0.0, 0)
         reason = _why_saved(step, s)
-        rows.append(_row(step.owners[s], state_name(storage.name), storage.bytes, Decision.SAVED, reason, 0, seconds, flops))
+        rows.append(
+            _row(
+                step.owners[s],
+                state_name(storage.name),
+                storage.bytes,
+                Decision.SAVED,
+                reason,
+                0,
+                seconds,
+                flops,
+            )
+        )
     for o in sorted(runs):
         op = program.ops[o]
         nbytes = sum(program.storages[s].bytes for s in op.writes)
         label = step.by_name[op.name]
-        rows.append(_row(label, op.name, nbytes, Decision.RECOMPUTED, _why_recomputed(step, o), runs[o], op.seconds, op.flops))
+        rows.append(
+            _row(
+                label,
+                op.name,
+                nbytes,
+                Decision.RECOMPUTED,
+                _why_recomputed(step, o),
+                runs[o],
+                op.seconds,
+                op.flops,
+            )
+        )
     return rows
 
 
@@ -78,7 +110,29 @@ def _why_recomputed(step: GraphSnapshot, o: int) -> Reason:
     return Reason.CHEAPER_TO_RECOMPUTE
 
 
-def _row(label: NodeLabel, name: str, nbytes: int, decision: Decision, reason: Reason, runs: int, seconds: float, flops: int) -> Row:
+def _row(
+    label: NodeLabel,
+    name: str,
+    nbytes: int,
+    decision: Decision,
+    reason: Reason,
+    runs: int,
+    seconds: float,
+    flops: int,
+) -> Row:
     is_state = reason is Reason.RNG_STATE
     shape, dtype = ((nbytes,), "uint8") if is_state else (label.shape, label.dtype)
-    return Row(name, label.op, shape, dtype, nbytes, label.module, label.source, decision, reason, runs, seconds, flops)
+    return Row(
+        name,
+        label.op,
+        shape,
+        dtype,
+        nbytes,
+        label.module,
+        label.source,
+        decision,
+        reason,
+        runs,
+        seconds,
+        flops,
+    )

@@ -31,20 +31,31 @@ class Joint:
     num_fwd_outputs: int
 
 
-def capture_joint(model_or_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Joint:
+def capture_joint(
+    model_or_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Joint:
     """Return the joint graph of ``model_or_fn(*args, **kwargs)``; nothing is executed.
 
     Raises :class:`CaptureError` if the model does not capture as one graph or has nothing to differentiate.
     """
     found: list[Joint] = []
 
-    def receive(joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any) -> Any:
+    def receive(
+        joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
+    ) -> Any:
         found.append(Joint(joint, num_fwd_outputs))
         leave_capture()
 
-    compile_graph = aot_autograd(fw_compiler=boxed, inference_compiler=boxed, partition_fn=receive, keep_inference_input_mutations=True)
+    compile_graph = aot_autograd(
+        fw_compiler=boxed,
+        inference_compiler=boxed,
+        partition_fn=receive,
+        keep_inference_input_mutations=True,
+    )
     if not callable(model_or_fn):
-        raise CaptureError(f"cannot plan {model_or_fn!r}: it is not callable. Give a module or a function.")
+        raise CaptureError(
+            f"cannot plan {model_or_fn!r}: it is not callable. Give a module or a function."
+        )
     with torch.enable_grad():
         capture_whole(model_or_fn, tuple(args), kwargs, compile_graph)
     if not found:
@@ -55,10 +66,15 @@ def capture_joint(model_or_fn: Callable[..., Any], args: Sequence[Any], kwargs: 
     return found[0]
 
 
-def is_on_meta(model_or_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def is_on_meta(
+    model_or_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> bool:
     """Return whether any parameter or input is on the meta device."""
     given = [*model_or_fn.parameters()] if isinstance(model_or_fn, torch.nn.Module) else []
-    return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in (*given, *pytree.tree_leaves((args, kwargs))))
+    return any(
+        isinstance(leaf, torch.Tensor) and leaf.is_meta
+        for leaf in (*given, *pytree.tree_leaves((args, kwargs)))
+    )
 
 
 def plan(
@@ -85,7 +101,9 @@ def plan(
     ()
     """
     # A model on the meta device may be far too large for this machine: its kernels are not tried out.
-    planner = planner_of(budget, policy, cost, measure_workspace=not is_on_meta(model_or_fn, args, kwargs))
+    planner = planner_of(
+        budget, policy, cost, measure_workspace=not is_on_meta(model_or_fn, args, kwargs)
+    )
     joint = capture_joint(model_or_fn, args, kwargs)
     normalize(joint.module)
     _, plan = planner.plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)

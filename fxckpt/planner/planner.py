@@ -71,7 +71,12 @@ class Planner:
         for plan in self.known:
             if plan.graph == lines:
                 fused = frozenset(n for n in joint.graph.nodes if n.name in plan.never_stored)
-                facts = collect(joint, num_fwd_outputs=num_fwd_outputs, cost=checked(FlopCost()), never_stored=fused)
+                facts = collect(
+                    joint,
+                    num_fwd_outputs=num_fwd_outputs,
+                    cost=checked(FlopCost()),
+                    never_stored=fused,
+                )
                 refuse_unknown_ops(plan, facts)
                 log_known(plan)
                 return facts, plan
@@ -81,12 +86,17 @@ class Planner:
         if self.budget is not None:
             warn_of_unbounded_sizes(joint.graph, self.budget)
         facts, cost = self.read(joint, num_fwd_outputs, bind_preferences=self.budget is None)
-        found = self.search(facts.program, lambda peak: budgets.resolve(self.budget, baseline_peak_bytes=peak, device=device))
+        found = self.search(
+            facts.program,
+            lambda peak: budgets.resolve(self.budget, baseline_peak_bytes=peak, device=device),
+        )
         budget_bytes, floor = found.limit, found.floor.simulation.peak_bytes
         if found.best is None:
             assert budget_bytes is not None
             raise infeasible(self.budget, budget_bytes, floor, found.baseline.simulation.peak_bytes)
-        described = build_plan(snapshot_of(joint.graph, facts), found, found.best, budget_bytes=budget_bytes, cost=cost)
+        described = build_plan(
+            snapshot_of(joint.graph, facts), found, found.best, budget_bytes=budget_bytes, cost=cost
+        )
         plan = replace(described, graph=lines)
         log_plan(plan, time.perf_counter() - begin)
         return facts, plan
@@ -121,7 +131,11 @@ class Planner:
 
         found = self.search.frontier(facts.program, limits, tick)
         step, lines = snapshot_of(joint.graph, facts), fingerprint(joint.graph)
-        made = (build_plan(step, f, f.best, budget_bytes=f.limit, cost=cost) for f in found if f.best is not None)
+        made = (
+            build_plan(step, f, f.best, budget_bytes=f.limit, cost=cost)
+            for f in found
+            if f.best is not None
+        )
         plans = tuple(replace(plan, graph=lines) for plan in made)
         log_frontier(plans, time.perf_counter() - begin)
         return plans
@@ -158,16 +172,22 @@ class Planner:
         """Return what measures the workspace of ops, each once."""
         return MeasuredWorkspace() if self.measure_workspace else no_workspace
 
-    def _decided(self, joint: fx.GraphModule, num_fwd_outputs: int) -> dict[fx.Node, CheckpointPolicy | None]:
+    def _decided(
+        self, joint: fx.GraphModule, num_fwd_outputs: int
+    ) -> dict[fx.Node, CheckpointPolicy | None]:
         """Return what the policy says of each op of the forward."""
         if self.policy is None:
             return {}
         facts = collect(joint, num_fwd_outputs=num_fwd_outputs, cost=checked(FlopCost()))
         values = values_of(facts)
         answers = decide_all(self.policy, values)
-        return {facts.op_node[value.node]: answer for value, answer in zip(values, answers, strict=True)}
+        return {
+            facts.op_node[value.node]: answer for value, answer in zip(values, answers, strict=True)
+        }
 
-    def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
+    def partition(
+        self, joint: fx.GraphModule, *, num_fwd_outputs: int
+    ) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
         """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is used up."""
         with _timed("normalize"):
             normalize(joint)
@@ -209,14 +229,18 @@ def _timed(what: str) -> Iterator[None]:
     log.debug("%s took %.1f ms", what, 1e3 * (time.perf_counter() - begin))
 
 
-def planner_of(budget: budgets.Budget, policy: Any, cost: str | CostModel, **options: Any) -> Planner:
+def planner_of(
+    budget: budgets.Budget, policy: Any, cost: str | CostModel, **options: Any
+) -> Planner:
     """Return the planner of what a user asked for; ``policy`` may be a plan, which is applied as it is. Raises :class:`FxckptError`."""
     budgets.validate(budget)
     resolve(cost, None)
     if not isinstance(policy, Plan):
         return Planner(budget=budget, policy=as_policy(policy), cost=cost, **options)
     if budget is not None:
-        raise InvalidOption(f"budget={budget!r} and a plan were given: a plan is applied as it is. Leave one of them out.")
+        raise InvalidOption(
+            f"budget={budget!r} and a plan were given: a plan is applied as it is. Leave one of them out."
+        )
     return Planner(cost=cost, known=(policy,), is_fixed=True, **options)
 
 
@@ -230,7 +254,9 @@ def warn_of_unbounded_sizes(graph: fx.Graph, budget: budgets.Budget) -> None:
         )
 
 
-def infeasible(budget: budgets.Budget, budget_bytes: int, floor_bytes: int, baseline_peak_bytes: int) -> BudgetInfeasible:
+def infeasible(
+    budget: budgets.Budget, budget_bytes: int, floor_bytes: int, baseline_peak_bytes: int
+) -> BudgetInfeasible:
     """Return the error for a budget below the floor."""
     return BudgetInfeasible(
         f"budget={budget!r} is {budget_bytes} bytes ({budgets.format_bytes(budget_bytes)}), below the least peak "

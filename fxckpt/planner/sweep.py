@@ -59,11 +59,15 @@ def frontier(
         )
     for budget in () if isinstance(points, int) else points:
         validate(budget)
-    planner = Planner(None, as_policy(policy), cost, measure_workspace=not is_on_meta(model_or_fn, args, kwargs))
+    planner = Planner(
+        None, as_policy(policy), cost, measure_workspace=not is_on_meta(model_or_fn, args, kwargs)
+    )
     joint = capture_joint(model_or_fn, args, kwargs)
     normalize(joint.module)
     with tqdm(total=count, desc="frontier", disable=None) as bar:
-        plans = planner.frontier(joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=points, tick=bar.update)
+        plans = planner.frontier(
+            joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=points, tick=bar.update
+        )
     return Frontier(plans)
 
 
@@ -73,14 +77,24 @@ def frontier_of(plan: Plan, points: int = 8) -> Frontier:
     Raises :class:`InvalidOption` for a plan that does not carry its step, and for fewer than 2 points.
     """
     if points < 2:
-        raise InvalidOption(f"points={points!r}: a frontier has at least 2 points, the floor and the uncheckpointed plan.")
+        raise InvalidOption(
+            f"points={points!r}: a frontier has at least 2 points, the floor and the uncheckpointed plan."
+        )
     step = snapshot_of_plan(plan)
     begin = time.perf_counter()
     with tqdm(total=points, desc="frontier", disable=None) as bar:
         found = PriceSearch().frontier(step.program, partial(evenly_spaced, points), bar.update)
-    made = (build_plan(step, f, f.best, budget_bytes=f.limit, cost=plan.cost) for f in found if f.best is not None)
+    made = (
+        build_plan(step, f, f.best, budget_bytes=f.limit, cost=plan.cost)
+        for f in found
+        if f.best is not None
+    )
     others = (replace(other, graph=plan.graph) for other in made)
-    apart = [other for other in others if (other.saved, other.schedule) != (plan.saved, plan.schedule)]
-    plans = tuple(sorted((*apart, plan), key=lambda p: (p.peak_bytes, p.budget_bytes or p.peak_bytes)))
+    apart = [
+        other for other in others if (other.saved, other.schedule) != (plan.saved, plan.schedule)
+    ]
+    plans = tuple(
+        sorted((*apart, plan), key=lambda p: (p.peak_bytes, p.budget_bytes or p.peak_bytes))
+    )
     log_frontier(plans, time.perf_counter() - begin)
     return Frontier(plans)

@@ -16,19 +16,37 @@ def log_plan(plan: Plan, seconds: float) -> None:
     """Log a plan that took ``seconds`` to make: its figures with INFO, its values with their reasons in words with DEBUG."""
     if log.isEnabledFor(logging.INFO):
         digest = plan.digest
-        log.info("plan %s of %s: %s, made in %s", digest, _graph(plan), _within(plan), format_seconds(seconds))
+        log.info(
+            "plan %s of %s: %s, made in %s",
+            digest,
+            _graph(plan),
+            _within(plan),
+            format_seconds(seconds),
+        )
         for name, figure in plan.explain().summary():
             log.info("plan %s: %s: %s", digest, name, figure)
     if log.isEnabledFor(logging.DEBUG):
         digest, shown = plan.digest, plan.explain()
         for row in shown.rows:
-            log.debug("plan %s: %s (%s, %s): %s", digest, row.name, row.module or "model", row.source or "no source", shown.why(row.name))
+            log.debug(
+                "plan %s: %s (%s, %s): %s",
+                digest,
+                row.name,
+                row.module or "model",
+                row.source or "no source",
+                shown.why(row.name),
+            )
 
 
 def log_frontier(plans: Sequence[Plan], seconds: float) -> None:
     """Log a frontier that took ``seconds`` to make: its plans with INFO, a line each."""
     if plans and log.isEnabledFor(logging.INFO):
-        log.info("frontier of %s: %d plans, made in %s", _graph(plans[0]), len(plans), format_seconds(seconds))
+        log.info(
+            "frontier of %s: %d plans, made in %s",
+            _graph(plans[0]),
+            len(plans),
+            format_seconds(seconds),
+        )
         for plan in plans:
             log.info("plan %s of the frontier: %s", plan.digest, _within(plan))
 
@@ -47,6 +65,8 @@ def _graph(plan: Plan) -> str:
 
 
 def _within(plan: Plan) -> str:
-    budget = "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
+    budget = (
+        "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
+    )
     runs = len(plan.schedule)
     return f"peak {format_bytes(plan.compiled_peak_bytes or plan.peak_bytes)}, {budget}, {runs} recompute{'' if runs == 1 else 's'}"

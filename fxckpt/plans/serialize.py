@@ -17,7 +17,9 @@ FORM = "fxckpt plan 1"
 def dump(plan: Plan, *, indent: int | None = None) -> str:
     """Return a plan as JSON text."""
     # The step is what a plan is drawn from, many times larger than what it decides: it stays behind.
-    figures = {name: value for name, value in asdict(replace(plan, step=None)).items() if name != "step"}
+    figures = {
+        name: value for name, value in asdict(replace(plan, step=None)).items() if name != "step"
+    }
     return json.dumps({"form": FORM, "checksum": _checksum(figures), **figures}, indent=indent)
 
 
@@ -26,17 +28,24 @@ def load(text: str) -> Plan:
     try:
         data = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidPlan(f"the text is not JSON: {error}. Give what plan.to_json() returned.") from error
+        raise InvalidPlan(
+            f"the text is not JSON: {error}. Give what plan.to_json() returned."
+        ) from error
     found = data.get("form") if isinstance(data, dict) else None
     if found != FORM:
         raise InvalidPlan(
             f"the text is of form {found!r}, this version of fxckpt reads {FORM!r}. Plan again, or read it with the version that wrote it."
         )
     try:
-        written, figures = data["checksum"], {key: value for key, value in data.items() if key not in ("form", "checksum")}
+        written, figures = (
+            data["checksum"],
+            {key: value for key, value in data.items() if key not in ("form", "checksum")},
+        )
         plan = _plan(figures)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise InvalidPlan(f"the text has the form {FORM!r}, but not its fields: {type(error).__name__}: {error}.") from error
+        raise InvalidPlan(
+            f"the text has the form {FORM!r}, but not its fields: {type(error).__name__}: {error}."
+        ) from error
     if written != (found := _checksum(figures)):
         raise InvalidPlan(
             f"the text was changed since it was written: its figures have the checksum {found}, and it says {written}. Plan again, with a policy "
@@ -51,13 +60,22 @@ def _checksum(figures: dict[str, Any]) -> str:
 
 def _plan(data: dict[str, Any]) -> Plan:
     rows = tuple(
-        Row(**{**row, "shape": tuple(row["shape"]), "decision": Decision(row["decision"]), "reason": Reason(row["reason"])})
+        Row(
+            **{
+                **row,
+                "shape": tuple(row["shape"]),
+                "decision": Decision(row["decision"]),
+                "reason": Reason(row["reason"]),
+            }
+        )
         for row in data["rows"]
     )
     schedule = tuple(Recompute(**run) for run in data["schedule"])
     # What a plan says since a later version than wrote it has a default.
     names = [f.name for f in fields(Plan) if f.name in data and f.name != "step"]
-    plain: dict[str, Any] = {n: tuple(data[n]) if isinstance(data[n], list) else data[n] for n in names}
+    plain: dict[str, Any] = {
+        n: tuple(data[n]) if isinstance(data[n], list) else data[n] for n in names
+    }
     if unknown := data.keys() - plain.keys():
         raise ValueError(f"unknown field {min(unknown)!r}")
     return Plan(**(plain | {"rows": rows, "schedule": schedule}))

@@ -58,10 +58,20 @@ class GraphSnapshot:
     @cached_property
     def owners(self) -> tuple[NodeLabel, ...]:
         """Per storage: the node that is saved where the storage is; for a generator state, the op that draws."""
-        found = {s: label for label in reversed(self.labels) if label.kind in (NodeKind.OP, NodeKind.PART) for s in label.storages}
+        found = {
+            s: label
+            for label in reversed(self.labels)
+            if label.kind in (NodeKind.OP, NodeKind.PART)
+            for s in label.storages
+        }
         # An op's parts are named apart: they come after it, and own what they show.
-        parts = {s: label for label in self.labels if label.kind is NodeKind.PART for s in label.storages}
-        return tuple((parts.get(s) or found.get(s) or self.by_name[_op_of(st.name)]) for s, st in enumerate(self.program.storages))
+        parts = {
+            s: label for label in self.labels if label.kind is NodeKind.PART for s in label.storages
+        }
+        return tuple(
+            (parts.get(s) or found.get(s) or self.by_name[_op_of(st.name)])
+            for s, st in enumerate(self.program.storages)
+        )
 
     @cached_property
     def storage_names(self) -> tuple[str, ...]:

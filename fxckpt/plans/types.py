@@ -109,7 +109,13 @@ class Plan:
     @property
     def digest(self) -> str:
         """A hash of the graph and of what is decided about it; equal on every machine, and by every way of capture, that decides the same."""
-        decided = (*self.graph, "saved", *self.saved, "runs again", *(f"{run.name} before {run.before}" for run in self.schedule))
+        decided = (
+            *self.graph,
+            "saved",
+            *self.saved,
+            "runs again",
+            *(f"{run.name} before {run.before}" for run in self.schedule),
+        )
         return hashlib.sha256("\n".join(decided).encode()).hexdigest()[:16]
 
     def to_json(self, *, indent: int | None = None) -> str:

@@ -36,7 +36,14 @@ from fxckpt.errors import InvalidOption
 from fxckpt.ops.classes import is_attention, is_matmul, is_pointwise
 from fxckpt.policies.base import Disjunction, FirstMatch, Policy, Value, coerces, decide_all
 from fxckpt.policies.segments import BlockBoundaries, Every, SqrtN
-from fxckpt.policies.selectors import ConstantPolicy, ModulesPolicy, NamesPolicy, OpClassPolicy, OpsPolicy, overload_name
+from fxckpt.policies.selectors import (
+    ConstantPolicy,
+    ModulesPolicy,
+    NamesPolicy,
+    OpClassPolicy,
+    OpsPolicy,
+    overload_name,
+)
 from fxckpt.policies.torch_form import FunctionPolicy
 from fxckpt.torch_private import HigherOrderOperator, OpOverload, overloads_of
 
@@ -62,11 +69,20 @@ __all__ = [
 ]
 
 MUST_SAVE, PREFER_SAVE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE
-MUST_RECOMPUTE, PREFER_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
+MUST_RECOMPUTE, PREFER_RECOMPUTE = (
+    CheckpointPolicy.MUST_RECOMPUTE,
+    CheckpointPolicy.PREFER_RECOMPUTE,
+)
 
 save_all: Policy = ConstantPolicy("save_all", PREFER_SAVE)
 recompute_all: Policy = ConstantPolicy("recompute_all", PREFER_RECOMPUTE)
-save_matmuls: Policy = OpClassPolicy("save_matmuls", is_matmul, MUST_SAVE, PREFER_RECOMPUTE, "no matrix product (mm, addmm, bmm, ...)")
+save_matmuls: Policy = OpClassPolicy(
+    "save_matmuls",
+    is_matmul,
+    MUST_SAVE,
+    PREFER_RECOMPUTE,
+    "no matrix product (mm, addmm, bmm, ...)",
+)
 save_attention: Policy = OpClassPolicy(
     "save_attention",
     is_attention,
@@ -74,7 +90,9 @@ save_attention: Policy = OpClassPolicy(
     PREFER_RECOMPUTE,
     "no attention in one kernel (scaled_dot_product_attention, flex_attention); attention of separate ops is saved by save('**.attn')",
 )
-recompute_pointwise: Policy = OpClassPolicy("recompute_pointwise", is_pointwise, PREFER_RECOMPUTE, PREFER_SAVE)
+recompute_pointwise: Policy = OpClassPolicy(
+    "recompute_pointwise", is_pointwise, PREFER_RECOMPUTE, PREFER_SAVE
+)
 sqrt_n: Policy = SqrtN()
 
 
@@ -84,7 +102,9 @@ def every(n: int, of: Any = None) -> Policy:
     ``every(2, of=save_matmuls)`` saves every second matrix product. Raises :class:`InvalidOption` for ``n`` below 1.
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise InvalidOption(f"every({n!r}): give a whole number from 1 up. every(1) saves all, every(2) half of the values.")
+        raise InvalidOption(
+            f"every({n!r}): give a whole number from 1 up. every(1) saves all, every(2) half of the values."
+        )
     return Every(n, None if of is None else as_part(of))
 
 
@@ -115,17 +135,23 @@ def save(*patterns: str) -> Policy:
 
 def recompute(*patterns: str) -> Policy:
     """Run again what the modules of these paths, and those inside them, make; leave the rest open. Paths are matched as in :func:`save`."""
-    return ModulesPolicy("recompute", _texts("recompute", patterns, "decoder.**.mlp.*"), MUST_RECOMPUTE)
+    return ModulesPolicy(
+        "recompute", _texts("recompute", patterns, "decoder.**.mlp.*"), MUST_RECOMPUTE
+    )
 
 
 def save_only(*names: str) -> Policy:
     """Save the values of these names (:func:`fxckpt.name`; globs are understood) and run the rest again."""
-    return NamesPolicy("save_only", _texts("save_only", names, "attn_out"), MUST_SAVE, PREFER_RECOMPUTE)
+    return NamesPolicy(
+        "save_only", _texts("save_only", names, "attn_out"), MUST_SAVE, PREFER_RECOMPUTE
+    )
 
 
 def save_any_except(*names: str) -> Policy:
     """Run the values of these names (:func:`fxckpt.name`; globs are understood) again and save the rest."""
-    return NamesPolicy("save_any_except", _texts("save_any_except", names, "attn_out"), MUST_RECOMPUTE, PREFER_SAVE)
+    return NamesPolicy(
+        "save_any_except", _texts("save_any_except", names, "attn_out"), MUST_RECOMPUTE, PREFER_SAVE
+    )
 
 
 def first_match(*policies: Any) -> Policy:
@@ -166,10 +192,17 @@ def as_policy(policy: Any) -> Policy | None:
             # A list is often written for several machines, whose kernels differ: what a graph does not have is no error, as torch has it.
             return OpsPolicy(_op_names("policy", policy), is_strict=False)
         return functools.reduce(Disjunction, [as_part(part) for part in policy if part is not None])
-    if isinstance(policy, functools.partial) and policy.func is create_selective_checkpoint_contexts:
-        return as_policy(policy.args[0] if policy.args else policy.keywords.get("policy_fn_or_list"))
+    if (
+        isinstance(policy, functools.partial)
+        and policy.func is create_selective_checkpoint_contexts
+    ):
+        return as_policy(
+            policy.args[0] if policy.args else policy.keywords.get("policy_fn_or_list")
+        )
     if (example := next((text for maker, text in MAKERS if policy is maker), None)) is not None:
-        raise InvalidOption(f"policy={policy.__name__} makes policies, and is none itself: call it, as in policy={example}.")
+        raise InvalidOption(
+            f"policy={policy.__name__} makes policies, and is none itself: call it, as in policy={example}."
+        )
     if callable(policy) and not isinstance(policy, type) and not _is_op(policy):
         return FunctionPolicy(policy)
     raise InvalidOption(f"policy={policy!r} is not a policy. {_hint(policy)}{FORMS}")
@@ -210,7 +243,9 @@ def _hint(policy: Any) -> str:
 
 def _texts(maker: str, patterns: tuple[Any, ...], example: str) -> tuple[str, ...]:
     if not patterns or not all(isinstance(p, str) and p for p in patterns):
-        raise InvalidOption(f"{maker}({', '.join(map(repr, patterns))}): give one or more texts. Example: {maker}({example!r}).")
+        raise InvalidOption(
+            f"{maker}({', '.join(map(repr, patterns))}): give one or more texts. Example: {maker}({example!r})."
+        )
     return patterns
 
 
@@ -221,11 +256,15 @@ def _op_names(maker: str, ops: Any) -> tuple[str, ...]:
         if isinstance(op, HigherOrderOperator):
             names[op.name()] = None
         elif not overloads:
-            raise InvalidOption(f"{maker}: {op!r} is not an op. Give torch.ops.<namespace>.<name>, for example torch.ops.aten.mm.")
+            raise InvalidOption(
+                f"{maker}: {op!r} is not an op. Give torch.ops.<namespace>.<name>, for example torch.ops.aten.mm."
+            )
         elif isinstance(op, OpOverload):
             names[overload_name(op)] = None
         else:
             names[overload_name(overloads[0]).rpartition(".")[0]] = None
     if not names:
-        raise InvalidOption(f"{maker}() needs at least one op. Example: save_ops(torch.ops.aten.mm).")
+        raise InvalidOption(
+            f"{maker}() needs at least one op. Example: save_ops(torch.ops.aten.mm)."
+        )
     return tuple(names)

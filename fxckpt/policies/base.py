@@ -242,7 +242,9 @@ class FirstMatch(Policy):
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """The first answer there is."""
-        return next((answer for p in self.policies if (answer := p.decide(value)) is not None), None)
+        return next(
+            (answer for p in self.policies if (answer := p.decide(value)) is not None), None
+        )
 
     @property
     def needs_graph(self) -> bool:
@@ -303,7 +305,9 @@ class BoundPolicy(Policy):
         return repr(self.policy)
 
 
-def refuse_clash(first: tuple[Policy, CheckpointPolicy], second: tuple[Policy, CheckpointPolicy], value: Value) -> None:
+def refuse_clash(
+    first: tuple[Policy, CheckpointPolicy], second: tuple[Policy, CheckpointPolicy], value: Value
+) -> None:
     """Raise :class:`PolicyConflict` for two MUSTs that oppose each other."""
     (a, answer), (b, other) = first, second
     if answer in MUST and other in MUST and answer is not other:

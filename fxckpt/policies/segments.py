@@ -47,7 +47,10 @@ class SqrtN(_OfSequence):
         boundaries: list[int] = []
         for k in range(1, spans):
             even, slack = round(k * n / spans), max(0, math.ceil(n / spans / 2) - 1)
-            places = range(max(even - slack, boundaries[-1] + 1 if boundaries else 1), min(even + slack, n - 1) + 1)
+            places = range(
+                max(even - slack, boundaries[-1] + 1 if boundaries else 1),
+                min(even + slack, n - 1) + 1,
+            )
             if places:
                 boundaries.append(min(places, key=lambda i, even=even: (width[i], abs(i - even))))  # type: ignore[misc]
         saved = [any(i < place <= last for place in boundaries) for i, last in enumerate(last_read)]
@@ -66,7 +69,11 @@ class Every(_OfSequence):
 
     def bind(self, values: Sequence[Value]) -> Policy:
         """Count."""
-        counted = [answer in SAVE for answer in decide_all(self.of, values)] if self.of is not None else [True] * len(values)
+        counted = (
+            [answer in SAVE for answer in decide_all(self.of, values)]
+            if self.of is not None
+            else [True] * len(values)
+        )
         count, answers = 0, []
         for counts in counted:
             count += counts
@@ -93,9 +100,26 @@ class BlockBoundaries(_OfSequence):
     def bind(self, values: Sequence[Value]) -> Policy:
         """Find the blocks."""
         refuse_unmatched_modules(self, self.patterns, values)
-        blocks = [next((m for p in self.patterns if (m := matched_module(value.module, p)) is not None), None) for value in values]
-        leaves = {read for value, block in zip(values, blocks, strict=True) for read in value.reads if blocks[read] != block}
-        return BoundPolicy(self, tuple(None if block is None else SAVED if i in leaves else AGAIN for i, block in enumerate(blocks)))
+        blocks = [
+            next(
+                (m for p in self.patterns if (m := matched_module(value.module, p)) is not None),
+                None,
+            )
+            for value in values
+        ]
+        leaves = {
+            read
+            for value, block in zip(values, blocks, strict=True)
+            for read in value.reads
+            if blocks[read] != block
+        }
+        return BoundPolicy(
+            self,
+            tuple(
+                None if block is None else SAVED if i in leaves else AGAIN
+                for i, block in enumerate(blocks)
+            ),
+        )
 
     def without_match(self, values: Sequence[Value]) -> Policy:
         """Leave all open."""

@@ -48,7 +48,9 @@ class OpClassPolicy(Policy):
     def bind(self, values: Sequence[Value]) -> Policy:
         """Raise :class:`PolicyMatchesNothing` if no op is of the kind."""
         if self.expects and not any(self.selects(value.op) for value in values):
-            raise PolicyMatchesNothing(f"{self!r} finds {self.expects}. The graph's ops: {_listed(op_labels(values))}.")
+            raise PolicyMatchesNothing(
+                f"{self!r} finds {self.expects}. The graph's ops: {_listed(op_labels(values))}."
+            )
         return self
 
     def __repr__(self) -> str:
@@ -66,13 +68,19 @@ class OpsPolicy(Policy):
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """MUST_SAVE for the ops, PREFER_RECOMPUTE for the rest."""
-        return CheckpointPolicy.MUST_SAVE if self._selects(value.op) else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if self._selects(value.op)
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     def bind(self, values: Sequence[Value]) -> Policy:
         """Raise :class:`PolicyMatchesNothing` if none of the ops is in the graph."""
         if self.is_strict and not any(self._selects(value.op) for value in values):
             known = op_labels(values)
-            raise PolicyMatchesNothing(f"{self!r} matches no op of the graph. {did_you_mean(self.labels, known)}")
+            raise PolicyMatchesNothing(
+                f"{self!r} matches no op of the graph. {did_you_mean(self.labels, known)}"
+            )
         return self
 
     @property
@@ -103,7 +111,11 @@ class ModulesPolicy(Policy):
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """The answer if the value was made in one of the modules."""
-        return self.answer if any(matched_module(value.module, p) is not None for p in self.patterns) else None
+        return (
+            self.answer
+            if any(matched_module(value.module, p) is not None for p in self.patterns)
+            else None
+        )
 
     def bind(self, values: Sequence[Value]) -> Policy:
         """Raise :class:`PolicyMatchesNothing` for a pattern that no module fits."""
@@ -130,7 +142,11 @@ class NamesPolicy(Policy):
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """The answer for the value's name."""
-        return self.answer if any(fits(name, p) for name in value.names for p in self.patterns) else self.rest
+        return (
+            self.answer
+            if any(fits(name, p) for name in value.names for p in self.patterns)
+            else self.rest
+        )
 
     def bind(self, values: Sequence[Value]) -> Policy:
         """Raise :class:`PolicyMatchesNothing` for a name that no value has."""
@@ -144,7 +160,11 @@ class NamesPolicy(Policy):
                     f"{self!r}: {pattern!r} names an input of the graph (an argument, a parameter or a buffer, or a view of one). It is alive "
                     "whatever is planned: there is nothing to save and nothing to run again. Leave the name out."
                 )
-            hint = did_you_mean([pattern], known) if known else "No value has a name: call fxckpt.name(t, 'attn_out') in the model."
+            hint = (
+                did_you_mean([pattern], known)
+                if known
+                else "No value has a name: call fxckpt.name(t, 'attn_out') in the model."
+            )
             raise PolicyMatchesNothing(f"{self!r}: no value is named {pattern!r}. {hint}")
         return self
 
@@ -160,7 +180,12 @@ def overload_name(op: Any) -> str:
 
 def op_labels(values: Iterable[Value]) -> list[str]:
     """Return the ops of a graph as ``torch.ops`` spells them, without the overload, sorted."""
-    return sorted({overload_name(value.op).rpartition(".")[0].replace("::", ".") or str(value.op) for value in values})
+    return sorted(
+        {
+            overload_name(value.op).rpartition(".")[0].replace("::", ".") or str(value.op)
+            for value in values
+        }
+    )
 
 
 def matched_module(path: str, pattern: str) -> str | None:
@@ -174,7 +199,9 @@ def matched_module(path: str, pattern: str) -> str | None:
     'decoder.blocks.0.mlp'
     """
     parts, wanted = path.split(".") if path else [], pattern.split(".")
-    return next((".".join(parts[:n]) for n in range(1, len(parts) + 1) if _fits(parts[:n], wanted)), None)
+    return next(
+        (".".join(parts[:n]) for n in range(1, len(parts) + 1) if _fits(parts[:n], wanted)), None
+    )
 
 
 def _fits(parts: list[str], wanted: list[str]) -> bool:
@@ -186,17 +213,27 @@ def _fits(parts: list[str], wanted: list[str]) -> bool:
     return bool(parts) and fits(parts[0], head) and _fits(parts[1:], rest)
 
 
-def refuse_unmatched_modules(policy: Policy, patterns: Sequence[str], values: Sequence[Value]) -> None:
+def refuse_unmatched_modules(
+    policy: Policy, patterns: Sequence[str], values: Sequence[Value]
+) -> None:
     """Raise :class:`PolicyMatchesNothing` for a pattern that no module of the values fits."""
     paths = {value.module for value in values}
     for pattern in patterns:
         if any(matched_module(path, pattern) is not None for path in paths):
             continue
-        raise PolicyMatchesNothing(f"{policy!r}: no module that computes fits {pattern!r}. {_nearest_modules(pattern, paths)}")
+        raise PolicyMatchesNothing(
+            f"{policy!r}: no module that computes fits {pattern!r}. {_nearest_modules(pattern, paths)}"
+        )
 
 
 def _nearest_modules(pattern: str, paths: set[str]) -> str:
-    known = {".".join(parts[:n]) for path in paths if path for parts in [path.split(".")] for n in range(1, len(parts) + 1)}
+    known = {
+        ".".join(parts[:n])
+        for path in paths
+        if path
+        for parts in [path.split(".")]
+        for n in range(1, len(parts) + 1)
+    }
     if not known:
         return (
             "The graph says of no op which module made it. Give the module itself, or a graph of symbolic_trace, export or Dynamo, "
@@ -205,7 +242,9 @@ def _nearest_modules(pattern: str, paths: set[str]) -> str:
     if any(matched_module(path, f"**.{pattern}") is not None for path in paths):
         return f"Paths begin at the model: did you mean '**.{pattern}'?"
     # Layers differ by their number only: one pattern stands for all of them.
-    return did_you_mean([pattern], sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in known}))
+    return did_you_mean(
+        [pattern], sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in known})
+    )
 
 
 def did_you_mean(asked: Sequence[str], known: Sequence[str]) -> str:
@@ -214,7 +253,9 @@ def did_you_mean(asked: Sequence[str], known: Sequence[str]) -> str:
     >>> did_you_mean(["layers.*.atn"], ["layers.*.attn", "layers.*.mlp", "head"])
     "Did you mean 'layers.*.attn', 'layers.*.mlp'?"
     """
-    close = dict.fromkeys(match for name in asked for match in difflib.get_close_matches(name, known, n=3, cutoff=0.5))
+    close = dict.fromkeys(
+        match for name in asked for match in difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    )
     if close:
         return f"Did you mean {', '.join(map(repr, close))}?"
     return f"There are {_listed(known)}." if known else "There are none at all."

@@ -64,7 +64,9 @@ class AskedByOp:
 
     policy: Policy
 
-    def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(
+        self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
         """What the policy says of the op; what it leaves open is run again, as torch has it."""
         output = policy_output(ctx)
         first = output[0] if isinstance(output, (tuple, list)) and output else output

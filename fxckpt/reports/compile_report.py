@@ -21,14 +21,20 @@ class Break:
 
     def __str__(self) -> str:
         where = f"graph {self.graph}" if self.graph else "a graph without a backward"
-        held = f", and its outputs, {format_bytes(self.bytes)}, are held until its backward" if self.bytes else ""
+        held = (
+            f", and its outputs, {format_bytes(self.bytes)}, are held until its backward"
+            if self.bytes
+            else ""
+        )
         at = f" at {self.source}" if self.source else ""
         return f"graph break: {where} ends{at} ({self.reason}): nothing is planned across it{held}"
 
 
 def outputs_bytes(plan: Plan) -> int:
     """Return the bytes of what the forward of a plan returns."""
-    return 0 if plan.step is None else sum(s.bytes for s in plan.step.program.storages if s.is_output)
+    return (
+        0 if plan.step is None else sum(s.bytes for s in plan.step.program.storages if s.is_output)
+    )
 
 
 @dataclass(frozen=True)
@@ -50,4 +56,6 @@ class Report:
             f"no graph break was seen between these {count} graphs, and each has the whole budget. If they are parts of one step, Dynamo left the "
             "function that calls them to Python: TORCH_LOGS=graph_breaks says where."
         )
-        return "\n\n".join((*graphs, *map(str, self.breaks), *([apart] if count > 1 and not self.breaks else [])))
+        return "\n\n".join(
+            (*graphs, *map(str, self.breaks), *([apart] if count > 1 and not self.breaks else []))
+        )

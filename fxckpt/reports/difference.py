@@ -49,9 +49,18 @@ class Difference:
         """Return the figures that change as (name, text)."""
         a, b = self.before, self.after
         return [
-            ("peak", f"{format_bytes(a.peak_bytes)} -> {format_bytes(b.peak_bytes)} ({_signed(b.peak_bytes - a.peak_bytes)})"),
-            ("saved", f"{format_bytes(a.saved_bytes)} -> {format_bytes(b.saved_bytes)} ({_signed(b.saved_bytes - a.saved_bytes)})"),
-            ("extra time", f"{format_seconds(a.recompute_seconds)} -> {format_seconds(b.recompute_seconds)}"),
+            (
+                "peak",
+                f"{format_bytes(a.peak_bytes)} -> {format_bytes(b.peak_bytes)} ({_signed(b.peak_bytes - a.peak_bytes)})",
+            ),
+            (
+                "saved",
+                f"{format_bytes(a.saved_bytes)} -> {format_bytes(b.saved_bytes)} ({_signed(b.saved_bytes - a.saved_bytes)})",
+            ),
+            (
+                "extra time",
+                f"{format_seconds(a.recompute_seconds)} -> {format_seconds(b.recompute_seconds)}",
+            ),
             ("changed", f"{len(self.rows)} values"),
         ]
 
@@ -78,7 +87,11 @@ def diff(before: Plan, after: Plan) -> Difference:
     step = before.step or after.step
     before, after = replace(before, step=step), replace(after, step=step)
     old, new = ({row.name: row for row in plan.rows} for plan in (before, after))
-    changed = [(old.get(n), new.get(n)) for n in dict.fromkeys((*old, *new)) if _said(old.get(n)) != _said(new.get(n))]
+    changed = [
+        (old.get(n), new.get(n))
+        for n in dict.fromkeys((*old, *new))
+        if _said(old.get(n)) != _said(new.get(n))
+    ]
     return Difference(before, after, tuple(sorted(changed, key=lambda pair: -_bytes(*pair))))
 
 

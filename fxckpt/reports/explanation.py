@@ -63,7 +63,11 @@ class Explanation:
 
     def top(self, count: int) -> Explanation:
         """Return the explanation with its first ``count`` rows: the largest, unless it was sorted otherwise."""
-        return replace(self, rows=self.rows[: max(0, count)], inputs=self.inputs if count >= len(self.rows) else ())
+        return replace(
+            self,
+            rows=self.rows[: max(0, count)],
+            inputs=self.inputs if count >= len(self.rows) else (),
+        )
 
     def sort(self, key: str) -> Explanation:
         """Return the explanation with its rows in another order, one of :data:`KEYS`. Raises :class:`InvalidOption` for any other."""
@@ -98,13 +102,21 @@ class Explanation:
             and (because is None or row.reason is because)
             and row.bytes >= least_bytes
         )
-        leaves_inputs = wanted is not Decision.RECOMPUTED and module is op is because is None and least_bytes <= 0
-        inputs = tuple(i for i in self.inputs if leaves_inputs and (name is None or fits(i.name, name)))
+        leaves_inputs = (
+            wanted is not Decision.RECOMPUTED
+            and module is op is because is None
+            and least_bytes <= 0
+        )
+        inputs = tuple(
+            i for i in self.inputs if leaves_inputs and (name is None or fits(i.name, name))
+        )
         return replace(self, rows=kept, inputs=inputs)
 
     def by_module(self, depth: int | None = None) -> Table:
         """Return bytes and time by module, the largest first; ``depth`` cuts paths to so many parts."""
-        return _grouped("module", self.rows, lambda row: ".".join(row.module.split(".")[:depth]) or "(model)")
+        return _grouped(
+            "module", self.rows, lambda row: ".".join(row.module.split(".")[:depth]) or "(model)"
+        )
 
     def by_op(self) -> Table:
         """Return bytes and time by op, the largest first."""
@@ -112,7 +124,9 @@ class Explanation:
 
     def by_reason(self) -> Table:
         """Return bytes and time by reason, the largest first."""
-        return _grouped("reason", self.rows, lambda row: f"{row.decision.value}: {row.reason.value}")
+        return _grouped(
+            "reason", self.rows, lambda row: f"{row.decision.value}: {row.reason.value}"
+        )
 
     def why(self, name: str) -> str:
         """Return the reason for one value as a sentence. Raises :class:`InvalidOption` for a name the plan does not decide about."""
@@ -125,7 +139,9 @@ class Explanation:
     def _row(self, name: str) -> Row:
         if not isinstance(name, str):
             example = next((row.name for row in self.plan.rows), "addmm")
-            raise InvalidOption(f"{name!r} is not the name of a value, which is a string. Example: {example!r}.")
+            raise InvalidOption(
+                f"{name!r} is not the name of a value, which is a string. Example: {example!r}."
+            )
         found = next((row for row in self.plan.rows if row.name == name), None)
         if found is None:
             near = [row.name for row in self.plan.rows if name in row.name][:5]
@@ -142,10 +158,24 @@ class Explanation:
 
         Of an explanation that was filtered: what is left of it.
         """
-        rows = sorted((r for r in self.rows if r.decision is Decision.SAVED), key=lambda row: -row.bytes)
+        rows = sorted(
+            (r for r in self.rows if r.decision is Decision.SAVED), key=lambda row: -row.bytes
+        )
         return SavedValues(
-            tuple(SavedValue(format_shape(r.dtype, r.shape), r.bytes, _origin(r), r.source, r.module) for r in rows)
-            + tuple(SavedValue(format_shape(i.dtype, i.shape), 0, f"from the input {i.name}", i.source, i.module) for i in self.inputs)
+            tuple(
+                SavedValue(format_shape(r.dtype, r.shape), r.bytes, _origin(r), r.source, r.module)
+                for r in rows
+            )
+            + tuple(
+                SavedValue(
+                    format_shape(i.dtype, i.shape),
+                    0,
+                    f"from the input {i.name}",
+                    i.source,
+                    i.module,
+                )
+                for i in self.inputs
+            )
         )
 
     def gap(self) -> str:
@@ -171,15 +201,37 @@ class Explanation:
         budget = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
         return [
             ("peak", format_bytes(plan.peak_bytes)),
-            *([] if plan.compiled_peak_bytes is None else [("peak as compiled", format_bytes(plan.compiled_peak_bytes))]),
+            *(
+                []
+                if plan.compiled_peak_bytes is None
+                else [("peak as compiled", format_bytes(plan.compiled_peak_bytes))]
+            ),
             ("budget", budget),
             ("uncheckpointed peak", format_bytes(plan.baseline_peak_bytes)),
-            ("floor (least peak found)", f"{format_bytes(plan.floor_bytes)}; no plan is below {format_bytes(plan.floor_bound_bytes)}"),
-            ("saved for the backward", f"{format_bytes(plan.saved_bytes)} in {len(plan.saved)} values"),
-            ("runs again", f"{len(plan.schedule)} runs of {len(plan.recomputed)} ops, {format_flops(plan.recompute_flops)}"),
-            ("extra time", f"{format_seconds(plan.recompute_seconds)}, {share:.1%} of the step (cost model: {plan.cost})"),
-            ("least possible extra time", f"{format_seconds(plan.lower_bound_seconds)}: {self.gap()}"),
-            ("price of memory", f"{format_seconds(plan.price)} a MiB at the margin; the next 100 MiB save {self.next_100_mib()}"),
+            (
+                "floor (least peak found)",
+                f"{format_bytes(plan.floor_bytes)}; no plan is below {format_bytes(plan.floor_bound_bytes)}",
+            ),
+            (
+                "saved for the backward",
+                f"{format_bytes(plan.saved_bytes)} in {len(plan.saved)} values",
+            ),
+            (
+                "runs again",
+                f"{len(plan.schedule)} runs of {len(plan.recomputed)} ops, {format_flops(plan.recompute_flops)}",
+            ),
+            (
+                "extra time",
+                f"{format_seconds(plan.recompute_seconds)}, {share:.1%} of the step (cost model: {plan.cost})",
+            ),
+            (
+                "least possible extra time",
+                f"{format_seconds(plan.lower_bound_seconds)}: {self.gap()}",
+            ),
+            (
+                "price of memory",
+                f"{format_seconds(plan.price)} a MiB at the margin; the next 100 MiB save {self.next_100_mib()}",
+            ),
         ]
 
     def table(self) -> Table:
@@ -192,7 +244,10 @@ class Explanation:
             readers = self._reasons.readers(row.name)
             return " ".join((*readers.recompute, *readers.backward))
 
-        return Table(COLUMNS, tuple((*_cells(row), self._reasons.why(row), backward(row)) for row in self.rows))
+        return Table(
+            COLUMNS,
+            tuple((*_cells(row), self._reasons.why(row), backward(row)) for row in self.rows),
+        )
 
     def to_markdown(self) -> str:
         """Return the figures and the rows as Markdown."""
@@ -216,14 +271,22 @@ class Explanation:
         return f"... and {hidden} more values" if hidden > 0 else ""
 
     def __str__(self) -> str:
-        parts = [tabulate(self.summary(), tablefmt="plain"), memory_bar(self.plan), str(_plain_table(self.rows)), self._hidden()]
+        parts = [
+            tabulate(self.summary(), tablefmt="plain"),
+            memory_bar(self.plan),
+            str(_plain_table(self.rows)),
+            self._hidden(),
+        ]
         return "\n\n".join(filter(None, parts))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self.top(20)))
 
     def _repr_html_(self) -> str:
-        figures = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in self.summary())
+        figures = "".join(
+            f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>"
+            for name, text in self.summary()
+        )
         bar = html.escape(memory_bar(self.plan))
         shown = self.top(20)
         table = _plain_table(shown.rows).to_html()
@@ -282,18 +345,24 @@ def _reason(reason: Reason | str) -> Reason:
         return Reason(reason)
     except ValueError:
         known = ", ".join(r.name for r in Reason)
-        raise InvalidOption(f"filter(reason={reason!r}): there is no such reason. Give one of fxckpt.Reason: {known}.") from None
+        raise InvalidOption(
+            f"filter(reason={reason!r}): there is no such reason. Give one of fxckpt.Reason: {known}."
+        ) from None
 
 
 def _decision(given: Decision | str) -> Decision:
     try:
         return Decision(given)
     except ValueError:
-        raise InvalidOption(f"decision={given!r}: a value is {' or '.join(repr(d.value) for d in Decision)}.") from None
+        raise InvalidOption(
+            f"decision={given!r}: a value is {' or '.join(repr(d.value) for d in Decision)}."
+        ) from None
 
 
 def _origin(row: Row) -> str:
-    return f"generator state of {row.op}" if row.reason is Reason.RNG_STATE else f"output of {row.op}"
+    return (
+        f"generator state of {row.op}" if row.reason is Reason.RNG_STATE else f"output of {row.op}"
+    )
 
 
 def _grouped(what: str, rows: Iterable[Row], key: Callable[[Row], str]) -> Table:

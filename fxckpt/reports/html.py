@@ -42,7 +42,9 @@ SCRIPTS = (
 STYLES = ("vendor/uPlot.min.css", "page.css")
 
 
-def write(plans: Sequence[Plan], path: str | Path, *, chosen: int = 0, title: str = "fxckpt") -> Path:
+def write(
+    plans: Sequence[Plan], path: str | Path, *, chosen: int = 0, title: str = "fxckpt"
+) -> Path:
     """Write the page of ``plans``, all of one step, the one at ``chosen`` shown first; return its path.
 
     Raises :class:`fxckpt.InvalidOption` for plans of different graphs, and for plans that do not carry their step.
@@ -55,7 +57,9 @@ def write(plans: Sequence[Plan], path: str | Path, *, chosen: int = 0, title: st
 
 def render(plans: Sequence[Plan], *, chosen: int = 0, title: str = "fxckpt") -> str:
     """Return the page of ``plans`` as text."""
-    packed = base64.b64encode(gzip.compress(json.dumps(data(plans, chosen), separators=(",", ":")).encode(), 6, mtime=0)).decode()
+    packed = base64.b64encode(
+        gzip.compress(json.dumps(data(plans, chosen), separators=(",", ":")).encode(), 6, mtime=0)
+    ).decode()
     template = _asset("page.html")
     parts = {
         "TITLE": html.escape(title),
@@ -69,7 +73,11 @@ def render(plans: Sequence[Plan], *, chosen: int = 0, title: str = "fxckpt") -> 
 
 
 def _asset(name: str) -> str:
-    return resources.files("fxckpt.reports").joinpath("web", *name.split("/")).read_text(encoding="utf-8")
+    return (
+        resources.files("fxckpt.reports")
+        .joinpath("web", *name.split("/"))
+        .read_text(encoding="utf-8")
+    )
 
 
 def data(plans: Sequence[Plan], chosen: int = 0) -> dict[str, Any]:
@@ -81,7 +89,9 @@ def data(plans: Sequence[Plan], chosen: int = 0) -> dict[str, Any]:
         )
     return {
         "nodes": _nodes(step),
-        "holders": [{"name": h.value, "label": LOOKS[h].label, "color": LOOKS[h].color} for h in HOLDERS],
+        "holders": [
+            {"name": h.value, "label": LOOKS[h].label, "color": LOOKS[h].color} for h in HOLDERS
+        ],
         "plans": [_plan(step, plan) for plan in plans],
         "chosen": chosen,
     }
@@ -114,7 +124,10 @@ def _nodes(step: GraphSnapshot) -> dict[str, Any]:
         "op": [texts(label.op) for label in step.labels],
         "module": [texts(label.module) for label in step.labels],
         "source": [texts(label.source) for label in step.labels],
-        "type": [texts(format_shape(label.dtype, label.shape) if label.dtype else "") for label in step.labels],
+        "type": [
+            texts(format_shape(label.dtype, label.shape) if label.dtype else "")
+            for label in step.labels
+        ],
         "inputs": [label.inputs for label in step.labels],
         "storages": [label.storages for label in step.labels],
         "backward": [int(label.is_backward) for label in step.labels],
@@ -142,14 +155,19 @@ def _plan(step: GraphSnapshot, plan: Plan) -> dict[str, Any]:
     position = {label.name: i for i, label in enumerate(step.labels)}
     words = Narrator(plan)
     share = plan.recompute_seconds / plan.step_seconds if plan.step_seconds else 0.0
-    budget = "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
+    budget = (
+        "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
+    )
     return {
         "title": f"{budget}: peak {format_bytes(plan.peak_bytes)}, {share:+.1%} time",
         "figures": explain(plan).summary(),
         "budget": plan.budget_bytes,
         "peak": plan.peak_bytes,
         "seconds": format_seconds(plan.recompute_seconds),
-        "rows": {row.name: [int(row.decision is Decision.RECOMPUTED), row.runs, words.why(row)] for row in plan.rows},
+        "rows": {
+            row.name: [int(row.decision is Decision.RECOMPUTED), row.runs, words.why(row)]
+            for row in plan.rows
+        },
         "ops": [position.get(m.op.name, -1) for m in order],
         "again": _runs(m.is_again for m in order),
         "forward": plan.forward_ops,

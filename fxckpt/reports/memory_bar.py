@@ -14,12 +14,23 @@ def memory_bar(plan: Plan, width: int = 72, height: int = 8) -> str:
         return "(no memory profile)"
     steps = len(plan.profile)
     width = min(width, steps)
-    columns = [max(plan.profile[i * steps // width : max((i + 1) * steps // width, i * steps // width + 1)]) for i in range(width)]
-    top = max(plan.peak_bytes, plan.budget_bytes or 0, 1) if (plan.budget_bytes or 0) < 2 * plan.peak_bytes else max(plan.peak_bytes, 1)
+    columns = [
+        max(
+            plan.profile[i * steps // width : max((i + 1) * steps // width, i * steps // width + 1)]
+        )
+        for i in range(width)
+    ]
+    top = (
+        max(plan.peak_bytes, plan.budget_bytes or 0, 1)
+        if (plan.budget_bytes or 0) < 2 * plan.peak_bytes
+        else max(plan.peak_bytes, 1)
+    )
     lines = []
     for level in range(height, 0, -1):
         line = "".join(_block(value / top * height - (level - 1)) for value in columns)
-        at_budget = plan.budget_bytes is not None and level - 1 < plan.budget_bytes / top * height <= level
+        at_budget = (
+            plan.budget_bytes is not None and level - 1 < plan.budget_bytes / top * height <= level
+        )
         if at_budget:
             line = line.replace(" ", "-")
         label = format_bytes(top * level / height)

@@ -95,7 +95,12 @@ class Narrator:
         program = self.step.program
         chain = self.chain(storage)
         names = self.step.storage_names
-        read = dict.fromkeys(s for op in chain.ops for s in op.reads if s in self._at_hand and program.storages[s].producer >= 0)
+        read = dict.fromkeys(
+            s
+            for op in chain.ops
+            for s in op.reads
+            if s in self._at_hand and program.storages[s].producer >= 0
+        )
         return tuple(names[s] for s in read)
 
     def readers(self, name: str) -> Readers:
@@ -104,7 +109,9 @@ class Narrator:
         label = step.by_name.get(name)
         held = label.storages if label is not None else (step.storage_index[name],)
         read_by = dict.fromkeys(op.name for s in held for op in step.readers[s])
-        drawing = [op.name for op in step.program.ops if op.rng_state is not None and op.rng_state in held]
+        drawing = [
+            op.name for op in step.program.ops if op.rng_state is not None and op.rng_state in held
+        ]
         forward = tuple(n for n in read_by if n in step.op_index)
         return Readers(
             forward,
@@ -116,7 +123,9 @@ class Narrator:
         """Return the reason of a row as a sentence."""
         if self.plan.step is None:
             return f"{row.decision.value}: {row.reason.value}"
-        words = self._why_saved(row) if row.decision is Decision.SAVED else self._why_recomputed(row)
+        words = (
+            self._why_saved(row) if row.decision is Decision.SAVED else self._why_recomputed(row)
+        )
         return f"{row.decision.value}: {words}"
 
     def _why_saved(self, row: Row) -> str:
@@ -131,11 +140,17 @@ class Narrator:
             return f"recomputing it needs more than {LONGEST_CHAIN} ops, to free {format_bytes(row.bytes)}"
         needs = f"recomputing it needs {self._named(chain.ops)}"
         if chain.barred is not None:
-            return (
-                f"{needs}, of which {chain.barred.name} must not run twice ({chain.barred.no_recompute}); holds {format_bytes(row.bytes)}"
-            )
-        needs += f"{' and' if len(chain.ops) == 1 else ','} {format_flops(chain.flops)}" if chain.flops else ""
-        rate = f" ({format_seconds(chain.seconds / (row.bytes / 2**20))} a MiB)" if row.bytes and chain.seconds else ""
+            return f"{needs}, of which {chain.barred.name} must not run twice ({chain.barred.no_recompute}); holds {format_bytes(row.bytes)}"
+        needs += (
+            f"{' and' if len(chain.ops) == 1 else ','} {format_flops(chain.flops)}"
+            if chain.flops
+            else ""
+        )
+        rate = (
+            f" ({format_seconds(chain.seconds / (row.bytes / 2**20))} a MiB)"
+            if row.bytes and chain.seconds
+            else ""
+        )
         return f"{needs}; costs {format_seconds(chain.seconds)} to free {format_bytes(row.bytes)}{rate}"
 
     def _why_recomputed(self, row: Row) -> str:
@@ -144,15 +159,23 @@ class Narrator:
             return f"{row.reason.value}; saving it would hold {format_bytes(row.bytes)}"
         work = f" and {format_flops(row.recompute_flops)}" if row.recompute_flops else ""
         each = " each" if row.runs > 1 else ""
-        held = f"saving it would hold {format_bytes(row.bytes)}" if row.bytes else "it has no bytes of its own"
+        held = (
+            f"saving it would hold {format_bytes(row.bytes)}"
+            if row.bytes
+            else "it has no bytes of its own"
+        )
         words = f"{held}; it runs {runs}, {format_seconds(row.recompute_seconds)}{work}{each}"
-        return words if row.reason is Reason.CHEAPER_TO_RECOMPUTE else f"{row.reason.value}; {words}"
+        return (
+            words if row.reason is Reason.CHEAPER_TO_RECOMPUTE else f"{row.reason.value}; {words}"
+        )
 
     def _named(self, ops: tuple[Op, ...]) -> str:
         costly = sorted(ops, key=lambda op: -op.seconds)[:FEW]
         named = list(dict.fromkeys(self.short(op.name) for op in ops if op in costly))
         more = len(ops) - len(costly)
-        return ", ".join(named) + (f" and {more} more op{'s' if more > 1 else ''}" if more > 0 else "")
+        return ", ".join(named) + (
+            f" and {more} more op{'s' if more > 1 else ''}" if more > 0 else ""
+        )
 
     def short(self, name: str) -> str:
         """Return an op as people say it: the last of its module's path and what it does (``attn.softmax``)."""
@@ -168,9 +191,17 @@ class Narrator:
                 wanted.update(label.inputs)
         for position in range(len(labels) - 1, -1, -1):
             # A view is made again from what it shows.
-            if position in wanted and labels[position].kind is NodeKind.VIEW and not labels[position].is_backward:
+            if (
+                position in wanted
+                and labels[position].kind is NodeKind.VIEW
+                and not labels[position].is_backward
+            ):
                 wanted.update(labels[position].inputs)
-        return tuple(labels[i] for i in sorted(wanted) if labels[i].kind is NodeKind.INPUT and not labels[i].is_backward)
+        return tuple(
+            labels[i]
+            for i in sorted(wanted)
+            if labels[i].kind is NodeKind.INPUT and not labels[i].is_backward
+        )
 
 
 def short_name(label: NodeLabel) -> str:

@@ -37,7 +37,9 @@ class SavedValues:
             Column("source", "source", lambda v: shorten(v, 24)),
             Column("module", "module", lambda v: shorten(v, 30)),
         )
-        return Table(columns, tuple((v.type, v.bytes, v.origin, v.source, v.module) for v in self.values))
+        return Table(
+            columns, tuple((v.type, v.bytes, v.origin, v.source, v.module) for v in self.values)
+        )
 
     def __str__(self) -> str:
         width = max((len(v.type) for v in self.values), default=0)

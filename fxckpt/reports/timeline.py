@@ -9,7 +9,16 @@ from typing import NamedTuple
 from fxckpt.budget import format_bytes
 from fxckpt.plans.snapshot import GraphSnapshot
 from fxckpt.plans.types import Plan, schedule_of, snapshot_of_plan
-from fxckpt.solver.live_intervals import NO_STORAGE, Holder, LiveInterval, Moment, aligned, lifetimes, moments, stacked
+from fxckpt.solver.live_intervals import (
+    NO_STORAGE,
+    Holder,
+    LiveInterval,
+    Moment,
+    aligned,
+    lifetimes,
+    moments,
+    stacked,
+)
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.simulate import simulate
 from fxckpt.utils.tables import Column, Table
@@ -58,7 +67,10 @@ class Timeline:
     @cached_property
     def stack(self) -> dict[Holder, tuple[int, ...]]:
         """Live bytes at each tick by what holds them."""
-        parts = stacked((LiveInterval(NO_STORAGE, h.holder, h.first, h.last, h.bytes) for h in self.held), len(self.ticks))
+        parts = stacked(
+            (LiveInterval(NO_STORAGE, h.holder, h.first, h.last, h.bytes) for h in self.held),
+            len(self.ticks),
+        )
         return {holder: tuple(live) for holder, live in parts.items()}
 
     @property
@@ -68,7 +80,12 @@ class Timeline:
 
     def at(self, tick: int) -> tuple[Held, ...]:
         """Return what is live at a tick, largest first."""
-        return tuple(sorted((h for h in self.held if h.first <= tick <= h.last), key=lambda h: (-h.bytes, h.first, h.name)))
+        return tuple(
+            sorted(
+                (h for h in self.held if h.first <= tick <= h.last),
+                key=lambda h: (-h.bytes, h.first, h.name),
+            )
+        )
 
     def table(self, tick: int | None = None) -> Table:
         """Return what is live at a tick, by default at the peak, as a table."""
@@ -83,7 +100,11 @@ class Timeline:
             Column("op", "op", is_brief=False),
         )
         name = [tick.name for tick in self.ticks]
-        rows = ((h.name, h.bytes, h.holder.value, h.module, name[h.first], name[h.last], h.op) for h in here if h.bytes)
+        rows = (
+            (h.name, h.bytes, h.holder.value, h.module, name[h.first], name[h.last], h.op)
+            for h in here
+            if h.bytes
+        )
         return Table(columns, tuple(rows))
 
     def headline(self) -> str:
@@ -109,7 +130,10 @@ def timeline(plan: Plan) -> Timeline:
     order = moments(program, schedule)
     baseline = save_all(program)
     without = aligned(order, moments(program, baseline), simulate(program, baseline).profile)
-    ticks = tuple(_tick(step, m, live, other) for m, live, other in zip(order, plan.profile, without, strict=True))
+    ticks = tuple(
+        _tick(step, m, live, other)
+        for m, live, other in zip(order, plan.profile, without, strict=True)
+    )
     held = tuple(_held(step, interval) for interval in lifetimes(program, schedule))
     return Timeline(ticks, held, plan.forward_ops, plan.budget_bytes)
 
@@ -117,11 +141,17 @@ def timeline(plan: Plan) -> Timeline:
 def _tick(step: GraphSnapshot, moment: Moment, live: int, without: int) -> Tick:
     phase = "forward" if moment.is_forward else ("recompute" if moment.is_again else "backward")
     label = step.by_name.get(moment.op.name)
-    return Tick(moment.op.name, phase, label.module if label else "", moment.op.seconds, live, without)
+    return Tick(
+        moment.op.name, phase, label.module if label else "", moment.op.seconds, live, without
+    )
 
 
 def _held(step: GraphSnapshot, interval: LiveInterval) -> Held:
     if interval.storage == NO_STORAGE:
-        return Held("(workspace)", "", interval.holder, interval.first, interval.last, interval.bytes)
+        return Held(
+            "(workspace)", "", interval.holder, interval.first, interval.last, interval.bytes
+        )
     name, owner = step.storage_names[interval.storage], step.owners[interval.storage]
-    return Held(name, owner.module, interval.holder, interval.first, interval.last, interval.bytes, owner.op)
+    return Held(
+        name, owner.module, interval.holder, interval.first, interval.last, interval.bytes, owner.op
+    )

@@ -68,7 +68,15 @@ class Frontier:
         return Table(
             columns,
             tuple(
-                (p.budget_bytes, p.peak_bytes, p.saved_bytes, p.recompute_seconds, p.share, p.lower_bound_seconds, plan.price)
+                (
+                    p.budget_bytes,
+                    p.peak_bytes,
+                    p.saved_bytes,
+                    p.recompute_seconds,
+                    p.share,
+                    p.lower_bound_seconds,
+                    plan.price,
+                )
                 for p, plan in rows
             ),
         )
@@ -76,7 +84,9 @@ class Frontier:
     def __str__(self) -> str:
         return str(self.table())
 
-    def plot(self, ax: Axes | None = None, *, chosen: Plan | None = None, peers: Sequence[Peer] = ()) -> Axes:
+    def plot(
+        self, ax: Axes | None = None, *, chosen: Plan | None = None, peers: Sequence[Peer] = ()
+    ) -> Axes:
         """Draw recompute time over peak, with the lower bounds, and return the axes. Needs matplotlib.
 
         ``chosen`` is a plan to mark, ``peers`` are other ways to train the same step (:class:`fxckpt.reports.plots.Peer`). Raises :class:`InvalidOption`
@@ -88,7 +98,9 @@ class Frontier:
             self._refuse_foreign(chosen, "plot")
         return plots.frontier(self, ax, chosen=chosen, peers=peers)
 
-    def to_html(self, path: str | Path, *, chosen: Plan | None = None, title: str = "fxckpt") -> Path:
+    def to_html(
+        self, path: str | Path, *, chosen: Plan | None = None, title: str = "fxckpt"
+    ) -> Path:
         """Write one self-contained page with a slider over these plans, ``chosen`` (or the middle one) shown first; return its path.
 
         A ``chosen`` plan that is not among them joins them. Raises :class:`InvalidOption` for one of another graph.
@@ -99,7 +111,12 @@ class Frontier:
         if chosen is not None and chosen not in plans:
             self._refuse_foreign(chosen, "to_html")
             plans = tuple(sorted((*plans, chosen), key=lambda plan: plan.peak_bytes))
-        return html.write(plans, path, chosen=len(plans) // 2 if chosen is None else plans.index(chosen), title=title)
+        return html.write(
+            plans,
+            path,
+            chosen=len(plans) // 2 if chosen is None else plans.index(chosen),
+            title=title,
+        )
 
     def _refuse_foreign(self, chosen: Plan, method: str) -> None:
         if not isinstance(chosen, Plan):

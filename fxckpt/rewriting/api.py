@@ -99,11 +99,17 @@ def _refuse_what_has_no_step(source: nn.Module) -> None:
     """Raise :class:`InvalidOption` for a module that cannot be called, or not yet, or whose attributes cannot be shared."""
     kind = type(source).__name__
     if getattr(source.forward, "__func__", None) is nn.Module.forward:
-        raise InvalidOption(f"rewrite({kind}): a {kind} has no forward. Give the module that calls what is in it, or nn.Sequential of it.")
+        raise InvalidOption(
+            f"rewrite({kind}): a {kind} has no forward. Give the module that calls what is in it, or nn.Sequential of it."
+        )
     if isinstance(source, LazyModuleMixin) and source.has_uninitialized_params():
-        raise InvalidOption(f"rewrite({kind}): its parameters have no shapes before its first call. Call it once, then rewrite it.")
+        raise InvalidOption(
+            f"rewrite({kind}): its parameters have no shapes before its first call. Call it once, then rewrite it."
+        )
     if any(vars(base).get("__slots__") for base in type(source).__mro__):
-        raise InvalidOption(f"rewrite({kind}): it keeps attributes in __slots__, which no other object can share. Leave __slots__ out.")
+        raise InvalidOption(
+            f"rewrite({kind}): it keeps attributes in __slots__, which no other object can share. Leave __slots__ out."
+        )
 
 
 def _arguments(source: nn.Module, example_inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -115,7 +121,11 @@ def _arguments(source: nn.Module, example_inputs: Any) -> tuple[Sequence[Any], M
     if isinstance(example_inputs, Mapping):
         kwargs = dict(example_inputs)
     else:
-        args = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+        args = (
+            tuple(example_inputs)
+            if isinstance(example_inputs, (tuple, list))
+            else (example_inputs,)
+        )
     signature = inspect.Signature(parameters_of(source.forward))
     try:
         signature.bind(*args, **kwargs)

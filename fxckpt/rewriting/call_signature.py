@@ -15,7 +15,14 @@ from fxckpt.torch_private import MODULE_FIELDS
 
 Place = tuple[Any, ...]
 
-HOOKS = MODULE_FIELDS - {"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
+HOOKS = MODULE_FIELDS - {
+    "training",
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_is_full_backward_hook",
+}
 PLAIN = frozenset((bool, int, float, str, bytes, type(None), torch.dtype, torch.device))
 
 
@@ -33,16 +40,23 @@ class Signature:
     autocast: tuple[Any, ...]
 
 
-def signature_of(structure: str, leaves: Sequence[Any], state: Iterable[Tensor], root: nn.Module) -> Signature:
+def signature_of(
+    structure: str, leaves: Sequence[Any], state: Iterable[Tensor], root: nn.Module
+) -> Signature:
     """Return the signature of a call with these leaves on a module of this state."""
     seen: dict[int, int] = {}
     return Signature(
         structure,
-        tuple(_tensor(leaf, seen) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves),
+        tuple(
+            _tensor(leaf, seen) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves
+        ),
         tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in state),
         # The root's hooks run around the step.
         tuple(_module(m, frozenset() if m is root else HOOKS) for m in root.modules()),
-        tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        tuple(
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+        ),
     )
 
 
@@ -58,7 +72,11 @@ class _Same:
             self._get = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and (value := self._get()) is not None and value is other._get()
+        return (
+            isinstance(other, _Same)
+            and (value := self._get()) is not None
+            and value is other._get()
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -70,7 +88,9 @@ def _module(module: nn.Module, hooks: frozenset[str]) -> Place:
     if isinstance(module, fx.GraphModule):
         # The code of a graph is a new text whenever it is made, and says which attributes it reads.
         found.append(_Same(module.code))
-        ignored = vars(module).keys() - {str(node.target).partition(".")[0] for node in module.graph.find_nodes(op="get_attr")}
+        ignored = vars(module).keys() - {
+            str(node.target).partition(".")[0] for node in module.graph.find_nodes(op="get_attr")
+        }
     for name, value in vars(module).items():
         if name not in ignored:
             found.append((name, _attribute(value)))
@@ -95,7 +115,14 @@ def _tensor(tensor: Tensor, seen: dict[int, int]) -> Place:
     # Inputs that share storage, or are one tensor, are traced as such.
     storage = seen.setdefault(tensor.untyped_storage()._cdata, len(seen))
     same = seen.setdefault(-id(tensor), len(seen))
-    place = (type(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+    place = (
+        type(tensor),
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.device,
+    )
     return (*place, tensor.requires_grad, tensor.is_leaf, storage, same)
 
 

@@ -32,7 +32,12 @@ def inputs_of(source: nn.Module) -> tuple[Sequence[Any], Mapping[str, Any]] | No
     if codegen.pytree_info.in_spec.num_leaves != len(values):
         return None
     given = pytree.tree_unflatten(values, codegen.pytree_info.in_spec)
-    is_call = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict) and isinstance(given[0], (tuple, list))
+    is_call = (
+        isinstance(given, tuple)
+        and len(given) == 2
+        and isinstance(given[1], dict)
+        and isinstance(given[0], (tuple, list))
+    )
     return (tuple(given[0]), given[1]) if is_call else (given, {})
 
 
@@ -47,7 +52,11 @@ def real_like(value: Tensor) -> Tensor:
     """Return a tensor without values of the geometry of a fake one."""
     shape, stride = [size_hint(n) for n in value.shape], [size_hint(n) for n in value.stride()]
     made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-    return made.requires_grad_(value.requires_grad) if made.is_floating_point() or made.is_complex() else made
+    return (
+        made.requires_grad_(value.requires_grad)
+        if made.is_floating_point() or made.is_complex()
+        else made
+    )
 
 
 def _real(value: Any) -> Any:

@@ -24,7 +24,14 @@ from fxckpt.planner.capture import capture_joint
 from fxckpt.plans.types import Plan
 from fxckpt.rewriting.call_signature import Signature, signature_of
 from fxckpt.rewriting.interpreter import Interpreted
-from fxckpt.torch_private import FakeTensorMode, capture_whole, compile_whole, errors_told_once, inline_regions, tracing_lock
+from fxckpt.torch_private import (
+    FakeTensorMode,
+    capture_whole,
+    compile_whole,
+    errors_told_once,
+    inline_regions,
+    tracing_lock,
+)
 from fxckpt.utils.pytrees import flatten, unflatten
 
 
@@ -51,7 +58,9 @@ class RecordingBackend(Backend):
         """The plans made and given."""
         return self._planner.known
 
-    def capture(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def capture(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
         """Plan ``function(*args, **kwargs)`` on fake tensors."""
         if self._inner == "inductor":
             # Inductor plans the graph that its own passes leave.
@@ -61,12 +70,22 @@ class RecordingBackend(Backend):
         self._partition(joint.module, (), num_fwd_outputs=joint.num_fwd_outputs)
 
     def _partition(
-        self, joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **given: Any
+        self,
+        joint: fx.GraphModule,
+        joint_inputs: Sequence[Any],
+        *,
+        num_fwd_outputs: int,
+        **given: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = super()._partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **given)
+        forward, backward = super()._partition(
+            joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **given
+        )
         plan = self._plans[-1]
         # What compiles them changes them.
-        halves = [fx.GraphModule(half, copy.deepcopy(half.graph), name) for half, name in ((forward, "Forward"), (backward, "Backward"))]
+        halves = [
+            fx.GraphModule(half, copy.deepcopy(half.graph), name)
+            for half, name in ((forward, "Forward"), (backward, "Backward"))
+        ]
         self.made = [*(known for known in self.made if known.plan != plan), Halves(plan, *halves)]
         if plan not in self._planner.known:
             self._planner = replace(self._planner, known=(*self._planner.known, plan))
@@ -138,7 +157,9 @@ class GraphRunner(Runner):
             compiled, tensors = self._find(args, kwargs)
         return compiled.rebuild(compiled.run(*tensors))
 
-    def _find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Compiled, list[Tensor]]:
+    def _find(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[_Compiled, list[Tensor]]:
         leaves, spec = flatten((tuple(args), dict(kwargs)))
         state = state_of(self.source)
         tensors = [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
@@ -150,7 +171,13 @@ class GraphRunner(Runner):
             self._compiled[signature_of(repr(spec), leaves, state.values(), self.source)] = found
         return found, tensors
 
-    def _compile(self, names: Sequence[str], leaves: Sequence[Any], spec: pytree.TreeSpec, tensors: Sequence[Tensor]) -> _Compiled:
+    def _compile(
+        self,
+        names: Sequence[str],
+        leaves: Sequence[Any],
+        spec: pytree.TreeSpec,
+        tensors: Sequence[Tensor],
+    ) -> _Compiled:
         assert isinstance(self.source, fx.GraphModule)
         refuse_flat_weights(self.source)
         call = _FlatCall(without_regions(self.source), tuple(names), tuple(leaves), spec)
@@ -161,7 +188,13 @@ class GraphRunner(Runner):
 class _FlatCall:
     """A graph as a function of tensors alone: its state, then the tensors among its arguments."""
 
-    def __init__(self, graph: fx.GraphModule, names: tuple[str, ...], leaves: tuple[Any, ...], spec: pytree.TreeSpec) -> None:
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        names: tuple[str, ...],
+        leaves: tuple[Any, ...],
+        spec: pytree.TreeSpec,
+    ) -> None:
         self.interpreted = Interpreted(graph)
         self.__name__ = "step"
         self.names = names
@@ -175,13 +208,22 @@ class _FlatCall:
         given = iter(tensors)
         state = {f"graph.{name}": next(given) for name in self.names}
         args, kwargs = unflatten(
-            [next(given) if is_tensor else leaf for leaf, is_tensor in zip(self.leaves, self.is_tensor, strict=True)], self.spec
+            [
+                next(given) if is_tensor else leaf
+                for leaf, is_tensor in zip(self.leaves, self.is_tensor, strict=True)
+            ],
+            self.spec,
         )
         try:
             result = torch.func.functional_call(self.interpreted, state, args, kwargs)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors[len(self.names) :])
-            raise CaptureError(f"the module does not run on these inputs ({shapes}): {error}") from error
+            shapes = ", ".join(
+                f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+                for t in tensors[len(self.names) :]
+            )
+            raise CaptureError(
+                f"the module does not run on these inputs ({shapes}): {error}"
+            ) from error
         leaves, spec = flatten(result)
         self.results = ([None if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         self.is_result = [isinstance(leaf, Tensor) for leaf in leaves]
@@ -192,7 +234,13 @@ class _FlatCall:
         assert self.results is not None, "the graph was not traced"
         constants, spec = self.results
         given = iter(tensors)
-        return unflatten([next(given) if is_tensor else leaf for leaf, is_tensor in zip(constants, self.is_result, strict=True)], spec)
+        return unflatten(
+            [
+                next(given) if is_tensor else leaf
+                for leaf, is_tensor in zip(constants, self.is_result, strict=True)
+            ],
+            spec,
+        )
 
 
 def refuse_flat_weights(source: nn.Module) -> None:
@@ -217,7 +265,9 @@ def _graph_of(call: _FlatCall, tensors: Sequence[Tensor]) -> fx.GraphModule:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), errors_told_once():
         results = len(call(*map(mode.from_tensor, tensors)))
     graph = fx.Graph()
-    made = graph.call_function(call, tuple(graph.placeholder(f"input_{i}") for i in range(len(tensors))))
+    made = graph.call_function(
+        call, tuple(graph.placeholder(f"input_{i}") for i in range(len(tensors)))
+    )
     graph.output(tuple(graph.call_function(operator.getitem, (made, i)) for i in range(results)))
     return fx.GraphModule(nn.Module(), graph)
 
@@ -232,7 +282,11 @@ def state_of(source: nn.Module) -> dict[str, Tensor]:
     if isinstance(source, fx.GraphModule):
         for node in source.graph.find_nodes(op="get_attr"):
             value = _attribute(source, node.target)
-            if isinstance(value, Tensor) and node.target not in state and not any(value is t for t in state.values()):
+            if (
+                isinstance(value, Tensor)
+                and node.target not in state
+                and not any(value is t for t in state.values())
+            ):
                 state[str(node.target)] = value
     return dict(sorted(state.items()))
 

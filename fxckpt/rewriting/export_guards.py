@@ -26,12 +26,16 @@ class Guards:
     def load(self) -> nn.Module:
         """Return the module that checks. Raises :class:`CaptureError` under another version of Python."""
         if self.python != sys.version_info[:2]:
-            made, here = (".".join(map(str, version)) for version in (self.python, sys.version_info[:2]))
+            made, here = (
+                ".".join(map(str, version)) for version in (self.python, sys.version_info[:2])
+            )
             raise CaptureError(
                 f"this graph was exported and pickled under Python {made}, and its input checks are code that Python {here} cannot read. Unpickle "
                 "it there, or export it without them: torch.export.export(...).module(check_guards=False)."
             )
-        return guards_module(types.FunctionType(marshal.loads(self.code), guards_namespace()))  # no worse than a pickle
+        return guards_module(
+            types.FunctionType(marshal.loads(self.code), guards_namespace())
+        )  # no worse than a pickle
 
 
 def guards_of(module: nn.Module) -> Guards | None:

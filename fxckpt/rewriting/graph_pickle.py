@@ -18,7 +18,14 @@ from torch import fx, nn
 
 from fxckpt.passes.meta import NAME
 from fxckpt.rewriting.export_guards import Guards, guards_of
-from fxckpt.torch_private import GRAPH_FIELDS, MODULE_FIELDS, HigherOrderOperator, OpOverload, OpOverloadPacket, PyTreeCodeGen
+from fxckpt.torch_private import (
+    GRAPH_FIELDS,
+    MODULE_FIELDS,
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    PyTreeCodeGen,
+)
 
 NOTES = ("stack_trace", "recompute", "ac_graph_id", NAME)
 """Metadata that is kept as it is; of ``nn_module_stack`` the paths are."""
@@ -69,9 +76,16 @@ def pack(module: nn.Module) -> nn.Module | Packed | Guards:
     held = vars(module)
     return Packed(
         type(module).__name__,
-        tuple(_Node(n.op, n.name, _target(n), _data(n.args), _data(n.kwargs), _notes(n)) for n in module.graph.nodes),
+        tuple(
+            _Node(n.op, n.name, _target(n), _data(n.args), _data(n.kwargs), _notes(n))
+            for n in module.graph.nodes
+        ),
         module.graph._codegen if isinstance(module.graph._codegen, PyTreeCodeGen) else None,
-        {name: _kept(name, value) for name, value in held.items() if name not in (*GRAPH_FIELDS, *MODES, "_modules")},
+        {
+            name: _kept(name, value)
+            for name, value in held.items()
+            if name not in (*GRAPH_FIELDS, *MODES, "_modules")
+        },
         {name: child and pack(child) for name, child in module._modules.items()},
         all(name in held for name in MODES),
     )
@@ -108,14 +122,20 @@ MODES = ("train", "eval")
 
 
 def _refuse_mode(module: nn.Module, mode: bool = True) -> nn.Module:
-    raise NotImplementedError("an exported graph has one mode. Export the model in the mode that you want.")
+    raise NotImplementedError(
+        "an exported graph has one mode. Export the model in the mode that you want."
+    )
 
 
 def _kept(name: str, value: Any) -> Any:
     """Return an attribute; of hooks, those that are not an export's own."""
     if name not in MODULE_FIELDS or not isinstance(value, OrderedDict):
         return value
-    return OrderedDict((key, hook) for key, hook in value.items() if not str(getattr(hook, "__module__", "")).startswith("torch.export."))
+    return OrderedDict(
+        (key, hook)
+        for key, hook in value.items()
+        if not str(getattr(hook, "__module__", "")).startswith("torch.export.")
+    )
 
 
 def _target(node: fx.Node) -> Any:

@@ -30,9 +30,13 @@ class Interpreted(nn.Module):
         graph = self.graph.graph
         with fx.traceback.preserve_node_meta():
             if not isinstance(graph._codegen, PyTreeCodeGen):
-                return _AsBound(self.graph, bound.arguments.values()).run(enable_io_processing=False)
+                return _AsBound(self.graph, bound.arguments.values()).run(
+                    enable_io_processing=False
+                )
             flat = _flat_inputs(graph._codegen, bound.arguments)
-            return graph.process_outputs(fx.Interpreter(self.graph).run(*flat, enable_io_processing=False))
+            return graph.process_outputs(
+                fx.Interpreter(self.graph).run(*flat, enable_io_processing=False)
+            )
 
 
 class _AsBound(fx.Interpreter):
@@ -50,7 +54,11 @@ def _flat_inputs(codegen: PyTreeCodeGen, given: dict[str, Any]) -> list[Any]:
     """Return the leaves of a call of a graph that takes its arguments apart itself."""
     info = codegen.pytree_info
     values = [given[name] for name in info.orig_args if name != "self"]
-    if info.in_spec.type is not tuple or info.in_spec.num_children != 2 or info.in_spec.child(1).type is not dict:
+    if (
+        info.in_spec.type is not tuple
+        or info.in_spec.num_children != 2
+        or info.in_spec.child(1).type is not dict
+    ):
         return pytree.arg_tree_leaves(*values)
     positional = info.in_spec.child(0).num_children
     named = dict(zip(info.in_spec.child(1).context, values[positional:], strict=True))

@@ -19,14 +19,21 @@ from fxckpt.planner.planner import planner_of
 from fxckpt.plans.types import Plan
 from fxckpt.rewriting.graph_pickle import Packed, pack, unpack
 
-PLAN, FORWARD, BACKWARD, SOURCE = "fxckpt_plan", "fxckpt_forward", "fxckpt_backward", "fxckpt_source"
+PLAN, FORWARD, BACKWARD, SOURCE = (
+    "fxckpt_plan",
+    "fxckpt_forward",
+    "fxckpt_backward",
+    "fxckpt_source",
+)
 """Metadata of a rewritten joint graph."""
 
 
 def is_joint(graph: fx.Graph) -> bool:
     """Return whether a graph is a joint one: its inputs are ``primals_*`` and ``tangents_*``."""
     targets = [str(node.target) for node in graph.find_nodes(op="placeholder")]
-    return any(t.startswith("primals") for t in targets) and any(t.startswith("tangents") for t in targets)
+    return any(t.startswith("primals") for t in targets) and any(
+        t.startswith("tangents") for t in targets
+    )
 
 
 class RewrittenJoint(fx.GraphModule):
@@ -57,18 +64,29 @@ class RewrittenJoint(fx.GraphModule):
         return source
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_unpickled, (pack(self), self.plan, *map(pack, (self.forward_graph, self.backward_graph, self.source))))
+        return (
+            _unpickled,
+            (
+                pack(self),
+                self.plan,
+                *map(pack, (self.forward_graph, self.backward_graph, self.source)),
+            ),
+        )
 
 
 def _unpickled(joint: Packed, plan: Plan, *others: Packed) -> RewrittenJoint:
     plain = unpack(joint)
     assert isinstance(plain, fx.GraphModule)
     made = RewrittenJoint(plain, plain.graph)
-    made.meta |= dict(zip((PLAN, FORWARD, BACKWARD, SOURCE), (plan, *map(unpack, others)), strict=True))
+    made.meta |= dict(
+        zip((PLAN, FORWARD, BACKWARD, SOURCE), (plan, *map(unpack, others)), strict=True)
+    )
     return made
 
 
-def rewrite_joint(gm: fx.GraphModule, policy: Any, *, budget: Budget, cost: str | CostModel) -> fx.GraphModule:
+def rewrite_joint(
+    gm: fx.GraphModule, policy: Any, *, budget: Budget, cost: str | CostModel
+) -> fx.GraphModule:
     """Return a joint graph with explicit recompute; ``gm`` is left alone. Raises :class:`CaptureError` for what is no joint graph."""
     if PLAN in gm.meta:
         if policy is None and budget is None:
@@ -97,8 +115,16 @@ def flatten_outputs(graph: fx.Graph) -> tuple[int, pytree.TreeSpec]:
     (output,) = graph.find_nodes(op="output")
     outputs = output.args[0]
     flat, spec = pytree.tree_flatten(outputs)
-    is_pair = isinstance(outputs, (list, tuple)) and len(outputs) == 2 and all(isinstance(part, (list, tuple)) for part in outputs)
-    primals = [node for node in graph.find_nodes(op="placeholder") if str(node.target).startswith("primals")]
+    is_pair = (
+        isinstance(outputs, (list, tuple))
+        and len(outputs) == 2
+        and all(isinstance(part, (list, tuple)) for part in outputs)
+    )
+    primals = [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if str(node.target).startswith("primals")
+    ]
     count = len(pytree.tree_leaves(outputs[0])) if is_pair else len(flat) - len(primals)
     if count < 0:
         raise CaptureError(

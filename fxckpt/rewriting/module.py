@@ -17,7 +17,14 @@ from fxckpt.plans.types import Plan
 from fxckpt.rewriting.execution import DynamoRunner, GraphRunner, Halves, RecordingBackend, Runner
 from fxckpt.rewriting.export_guards import Guards
 from fxckpt.rewriting.graph_pickle import Packed, pack, unpack
-from fxckpt.torch_private import GRAPH_FIELDS, is_jit_traced, is_traced, is_transformed, not_compiled, with_code
+from fxckpt.torch_private import (
+    GRAPH_FIELDS,
+    is_jit_traced,
+    is_traced,
+    is_transformed,
+    not_compiled,
+    with_code,
+)
 from fxckpt.utils.pytrees import flatten
 
 OWN = frozenset((*GRAPH_FIELDS, "graph", "_step", "__class__", "__dict__"))
@@ -75,7 +82,11 @@ class Rewritten(fx.GraphModule):
     def _halves(self) -> Halves:
         made = self._step.recorder.made
         if not made:
-            raise CaptureError("the graphs of the plan are made at the first call: call the module once." if self.plans else NOT_YET)
+            raise CaptureError(
+                "the graphs of the plan are made at the first call: call the module once."
+                if self.plans
+                else NOT_YET
+            )
         return made[-1]
 
     def __getattr__(self, name: str) -> Any:
@@ -113,7 +124,10 @@ class Rewritten(fx.GraphModule):
         if self._step.recorder.made:
             halves = self._halves
             parts.append(_summary(halves.plan))
-            parts += [half.print_readable(False, *args, **kwargs) for half in (halves.forward, halves.backward)]
+            parts += [
+                half.print_readable(False, *args, **kwargs)
+                for half in (halves.forward, halves.backward)
+            ]
         text = "\n".join(parts)
         if print_output:
             print(text)
@@ -122,7 +136,9 @@ class Rewritten(fx.GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Rewritten:
         source = copy.deepcopy(self.source, memo)
         # Among the attributes may have been the module itself.
-        made: Rewritten = memo.setdefault(id(self), Rewritten(StepModule(source, self._step.options, self.plans)))
+        made: Rewritten = memo.setdefault(
+            id(self), Rewritten(StepModule(source, self._step.options, self.plans))
+        )
         return made
 
     def __copy__(self) -> Rewritten:
@@ -132,7 +148,9 @@ class Rewritten(fx.GraphModule):
         return (_unpickled, (pack(self.source), self._step.options, self.plans))
 
 
-def _unpickled(source: nn.Module | Packed | Guards, options: tuple[Any, ...], known: Sequence[Plan]) -> Rewritten:
+def _unpickled(
+    source: nn.Module | Packed | Guards, options: tuple[Any, ...], known: Sequence[Plan]
+) -> Rewritten:
     return Rewritten(StepModule(unpack(source), options, known))
 
 
@@ -168,7 +186,9 @@ NO_KWARGS: Mapping[str, Any] = types.MappingProxyType({})
 class StepModule:
     """What the one node of a rewritten module's graph calls."""
 
-    def __init__(self, source: nn.Module, options: tuple[Any, ...], known: Sequence[Plan] = ()) -> None:
+    def __init__(
+        self, source: nn.Module, options: tuple[Any, ...], known: Sequence[Plan] = ()
+    ) -> None:
         self.source = with_code(source)
         self.options = options
         self.recorder = RecordingBackend(known, *options)
@@ -178,12 +198,18 @@ class StepModule:
         self.__name__ = "step"
 
     def __call__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], more: Sequence[Any] = (), more_kwargs: Mapping[str, Any] = NO_KWARGS
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        more: Sequence[Any] = (),
+        more_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> Any:
         """Run the forward."""
         args, kwargs = (*args, *more), {**kwargs, **more_kwargs}
         # Who traces or transforms is to see the ops themselves.
-        is_seen_through = torch.compiler.is_compiling() or is_jit_traced() or is_traced() or is_transformed()
+        is_seen_through = (
+            torch.compiler.is_compiling() or is_jit_traced() or is_traced() or is_transformed()
+        )
         if is_seen_through or not torch.is_grad_enabled() or not self._needs_plan(args, kwargs):
             return self.source.forward(*args, **kwargs)
         return self.runner(args, kwargs)
@@ -227,8 +253,14 @@ def step_graph(source: nn.Module, step: Callable[..., Any]) -> fx.Graph:
     if not _can_spell(parameters):
         parameters = parameters_of(lambda *args, **kwargs: None)
     graph = fx.Graph()
-    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    given = {p: graph.placeholder(stars.get(p.kind, "") + p.name, default_value=p.default) for p in parameters}
+    stars: dict[Any, str] = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+    }
+    given = {
+        p: graph.placeholder(stars.get(p.kind, "") + p.name, default_value=p.default)
+        for p in parameters
+    }
 
     def of_kind(*kinds: Any) -> list[tuple[str, fx.Node]]:
         return [(p.name, node) for p, node in given.items() if p.kind in kinds]
@@ -271,5 +303,7 @@ def _is_plain(value: Any) -> bool:
 
 def _summary(plan: Plan) -> str:
     counts = Counter(run.name for run in plan.schedule)
-    runs = ", ".join(name if counts[name] == 1 else f"{name} x {counts[name]}" for name in plan.recomputed)
+    runs = ", ".join(
+        name if counts[name] == 1 else f"{name} x {counts[name]}" for name in plan.recomputed
+    )
     return f"# saved for the backward: {', '.join(plan.saved) or 'nothing'}\n# runs again in the backward: {runs or 'nothing'}\n"

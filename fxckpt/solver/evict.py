@@ -36,7 +36,9 @@ class Evict:
     def __call__(self, program: Program, schedule: Schedule, simulation: Simulation) -> Schedule:
         """Return a schedule of a lower peak, as far as it goes; the simulator is to judge it. ``simulation`` is that of ``schedule``."""
         copies = _Copies(program, schedule, simulation, self.limit)
-        for gap in copies.cheapest_first(program.tables.seconds.tolist() if self.seconds is None else self.seconds):
+        for gap in copies.cheapest_first(
+            program.tables.seconds.tolist() if self.seconds is None else self.seconds
+        ):
             copies.evict_range(gap)
         return copies.schedule()
 
@@ -66,7 +68,9 @@ class _Copies:
     A touch is an int: ``2 * position`` if the storage is made there, ``2 * position + 1`` if it is read there (or held from there on).
     """
 
-    def __init__(self, program: Program, schedule: Schedule, simulation: Simulation, limit: int) -> None:
+    def __init__(
+        self, program: Program, schedule: Schedule, simulation: Simulation, limit: int
+    ) -> None:
         self.program = program
         self.runs = schedule.runs
         self.before = schedule.before
@@ -89,11 +93,20 @@ class _Copies:
         """Return the op at each position of the backward, numbered through, and the touches of each storage."""
         program, tables, first = self.program, self.program.tables, self.first_backward
         length = len(program.backward)
-        runs, before = np.asarray(schedule.runs, dtype=np.int64), np.asarray(schedule.before, dtype=np.int64)
+        runs, before = (
+            np.asarray(schedule.runs, dtype=np.int64),
+            np.asarray(schedule.before, dtype=np.int64),
+        )
         at = np.asarray(self.at, dtype=np.int64)
-        at_backward = first + np.arange(length) + np.searchsorted(before, np.arange(length), side="right")
+        at_backward = (
+            first + np.arange(length) + np.searchsorted(before, np.arange(length), side="right")
+        )
         op_at = np.empty(len(self.profile), dtype=np.int64)
-        op_at[:first], op_at[at], op_at[at_backward] = forward_ops(program, schedule.saved), runs, len(program.ops) + np.arange(length)
+        op_at[:first], op_at[at], op_at[at_backward] = (
+            forward_ops(program, schedule.saved),
+            runs,
+            len(program.ops) + np.arange(length),
+        )
         rows = (
             (tables.needs.rows(op_at[:first]), np.arange(first), 1),
             (tables.writes.rows(op_at[:first]), np.arange(first), 1),
@@ -104,7 +117,9 @@ class _Copies:
         storage = np.concatenate([items for (items, _), _, _ in rows])
         touch = np.concatenate([2 * places[of] + kind for (_, of), places, kind in rows])
         order = np.lexsort((touch, storage))
-        return op_at, Ragged(touch[order], np.searchsorted(storage[order], np.arange(len(program.storages) + 1)))
+        return op_at, Ragged(
+            touch[order], np.searchsorted(storage[order], np.arange(len(program.storages) + 1))
+        )
 
     def _touches(self, s: int) -> list[int]:
         touches = self.touches.get(s)
@@ -118,7 +133,9 @@ class _Copies:
         queue: list[tuple[float, int, int, int, float, _Gap]] = []
         for gap in self._gaps():
             cost = seconds[self.producers[gap.s]]
-            queue.append((cost / max(self._useful(gap), 1), gap.begin - gap.end, gap.s, gap.begin, -1.0, gap))
+            queue.append(
+                (cost / max(self._useful(gap), 1), gap.begin - gap.end, gap.s, gap.begin, -1.0, gap)
+            )
         heapify(queue)
         while queue:
             price, length, s, begin, cost, gap = heappop(queue)
@@ -150,7 +167,12 @@ class _Copies:
         may_go = may_run & ~tables.is_output & (tables.bytes > 0)
         storage = np.repeat(np.arange(len(producer)), np.diff(self.by_storage.starts))
         begin, end = touches[:-1] // 2, touches[1:] // 2
-        is_gap = (storage[1:] == storage[:-1]) & may_go[storage[1:]] & (touches[1:] % 2 == 1) & (end >= self.first_backward)
+        is_gap = (
+            (storage[1:] == storage[:-1])
+            & may_go[storage[1:]]
+            & (touches[1:] % 2 == 1)
+            & (end >= self.first_backward)
+        )
         chosen = np.flatnonzero(is_gap)
         chosen = chosen[over[end[chosen]] > over[begin[chosen] + 1]]
         return map(_Gap, storage[chosen].tolist(), begin[chosen].tolist(), end[chosen].tolist())
@@ -236,7 +258,11 @@ class _Copies:
         for i, o in enumerate(chain.ops):
             live += int(tables.written_bytes[o])
             most = max(most, live + int(tables.workspace_bytes[o] + tables.replay_bytes[o]))
-            live -= sum(self.bytes[s] for s in {*program.ops[o].reads, *program.ops[o].writes} & made if dies[s] == i)
+            live -= sum(
+                self.bytes[s]
+                for s in {*program.ops[o].reads, *program.ops[o].writes} & made
+                if dies[s] == i
+            )
         # The gap's own copy was counted twice: it is among what is live at the gap's end.
         return most - self.bytes[gap.s]
 
@@ -255,7 +281,11 @@ class _Copies:
             i = bisect_left(self.at, place)
             front = self.inserted[place]
             # At a place is one of the backward's own ops, or else a run in front of one.
-            j = self.before[i] if i < len(self.at) and self.at[i] == place else place - self.first_backward - i
+            j = (
+                self.before[i]
+                if i < len(self.at) and self.at[i] == place
+                else place - self.first_backward - i
+            )
             runs.extend((*self.runs[done:i], *front))
             before.extend((*self.before[done:i], *[j] * len(front)))
             done = i

@@ -41,7 +41,10 @@ class Heuristics:
         tables = self.program.tables
         is_light = (tables.flops[: len(self.program.ops)] == 0) & (tables.rng_state < 0)
         storages = self.program.storages
-        must = np.array([not all(storages[s].is_savable for s in op.writes) for op in self.program.ops], dtype=bool)
+        must = np.array(
+            [not all(storages[s].is_savable for s in op.writes) for op in self.program.ops],
+            dtype=bool,
+        )
         return self._one_cut(tables.is_rerunnable & (is_light | must))
 
     @cached_property
@@ -51,7 +54,11 @@ class Heuristics:
 
     def _one_cut(self, may_run: BoolArray) -> Schedule:
         # A byte is worth more than any time.
-        layout = replace(self._whole, seconds=np.where(may_run[self._whole.op], 0.0, math.inf), written_bytes=np.zeros(len(self._whole.op)))
+        layout = replace(
+            self._whole,
+            seconds=np.where(may_run[self._whole.op], 0.0, math.inf),
+            written_bytes=np.zeros(len(self._whole.op)),
+        )
         ((decisions,),) = StagedCut(sweeps=1)(layout, [(1.0, 0.0)])
         return emit(self.program, decisions)
 
@@ -62,11 +69,15 @@ class Heuristics:
         """
         storage, made, read = self._crossing
         boundaries = np.asarray(deepest(self._forward_depth, count), dtype=np.int64)
-        crosses = np.searchsorted(boundaries, made, side="right") < np.searchsorted(boundaries, read, side="right")
+        crosses = np.searchsorted(boundaries, made, side="right") < np.searchsorted(
+            boundaries, read, side="right"
+        )
         saved = frozenset(storage[crosses].tolist())
         starts = self.places.stages(count)
         free = frozenset(np.flatnonzero(self.program.tables.is_rerunnable).tolist())
-        return emit(self.program, StageAssignment(starts, (saved,) * len(starts), (free,) * len(starts)))
+        return emit(
+            self.program, StageAssignment(starts, (saved,) * len(starts), (free,) * len(starts))
+        )
 
     @cached_property
     def _crossing(self) -> tuple[IntArray, IntArray, IntArray]:
@@ -74,7 +85,12 @@ class Heuristics:
         last: dict[int, int] = {}
         for i in self.program.always_forward:
             last.update((s, i) for s in self.program.ops[i].reads)
-        rows = [(s, i, last[s]) for i, op in enumerate(self.program.ops) for s in op.writes if last.get(s, i) > i]
+        rows = [
+            (s, i, last[s])
+            for i, op in enumerate(self.program.ops)
+            for s in op.writes
+            if last.get(s, i) > i
+        ]
         storage, made, read = np.asarray(rows, dtype=np.int64).reshape(-1, 3).T
         return storage, made, read
 

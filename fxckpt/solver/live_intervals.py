@@ -71,7 +71,10 @@ def lifetimes(program: Program, schedule: Schedule) -> list[LiveInterval]:
     saved = set(schedule.saved)
     backward_at = sum(moment.is_forward for moment in order)
     last = len(order) - 1
-    open_ = {s: LiveInterval(s, Holder.GRADIENT, backward_at, backward_at, program.storages[s].bytes) for s in program.tangents}
+    open_ = {
+        s: LiveInterval(s, Holder.GRADIENT, backward_at, backward_at, program.storages[s].bytes)
+        for s in program.tangents
+    }
     closed: list[LiveInterval] = []
     temporary: list[LiveInterval] = []
     for at, (op, is_forward, is_again) in enumerate(order):
@@ -85,7 +88,13 @@ def lifetimes(program: Program, schedule: Schedule) -> list[LiveInterval]:
         for s in made:
             if s in open_:
                 closed.append(open_[s])
-            open_[s] = LiveInterval(s, _holder(program, s, saved, is_forward, is_again), at, at, program.storages[s].bytes)
+            open_[s] = LiveInterval(
+                s,
+                _holder(program, s, saved, is_forward, is_again),
+                at,
+                at,
+                program.storages[s].bytes,
+            )
         if workspace := op.workspace_bytes + (_replay_bytes(program, op) if is_again else 0):
             temporary.append(LiveInterval(NO_STORAGE, Holder.TEMPORARY, at, at, workspace))
     closed.extend(open_.values())
@@ -102,7 +111,9 @@ def _stay(interval: LiveInterval, end_of_forward: int, last: int) -> LiveInterva
     return interval
 
 
-def _holder(program: Program, storage: int, saved: set[int], is_forward: bool, is_again: bool) -> Holder:
+def _holder(
+    program: Program, storage: int, saved: set[int], is_forward: bool, is_again: bool
+) -> Holder:
     if is_again:
         return Holder.RECOMPUTED
     if not is_forward:
@@ -128,7 +139,9 @@ def stacked(intervals: Iterable[LiveInterval], length: int) -> dict[Holder, list
 
 def aligned(order: Sequence[Moment], other: Sequence[Moment], profile: Sequence[int]) -> list[int]:
     """Return ``profile``, which is over ``other``, over ``order``: at each op its own bytes, in between those of the next op in common."""
-    common = {(m.op.name, m.is_again) for m in order} & {(m.op.name, m.is_again) for m in other if not m.is_again}
+    common = {(m.op.name, m.is_again) for m in order} & {
+        (m.op.name, m.is_again) for m in other if not m.is_again
+    }
     bytes_at: dict[str, int] = {}
     most = 0
     for moment, live in zip(other, profile, strict=True):

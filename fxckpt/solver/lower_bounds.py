@@ -55,9 +55,18 @@ class Moments:
     def _cut(self) -> tuple[Network, IntArray, IntArray]:
         """The network, and the ops and storages of its vertices."""
         length, reach = len(self.program.backward), len(self.program.ops)
-        cuts = [stage_cut(self.program, range(position, length), reach) for position in self.positions]
-        ops, values = chain.from_iterable(c[1] for c in cuts), chain.from_iterable(c[2] for c in cuts)
-        return Network.disjoint_union([c[0] for c in cuts]), np.fromiter(ops, np.int64), np.fromiter(values, np.int64)
+        cuts = [
+            stage_cut(self.program, range(position, length), reach) for position in self.positions
+        ]
+        ops, values = (
+            chain.from_iterable(c[1] for c in cuts),
+            chain.from_iterable(c[2] for c in cuts),
+        )
+        return (
+            Network.disjoint_union([c[0] for c in cuts]),
+            np.fromiter(ops, np.int64),
+            np.fromiter(values, np.int64),
+        )
 
     @cached_property
     def _known(self) -> dict[tuple[int, float], Least]:
@@ -78,7 +87,11 @@ class Moments:
         recompute_cost = np.where(tables.is_rerunnable[ops], seconds, math.inf)
         nbytes = np.where(tables.is_output[values], 0, tables.bytes[values])
         # After the start a value that must not be saved may be at hand all the same, made again before.
-        may_keep = tables.is_savable[values] | tables.is_output[values] | (np.asarray(self.positions) > 0)[network.part_of_value]
+        may_keep = (
+            tables.is_savable[values]
+            | tables.is_output[values]
+            | (np.asarray(self.positions) > 0)[network.part_of_value]
+        )
         keep_cost = np.where(may_keep, nbytes * prices[network.part_of_value], math.inf)
         try:
             kept, runs = network.solve(recompute_cost, keep_cost)
@@ -118,9 +131,14 @@ class LowerBounds:
         """Least peak of any plan."""
         program, tables = self.program, self.program.tables
         outputs = int(tables.bytes[tables.is_output].sum())
-        nbytes, not_held = tables.bytes.tolist(), np.where(tables.is_output, 0, tables.bytes).tolist()
+        nbytes, not_held = (
+            tables.bytes.tolist(),
+            np.where(tables.is_output, 0, tables.bytes).tolist(),
+        )
         forward = [program.ops[o] for o in program.always_forward]
-        at_ops = [sum([nbytes[s] for s in {*op.reads, *op.writes}]) + op.workspace_bytes for op in forward]
+        at_ops = [
+            sum([nbytes[s] for s in {*op.reads, *op.writes}]) + op.workspace_bytes for op in forward
+        ]
         for own, op, reads in zip(self._own, program.backward, program.forward_reads, strict=True):
             at_ops.append(own + outputs + sum([not_held[s] for s in reads]) + op.workspace_bytes)
         return max(at_ops, default=0)
@@ -128,7 +146,9 @@ class LowerBounds:
     def seconds(self, limit: int) -> Bound:
         """Return the bound on the time of any plan of at most ``limit`` bytes."""
         outputs = int(self.program.tables.bytes[self.program.tables.is_output].sum())
-        rooms = [limit - outputs - self._own_before(position) for position in self._moments.positions]
+        rooms = [
+            limit - outputs - self._own_before(position) for position in self._moments.positions
+        ]
         return self._moments.bound(rooms, self.low, self.high, self.steps)
 
     @cached_property
@@ -145,5 +165,9 @@ class LowerBounds:
         schedule = save_all(self.program)
         simulation = simulate(self.program, schedule)
         ops = np.arange(len(self._own))
-        at_ops = simulation.live[simulation.forward_ops + ops + np.searchsorted(schedule.before, ops, side="right")]
-        return Moments(self.program, tuple(sorted({0, int(at_ops.argmax()), int(np.argmax(self._own))})))
+        at_ops = simulation.live[
+            simulation.forward_ops + ops + np.searchsorted(schedule.before, ops, side="right")
+        ]
+        return Moments(
+            self.program, tuple(sorted({0, int(at_ops.argmax()), int(np.argmax(self._own))}))
+        )

@@ -45,7 +45,9 @@ def in_forward(program: Program) -> Program:
     return replace(program, ops=tuple(replace(op, side=Side.FORWARD) for op in program.ops))
 
 
-def optimum(program: Program, limit: int, *, seconds: float = 60.0, nodes: int = MOST_NODES) -> Optimum:
+def optimum(
+    program: Program, limit: int, *, seconds: float = 60.0, nodes: int = MOST_NODES
+) -> Optimum:
     """Return the least extra time within ``limit`` bytes, after at most ``seconds`` of solving and ``nodes`` of the solver's search tree.
 
     Raises :class:`ValueError` if an op may run on either side (see :func:`in_forward`).
@@ -62,7 +64,11 @@ class _Model:
         self.program = program
         self.limit = limit
         self.ops = [i for i, op in enumerate(program.ops) if op.no_recompute is None]
-        self.storages = [s for s, storage in enumerate(program.storages) if storage.producer != -2 and not storage.is_output]
+        self.storages = [
+            s
+            for s, storage in enumerate(program.storages)
+            if storage.producer != -2 and not storage.is_output
+        ]
         self.points = [(j, i) for j in range(len(program.backward)) for i in (*self.ops, None)]
         self.column: dict[tuple[str, int, int], int] = {}
         self.rows: list[tuple[dict[int, float], float, float]] = []
@@ -86,8 +92,13 @@ class _Model:
                 upper[at] = 0
         scale = cost.max(initial=0.0) or 1.0
         entries = [(r, c, v) for r, (row, _, _) in enumerate(self.rows) for c, v in row.items()]
-        matrix = csr_array(([v for *_, v in entries], ([r for r, *_ in entries], [c for _, c, _ in entries])), shape=(len(self.rows), size))
-        constraint = LinearConstraint(matrix, [row[1] for row in self.rows], [row[2] for row in self.rows])
+        matrix = csr_array(
+            ([v for *_, v in entries], ([r for r, *_ in entries], [c for _, c, _ in entries])),
+            shape=(len(self.rows), size),
+        )
+        constraint = LinearConstraint(
+            matrix, [row[1] for row in self.rows], [row[2] for row in self.rows]
+        )
         answer = milp(
             cost / scale,
             integrality=integral,
@@ -100,7 +111,11 @@ class _Model:
         bound = float(answer.mip_dual_bound or 0.0) * scale
         if answer.x is None:
             return Optimum(self.limit, None, bound)
-        runs = sorted((j, i) for (kind, j, i), at in self.column.items() if kind == "run" and answer.x[at] > 0.5)
+        runs = sorted(
+            (j, i)
+            for (kind, j, i), at in self.column.items()
+            if kind == "run" and answer.x[at] > 0.5
+        )
         schedule = with_runs(self.program, tuple(i for _, i in runs), tuple(j for j, _ in runs))
         return Optimum(self.limit, float(answer.fun) * scale, bound, schedule)
 
@@ -122,7 +137,9 @@ class _Model:
                 memory[self.run(j, i)] = float(tables.workspace_bytes[i] + tables.replay_bytes[i])
                 for s in {*program.ops[i].needs, *program.ops[i].writes}:
                     if not tables.is_output[s]:
-                        self.rows.append(({self.there(t, s): 1.0, self.run(j, i): -1.0}, 0.0, np.inf))
+                        self.rows.append(
+                            ({self.there(t, s): 1.0, self.run(j, i): -1.0}, 0.0, np.inf)
+                        )
             self.rows.append((memory, -np.inf, float(room)))
             for s in self.storages:
                 since = {self.there(t, s): 1.0, self.there(t - 1, s): -1.0}
@@ -137,7 +154,11 @@ class _Model:
         for k in range(len(program.ops)):
             saved = {}
             live = int(tables.workspace_bytes[k])
-            for s in {s for o in program.ops[: k + 1] for s in (*o.writes, *(() if o.rng_state is None else (o.rng_state,)))}:
+            for s in {
+                s
+                for o in program.ops[: k + 1]
+                for s in (*o.writes, *(() if o.rng_state is None else (o.rng_state,)))
+            }:
                 if tables.is_output[s] or last.get(s, -1) >= k:
                     live += int(tables.bytes[s])
                 else:

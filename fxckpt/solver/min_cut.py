@@ -57,7 +57,9 @@ class CutProblem:
         for i, price in enumerate(self.recompute_cost):
             graph.add_edge(SOURCE, ("op", i), capacity=price, reason="runs again")
             for v in self.op_reads[i]:
-                graph.add_edge(("value", v), ("op", i), capacity=math.inf, reason="needs what it reads")
+                graph.add_edge(
+                    ("value", v), ("op", i), capacity=math.inf, reason="needs what it reads"
+                )
         for v, price in enumerate(self.keep_cost):
             tail: Vertex = ("op", self.producer[v]) if self.producer[v] >= 0 else SOURCE
             graph.add_edge(tail, ("value", v), capacity=price, reason="is kept")
@@ -75,7 +77,9 @@ class Cut:
 
     def price(self, problem: CutProblem) -> float:
         """Return what the choice costs."""
-        return sum(problem.keep_cost[v] for v in self.kept) + sum(problem.recompute_cost[o] for o in self.runs)
+        return sum(problem.keep_cost[v] for v in self.kept) + sum(
+            problem.recompute_cost[o] for o in self.runs
+        )
 
 
 Solver = Callable[[CutProblem], Cut]
@@ -179,19 +183,34 @@ class Network:
         """Lay out ``problems``; their prices are not read."""
         count = len(problems)
         ops, values = [len(p.op_reads) for p in problems], [len(p.producer) for p in problems]
-        part_of_op, part_of_value = np.repeat(np.arange(count), ops), np.repeat(np.arange(count), values)
-        first_op, first_value = np.cumsum([0, *ops], dtype=np.int64), np.cumsum([0, *values], dtype=np.int64)
+        part_of_op, part_of_value = (
+            np.repeat(np.arange(count), ops),
+            np.repeat(np.arange(count), values),
+        )
+        first_op, first_value = (
+            np.cumsum([0, *ops], dtype=np.int64),
+            np.cumsum([0, *values], dtype=np.int64),
+        )
         n_ops = int(first_op[-1])
         made_by = np.asarray([o for p in problems for o in p.producer], dtype=np.int64)
         made_by = np.where(made_by >= 0, made_by + first_op[part_of_value], -1)
         needed = np.asarray([v for p in problems for v in p.needed], dtype=np.int64)
         wanted = needed + np.repeat(first_value[:-1], [len(p.needed) for p in problems])
         reader = np.repeat(np.arange(n_ops), [len(reads) for p in problems for reads in p.op_reads])
-        read = np.asarray([v for p in problems for reads in p.op_reads for v in reads], dtype=np.int64) + first_value[part_of_op[reader]]
+        read = (
+            np.asarray([v for p in problems for reads in p.op_reads for v in reads], dtype=np.int64)
+            + first_value[part_of_op[reader]]
+        )
         vertex, size = _contracted(n_ops, len(made_by), wanted, reader, read)
         source, sink = size - 2, size - 1
         is_shared = (vertex[read] >= n_ops) & (vertex[read] < source)
-        tails = np.concatenate((np.full(n_ops, source), np.where(made_by >= 0, made_by, source), vertex[read[is_shared]]))
+        tails = np.concatenate(
+            (
+                np.full(n_ops, source),
+                np.where(made_by >= 0, made_by, source),
+                vertex[read[is_shared]],
+            )
+        )
         heads = np.concatenate((np.arange(n_ops), vertex, reader[is_shared]))
         # No cut depends on the arc of a value that nobody wants, nor on that of one that is kept in any case.
         matters = np.flatnonzero((heads != source) & ((tails != source) | (heads != sink)))
@@ -231,7 +250,10 @@ class Network:
             starts.append(np.asarray([count * end]))
             begin = end
         place = np.concatenate((*blocks, np.full((count, 1), count * arcs)), axis=1)
-        head, reverse = np.empty(count * arcs, dtype=np.int32), np.empty(count * arcs, dtype=np.int64)
+        head, reverse = (
+            np.empty(count * arcs, dtype=np.int32),
+            np.empty(count * arcs, dtype=np.int64),
+        )
         head[place[:, :-1]] = self._renumbered(self.head, copy)
         reverse[place[:, :-1]] = place[:, self.reverse]
         infinite = np.zeros(count * arcs)
@@ -257,9 +279,13 @@ class Network:
     def _renumbered(self, vertices: IntArray, copy: IntArray) -> IntArray:
         """Return the numbers of ``vertices`` in each copy, a row a copy."""
         inner = len(self.indptr) - 3
-        return np.where(vertices < inner, vertices + copy * inner, vertices + (len(copy) - 1) * inner)
+        return np.where(
+            vertices < inner, vertices + copy * inner, vertices + (len(copy) - 1) * inner
+        )
 
-    def solve(self, recompute_cost: FloatArray, keep_cost: FloatArray) -> tuple[BoolArray, BoolArray]:
+    def solve(
+        self, recompute_cost: FloatArray, keep_cost: FloatArray
+    ) -> tuple[BoolArray, BoolArray]:
         """Return which values are kept and which ops run again: the least sink side, fewest runs and fewest kept values.
 
         Prices are rounded to about 1e-9 of their problem's sum (Dinic's algorithm on int32). Raises :class:`Unbounded`.
@@ -270,10 +296,17 @@ class Network:
         capacity = self._capacity(recompute_cost, keep_cost)
         size = len(self.indptr) - 1
         source, sink = size - 2, size - 1
-        flow = maximum_flow(csr_array((capacity, self.head, self.indptr), shape=(size, size)), source, sink, method="dinic").flow
+        flow = maximum_flow(
+            csr_array((capacity, self.head, self.indptr), shape=(size, size)),
+            source,
+            sink,
+            method="dinic",
+        ).flow
         open_into = (capacity > flow.data)[self.reverse]
         starts = np.concatenate(([0], np.cumsum(open_into)), dtype=np.int32)[self.indptr]
-        residual = csr_array((np.ones(starts[-1]), self.head[open_into], starts), shape=(size, size))
+        residual = csr_array(
+            (np.ones(starts[-1]), self.head[open_into], starts), shape=(size, size)
+        )
         sink_side = np.zeros(size, dtype=bool)
         sink_side[breadth_first_order(residual, sink, return_predecessors=False)] = True
         runs, wanted = sink_side[self.vertex[:n_ops]], sink_side[self.vertex[n_ops:]]
@@ -289,21 +322,46 @@ class Network:
     def _scale(self, recompute_cost: FloatArray, keep_cost: FloatArray) -> FloatArray:
         """Return, per problem, what its prices are multiplied by."""
         parts = len(self.problems)
-        total = np.bincount(self.part_of_op, weights=np.where(np.isfinite(recompute_cost), recompute_cost, 0.0), minlength=parts)
-        total += np.bincount(self.part_of_value, weights=np.where(np.isfinite(keep_cost), keep_cost, 0.0), minlength=parts)
+        total = np.bincount(
+            self.part_of_op,
+            weights=np.where(np.isfinite(recompute_cost), recompute_cost, 0.0),
+            minlength=parts,
+        )
+        total += np.bincount(
+            self.part_of_value,
+            weights=np.where(np.isfinite(keep_cost), keep_cost, 0.0),
+            minlength=parts,
+        )
         return (FINITE_SUM - self.prices) / np.where(total > NOTHING, total, 1.0)
 
     def _capacity(self, recompute_cost: FloatArray, keep_cost: FloatArray) -> IntArray:
         """Scale prices to int32, each problem on its own; infinite ones become greater than the sum of all finite ones."""
         scale = self._scale(recompute_cost, keep_cost)
-        whole = np.ceil(np.concatenate((recompute_cost * scale[self.part_of_op], keep_cost * scale[self.part_of_value])))
-        finite = np.bincount(self.arc, weights=np.minimum(whole, INFINITE), minlength=len(self.infinite) + 1)
+        whole = np.ceil(
+            np.concatenate(
+                (recompute_cost * scale[self.part_of_op], keep_cost * scale[self.part_of_value])
+            )
+        )
+        finite = np.bincount(
+            self.arc, weights=np.minimum(whole, INFINITE), minlength=len(self.infinite) + 1
+        )
         capacity = self.infinite + finite[:-1]
         return np.minimum(capacity, INFINITE).astype(np.int32)
 
-    def _check(self, kept: BoolArray, runs: BoolArray, wanted: BoolArray, recompute_cost: FloatArray, keep_cost: FloatArray) -> None:
+    def _check(
+        self,
+        kept: BoolArray,
+        runs: BoolArray,
+        wanted: BoolArray,
+        recompute_cost: FloatArray,
+        keep_cost: FloatArray,
+    ) -> None:
         """Raise :class:`Unbounded` if the cut goes through an infinite arc."""
-        if wanted[self.needed].all() and np.isfinite(keep_cost[kept]).all() and np.isfinite(recompute_cost[runs]).all():
+        if (
+            wanted[self.needed].all()
+            and np.isfinite(keep_cost[kept]).all()
+            and np.isfinite(recompute_cost[runs]).all()
+        ):
             return
         first_op = first_value = 0
         for problem in self.problems:
@@ -317,10 +375,14 @@ class Network:
             if blocked is not None:
                 raise Unbounded(first_value + blocked)
             first_op, first_value = first_op + n_ops, first_value + n_values
-        raise AssertionError("an infinite arc was cut although every needed value has a finite choice")
+        raise AssertionError(
+            "an infinite arc was cut although every needed value has a finite choice"
+        )
 
 
-def _contracted(n_ops: int, n_values: int, needed: IntArray, reader: IntArray, read: IntArray) -> tuple[IntArray, int]:
+def _contracted(
+    n_ops: int, n_values: int, needed: IntArray, reader: IntArray, read: IntArray
+) -> tuple[IntArray, int]:
     """Return the vertex of each value, and how many vertices there are, the source and the sink being the last two.
 
     ``reader`` reads ``read``, pair by pair. A value that nobody wants is left with the source, where it costs nothing.

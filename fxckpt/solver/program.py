@@ -91,7 +91,10 @@ class Program:
     def forward_reads(self) -> tuple[tuple[int, ...], ...]:
         """Per backward op: the forward values it reads."""
         storages = self.storages
-        return tuple(tuple([s for s in op.reads if storages[s].producer != IN_BACKWARD]) for op in self.backward)
+        return tuple(
+            tuple([s for s in op.reads if storages[s].producer != IN_BACKWARD])
+            for op in self.backward
+        )
 
     @cached_property
     def always_forward(self) -> dict[int, None]:
@@ -175,7 +178,9 @@ class Tables:
         ops, storages = program.ops, program.storages
         both = (*ops, *program.backward)
         nbytes = np.asarray([s.bytes for s in storages], dtype=np.int64)
-        state = np.asarray([-1 if op.rng_state is None else op.rng_state for op in ops], dtype=np.int64)
+        state = np.asarray(
+            [-1 if op.rng_state is None else op.rng_state for op in ops], dtype=np.int64
+        )
         return cls(
             reads=Ragged.of([op.reads for op in both]),
             needs=Ragged.of([op.needs for op in ops]),
@@ -184,7 +189,9 @@ class Tables:
             flops=np.asarray([op.flops for op in both], dtype=np.int64),
             workspace_bytes=np.asarray([op.workspace_bytes for op in both], dtype=np.int64),
             replay_bytes=np.where(state >= 0, np.append(nbytes, 0)[state], 0),
-            written_bytes=np.asarray([sum(storages[s].bytes for s in op.writes) for op in both], dtype=np.int64),
+            written_bytes=np.asarray(
+                [sum(storages[s].bytes for s in op.writes) for op in both], dtype=np.int64
+            ),
             rng_state=state,
             is_forward=_mask(op.side is Side.FORWARD for op in ops),
             is_either=_mask(op.side is Side.EITHER for op in ops),

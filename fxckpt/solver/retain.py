@@ -29,7 +29,12 @@ class Retain:
 
     def __call__(self, program: Program, schedule: Schedule, simulation: Simulation) -> Schedule:
         """Return a schedule of no more time. ``simulation`` is that of ``schedule``, and within the limit."""
-        copies = _Copies(program, schedule, simulation, program.tables.seconds.tolist() if self.seconds is None else self.seconds)
+        copies = _Copies(
+            program,
+            schedule,
+            simulation,
+            program.tables.seconds.tolist() if self.seconds is None else self.seconds,
+        )
         worth = copies.worth()
         for i in np.argsort(-worth, kind="stable")[: np.count_nonzero(worth)].tolist():
             copies.retain_if_fits(i, self.limit)
@@ -42,19 +47,28 @@ class _Copies:
     Copies are numbered by storage, and then in the order in which they are made: that of the forward comes first, also where it is not saved.
     """
 
-    def __init__(self, program: Program, schedule: Schedule, simulation: Simulation, seconds: Sequence[float]) -> None:
+    def __init__(
+        self, program: Program, schedule: Schedule, simulation: Simulation, seconds: Sequence[float]
+    ) -> None:
         tables, first, length = program.tables, simulation.forward_ops, len(program.backward)
         self.program = program
         self.schedule = schedule
         self.seconds = [seconds[o] for o in schedule.runs]
         self.profile = simulation.live.copy()
         self.is_dropped = [False] * len(schedule.runs)
-        runs, before = np.asarray(schedule.runs, dtype=np.int64), np.asarray(schedule.before, dtype=np.int64)
+        runs, before = (
+            np.asarray(schedule.runs, dtype=np.int64),
+            np.asarray(schedule.before, dtype=np.int64),
+        )
         at = first + np.arange(len(runs)) + before
-        at_backward = first + np.arange(length) + np.searchsorted(before, np.arange(length), side="right")
+        at_backward = (
+            first + np.arange(length) + np.searchsorted(before, np.arange(length), side="right")
+        )
         in_forward = np.asarray(forward_ops(program, schedule.saved), dtype=np.int64)
         self.is_in_forward = np.isin(runs, in_forward).tolist()
-        self.times: list[int] = np.bincount(np.concatenate((in_forward, runs)), minlength=len(program.ops)).tolist()
+        self.times: list[int] = np.bincount(
+            np.concatenate((in_forward, runs)), minlength=len(program.ops)
+        ).tolist()
         self.at = at.tolist()
         """Per run: its place in the profile."""
 
@@ -72,10 +86,15 @@ class _Copies:
         read, reader = tables.needs.rows(runs)
         read, reader = read[is_written[read]], reader[is_written[read]]
         read_last, reader_last = tables.reads.rows(len(program.ops) + np.arange(length))
-        read_last, reader_last = read_last[is_written[read_last]], reader_last[is_written[read_last]]
+        read_last, reader_last = (
+            read_last[is_written[read_last]],
+            reader_last[is_written[read_last]],
+        )
         place = np.concatenate((at[reader], at_backward[reader_last]))
         copy = np.searchsorted(made, np.concatenate((read, read_last)) * span + place + 1) - 1
-        last = np.where(run == FORWARD, last_touches(tables, in_forward)[storage], at[run] if len(at) else 0)
+        last = np.where(
+            run == FORWARD, last_touches(tables, in_forward)[storage], at[run] if len(at) else 0
+        )
         np.maximum.at(last, copy, place)
 
         self.run: list[int] = run.tolist()
@@ -105,7 +124,9 @@ class _Copies:
         for i, inputs in enumerate(self.inputs):
             if any(self.readers[c] == 1 for c in inputs):
                 seconds[i] = sum([self.seconds[r] for r in self._gone_with(i) if self._costs(r)])
-        nbytes = [sum([self.bytes[c] for c in outputs if self.readers[c]]) for outputs in self.outputs]
+        nbytes = [
+            sum([self.bytes[c] for c in outputs if self.readers[c]]) for outputs in self.outputs
+        ]
         worth: FloatArray = seconds / np.maximum(nbytes, 1)
         return worth
 
@@ -122,7 +143,9 @@ class _Copies:
                 if maker == FORWARD:
                     continue
                 fewer[c] = count = fewer.get(c, 0) + 1
-                if count == readers[c] and all(readers[other] == fewer.get(other, 0) for other in self.outputs[maker]):
+                if count == readers[c] and all(
+                    readers[other] == fewer.get(other, 0) for other in self.outputs[maker]
+                ):
                     gone.append(maker)
         return gone
 
@@ -133,7 +156,11 @@ class _Copies:
         moves = [(c, self._before(c)) for c in self.outputs[i] if self.readers[c]]
         if not all(self._may_move(i, c, before) for c, before in moves):
             return
-        spans = [(self.last[b] + 1, self.bytes[c]) for c, b in moves if self.run[b] != FORWARD or not self.is_output[c]]
+        spans = [
+            (self.last[b] + 1, self.bytes[c])
+            for c, b in moves
+            if self.run[b] != FORWARD or not self.is_output[c]
+        ]
         if not self._has_room(spans, self.at[i], limit):
             return
         gone = self._gone_with(i)
@@ -189,4 +216,6 @@ class _Copies:
         """Return what is left of the schedule."""
         left = [i for i, is_dropped in enumerate(self.is_dropped) if not is_dropped]
         runs, before = self.schedule.runs, self.schedule.before
-        return with_runs(self.program, tuple([runs[i] for i in left]), tuple([before[i] for i in left]))
+        return with_runs(
+            self.program, tuple([runs[i] for i in left]), tuple([before[i] for i in left])
+        )

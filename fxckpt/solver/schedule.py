@@ -76,7 +76,12 @@ def emit(program: Program, decisions: StageAssignment) -> Schedule:
                 if o not in opened:
                     opened.add(o)
                     inputs = ops[o].needs
-                    missing = [u for u in inputs if (p := producer[u]) not in fresh and (u not in have or (p in rerun and u not in kept))]
+                    missing = [
+                        u
+                        for u in inputs
+                        if (p := producer[u]) not in fresh
+                        and (u not in have or (p in rerun and u not in kept))
+                    ]
                     if missing:
                         stack.extend(reversed(missing))
                         continue
@@ -90,7 +95,9 @@ def emit(program: Program, decisions: StageAssignment) -> Schedule:
 
 def save_all(program: Program) -> Schedule:
     """Return the uncheckpointed schedule: everything the backward reads is saved, what only the backward needs runs in it once."""
-    either = frozenset(i for i, op in enumerate(program.ops) if op.side is Side.EITHER and op.no_recompute is None)
+    either = frozenset(
+        i for i, op in enumerate(program.ops) if op.side is Side.EITHER and op.no_recompute is None
+    )
     return emit(program, StageAssignment((0,), (frozenset(),), (either,)))
 
 
@@ -109,7 +116,9 @@ def with_runs(program: Program, runs: tuple[int, ...], before: tuple[int, ...]) 
                 wanted.update(op.needs)
             at -= 1
     kept.reverse()
-    return Schedule(tuple(sorted(wanted)), tuple([runs[i] for i in kept]), tuple([before[i] for i in kept]))
+    return Schedule(
+        tuple(sorted(wanted)), tuple([runs[i] for i in kept]), tuple([before[i] for i in kept])
+    )
 
 
 def forward_ops(program: Program, saved: tuple[int, ...]) -> list[int]:
@@ -121,5 +130,7 @@ def forward_ops(program: Program, saved: tuple[int, ...]) -> list[int]:
         i = stack.pop()
         if i not in more:
             more.add(i)
-            stack.extend([p for s in program.ops[i].reads if (p := producers[s]) >= 0 and p not in always])
+            stack.extend(
+                [p for s in program.ops[i].reads if (p := producers[s]) >= 0 and p not in always]
+            )
     return sorted([*always, *more])

@@ -42,7 +42,11 @@ class Candidate:
     @property
     def rank(self) -> tuple[float, int, int]:
         """Less is better: time first, then peak, then saved bytes."""
-        return self.simulation.extra_seconds, self.simulation.peak_bytes, self.simulation.saved_bytes
+        return (
+            self.simulation.extra_seconds,
+            self.simulation.peak_bytes,
+            self.simulation.saved_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,10 @@ class PriceSearch:
         return search.found(limit, floor)
 
     def frontier(
-        self, program: Program, limits: Callable[[Candidate, Candidate], Sequence[int]], tick: Callable[[], object] = lambda: None
+        self,
+        program: Program,
+        limits: Callable[[Candidate, Candidate], Sequence[int]],
+        tick: Callable[[], object] = lambda: None,
     ) -> tuple[SearchResult, ...]:
         """Return the best schedules at ``limits(floor, baseline)``, ascending. ``tick`` is called once a limit.
 
@@ -184,18 +191,24 @@ class _Search:
         bound = next_bound = Bound(0.0, 0.0)
         if best is not None and limit is not None and best.simulation.extra_seconds > 0:
             bound, next_bound = self.bound(limit), self.bound(limit + NEXT_BYTES)
-        return SearchResult(limit, best, floor, self.baseline, bound, next_bound, self.bounds.peak_bytes)
+        return SearchResult(
+            limit, best, floor, self.baseline, bound, next_bound, self.bounds.peak_bytes
+        )
 
     def layout(self, count: int) -> Layout:
         if count not in self.layouts:
             self.layouts[count] = self.options.cut.lay_out(self.program, self.places.stages(count))
         return self.layouts[count]
 
-    def shaped(self, count: int, shapes: Sequence[tuple[float, float]], sweeps: int | None = None) -> list[list[StageAssignment]]:
+    def shaped(
+        self, count: int, shapes: Sequence[tuple[float, float]], sweeps: int | None = None
+    ) -> list[list[StageAssignment]]:
         """Return the decisions at some prices at the forward's end, each with a share of it that is the price of every stage."""
         cut = self.options.cut if sweeps is None else replace(self.options.cut, sweeps=sweeps)
         layout = self.layout(count)
-        return cut(layout, [[price, *[price * share] * len(layout.starts)] for price, share in shapes])
+        return cut(
+            layout, [[price, *[price * share] * len(layout.starts)] for price, share in shapes]
+        )
 
     def judge_all(self, decided: Iterable[Iterable[StageAssignment]]) -> None:
         for decisions in chain.from_iterable(decided):
@@ -210,11 +223,17 @@ class _Search:
         """The least peak of any schedule seen: at high prices, where one sweep mostly gives less than two, then trimmed further."""
         prices = _between((self.low * self.high) ** 0.5, self.high, self.options.floor_prices)
         for count in self.options.stage_counts:
-            self.judge_all(self.shaped(count, list(product(prices, self.options.floor_shares)), sweeps=1))
+            self.judge_all(
+                self.shaped(count, list(product(prices, self.options.floor_shares)), sweeps=1)
+            )
         least = self._least_peak()
         for _ in range(self.options.descents):
             peak = least.simulation.peak_bytes
-            self.judge(Evict(max(self.bounds.peak_bytes, peak * 19 // 20))(self.program, least.schedule, least.simulation))
+            self.judge(
+                Evict(max(self.bounds.peak_bytes, peak * 19 // 20))(
+                    self.program, least.schedule, least.simulation
+                )
+            )
             least = self._least_peak()
             if least.simulation.peak_bytes >= peak:
                 break
@@ -226,16 +245,29 @@ class _Search:
     def fit(self, limit: int, factors: Sequence[float]) -> None:
         """Look for schedules about ``limit``."""
         price = self.bound(limit).price or self.low
-        factors = factors if len(self.program.ops) > self.options.small_ops else self.options.small_factors
+        factors = (
+            factors
+            if len(self.program.ops) > self.options.small_ops
+            else self.options.small_factors
+        )
         self._shapes(price * factor for factor in factors)
 
     def _shapes(self, prices: Iterable[float]) -> None:
         """Try every number of stages at prices that a value saved through half the stages pays, rounded so that near budgets share them."""
-        steps = [s for s in dict.fromkeys(round(math.log(price) / math.log(PRICE_STEP)) for price in prices) if s not in self.tried]
+        steps = [
+            s
+            for s in dict.fromkeys(
+                round(math.log(price) / math.log(PRICE_STEP)) for price in prices
+            )
+            if s not in self.tried
+        ]
         self.tried.update(steps)
         if steps:
             share = self.options.share
-            shapes = {n: [(PRICE_STEP**step / (1 + share * n / 2), share) for step in steps] for n in self.options.stage_counts}
+            shapes = {
+                n: [(PRICE_STEP**step / (1 + share * n / 2), share) for step in steps]
+                for n in self.options.stage_counts
+            }
             decided = [self.shaped(n, shapes[n]) for n in self.options.stage_counts]
             # All stage counts of a price before the next price: of equals the first one counts.
             self.judge_all(chain.from_iterable(zip(*decided, strict=True)))
@@ -261,7 +293,9 @@ class _Search:
         """Look for the optimum itself."""
         if self._best(limit) <= enough:
             return
-        schedule = optimum(in_forward(self.program), limit, seconds=math.inf, nodes=self.options.exact_nodes).schedule
+        schedule = optimum(
+            in_forward(self.program), limit, seconds=math.inf, nodes=self.options.exact_nodes
+        ).schedule
         if schedule is not None:
             # An op that may run on either side costs nothing if the forward has no need of it.
             self.judge(with_runs(self.program, schedule.runs, schedule.before))
@@ -270,8 +304,13 @@ class _Search:
         """Look farther from what single moves reach (compare GRASP, Feo and Resende 1995)."""
         options, random, ops = self.options, Random(0), max(len(self.program.ops), 1)
         # What is free has a little weight too, so that it takes turns.
-        plain = [s + self.program.step_seconds / 1000 for s in self.program.tables.seconds[: len(self.program.ops)]]
-        for k in range(min(options.restarts, options.restart_ops // ops) if ops <= options.small_ops else 0):
+        plain = [
+            s + self.program.step_seconds / 1000
+            for s in self.program.tables.seconds[: len(self.program.ops)]
+        ]
+        for k in range(
+            min(options.restarts, options.restart_ops // ops) if ops <= options.small_ops else 0
+        ):
             best = min(self.within(limit), key=lambda c: c.rank, default=None)
             if best is None or best.simulation.extra_seconds <= enough:
                 return
@@ -299,15 +338,25 @@ class _Search:
         for times in (1.0, 4.0):
             scores: dict[float, Candidate] = {}
             for c in self.legal:
-                scores.setdefault(c.simulation.extra_seconds + times * price * (c.simulation.peak_bytes - limit), c)
-            chosen.update((scores[score].schedule, scores[score]) for score in sorted(scores)[: count // 2 or 1])
+                scores.setdefault(
+                    c.simulation.extra_seconds + times * price * (c.simulation.peak_bytes - limit),
+                    c,
+                )
+            chosen.update(
+                (scores[score].schedule, scores[score])
+                for score in sorted(scores)[: count // 2 or 1]
+            )
         return list(chosen.values())
 
-    def _bring(self, candidate: Candidate, low: int, limit: int, seconds: Sequence[float] | None = None) -> None:
+    def _bring(
+        self, candidate: Candidate, low: int, limit: int, seconds: Sequence[float] | None = None
+    ) -> None:
         """Evict ``candidate`` to at most ``low`` bytes, as far as it goes, then spend what is left up to ``limit``; at last by true seconds."""
         program = self.program
         while candidate.simulation.peak_bytes > low:
-            trimmed = self.judge(Evict(low, seconds)(program, candidate.schedule, candidate.simulation))
+            trimmed = self.judge(
+                Evict(low, seconds)(program, candidate.schedule, candidate.simulation)
+            )
             if trimmed.simulation.peak_bytes >= candidate.simulation.peak_bytes:
                 break
             candidate = trimmed
@@ -316,10 +365,16 @@ class _Search:
         if candidate.simulation.peak_bytes <= limit:
             self._filled(candidate, limit, None)
 
-    def _filled(self, candidate: Candidate, limit: int, seconds: Sequence[float] | None) -> Candidate:
+    def _filled(
+        self, candidate: Candidate, limit: int, seconds: Sequence[float] | None
+    ) -> Candidate:
         while True:
-            fuller = self.judge(Retain(limit, seconds)(self.program, candidate.schedule, candidate.simulation))
-            if fuller.simulation.peak_bytes > limit or len(fuller.schedule.runs) >= len(candidate.schedule.runs):
+            fuller = self.judge(
+                Retain(limit, seconds)(self.program, candidate.schedule, candidate.simulation)
+            )
+            if fuller.simulation.peak_bytes > limit or len(fuller.schedule.runs) >= len(
+                candidate.schedule.runs
+            ):
                 return candidate
             candidate = fuller
 

@@ -54,7 +54,9 @@ def simulate(program: Program, schedule: Schedule) -> Simulation:
     before = np.asarray(schedule.before, dtype=np.int64)
     forward, live = _forward_profile(tables, order, held)
     held[list(program.tangents)] = True
-    backward = _backward_profile(tables, held, runs, before, len(program.backward), live + program.tangent_bytes)
+    backward = _backward_profile(
+        tables, held, runs, before, len(program.backward), live + program.tangent_bytes
+    )
     times = np.bincount(np.concatenate((order, runs)), minlength=len(program.ops))
     again = np.maximum(times - 1, 0)
     extra = np.flatnonzero(again)
@@ -85,11 +87,15 @@ def last_touches(tables: Tables, order: IntArray) -> IntArray:
     writes, written_at = tables.writes.rows(order)
     last = np.full(len(tables.bytes), -1)
     last[writes] = written_at
-    last[reads] = read_at  # of equal indices the last one counts, and what is read was written before
+    last[reads] = (
+        read_at  # of equal indices the last one counts, and what is read was written before
+    )
     return last
 
 
-def _backward_profile(tables: Tables, held: BoolArray, runs: IntArray, before: IntArray, length: int, live: int) -> IntArray:
+def _backward_profile(
+    tables: Tables, held: BoolArray, runs: IntArray, before: IntArray, length: int, live: int
+) -> IntArray:
     """Return the live bytes during each run and each backward op, in order."""
     forward_count = len(tables.rng_state)
     total = len(runs) + length
@@ -103,11 +109,15 @@ def _backward_profile(tables: Tables, held: BoolArray, runs: IntArray, before: I
     initial = np.flatnonzero(held)
     # One row per access; time counts in halves, so that an op reads before it writes, and what is held at the start comes first.
     storage = np.concatenate((initial, reads, tables.rng_state[runs[stateful]], writes))
-    time = np.concatenate((np.full(len(initial), -1), 2 * read_at, 2 * run_at[stateful], 2 * written_at + 1))
+    time = np.concatenate(
+        (np.full(len(initial), -1), 2 * read_at, 2 * run_at[stateful], 2 * written_at + 1)
+    )
     order = np.argsort(storage * (2 * total + 2) + time + 1, kind="stable")
     storage, time = storage[order], time[order]
     # A version of a storage begins with what is held at the start or with a write, and ends with its last access.
-    begins = np.concatenate(([True], (storage[1:] != storage[:-1]) | (time[1:] % 2 == 1)))[: len(storage)]
+    begins = np.concatenate(([True], (storage[1:] != storage[:-1]) | (time[1:] % 2 == 1)))[
+        : len(storage)
+    ]
     ends = np.append(begins[1:], True)[: len(storage)]
     dies = np.where(time < 0, -1, time // 2)[ends]
     version = storage[ends]
@@ -133,6 +143,10 @@ def backward_own_profile(program: Program) -> list[int]:
     tables, length = program.tables, len(program.backward)
     order = len(program.ops) + np.arange(length)
     last = last_touches(tables, order)
-    own = np.unique(np.append(tables.writes.rows(order)[0], np.asarray(program.tangents, dtype=np.int64)))
+    own = np.unique(
+        np.append(tables.writes.rows(order)[0], np.asarray(program.tangents, dtype=np.int64))
+    )
     died = _sum_at(last[own], tables.bytes[own], length)
-    return list((program.tangent_bytes + np.cumsum(tables.written_bytes[order] - died) + died).tolist())
+    return list(
+        (program.tangent_bytes + np.cumsum(tables.written_bytes[order] - died) + died).tolist()
+    )

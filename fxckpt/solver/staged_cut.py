@@ -47,7 +47,9 @@ class StagedCut:
         """Lay ``program`` out for these stages, once for all prices."""
         return Layout.of(program, starts, self.colors, self.reach)
 
-    def __call__(self, layout: Layout, prices: Sequence[Sequence[float]]) -> list[list[StageAssignment]]:
+    def __call__(
+        self, layout: Layout, prices: Sequence[Sequence[float]]
+    ) -> list[list[StageAssignment]]:
         """Return, for each of several choices of prices, the decisions after each sweep that changes them; often the first has the least peak.
 
         Prices are seconds per byte: of the forward's end, then one a stage. Raises :class:`FxckptError` if a value has no way.
@@ -61,13 +63,19 @@ class StagedCut:
         for sweep in range(self.sweeps):
             before = kept.copy(), runs.copy()
             for group in layout.groups if sweep % 2 == 0 else tuple(reversed(layout.groups)):
-                recompute_cost, keep_cost = layout.recompute_costs(group, price, runs), layout.keep_costs(group, price, kept, runs)
+                recompute_cost, keep_cost = (
+                    layout.recompute_costs(group, price, runs),
+                    layout.keep_costs(group, price, kept, runs),
+                )
                 try:
                     keeps, again = networks[group].solve(recompute_cost.ravel(), keep_cost.ravel())
                 except Unbounded as error:
                     value = group.values.start + error.value % keep_cost.shape[1]
                     raise no_way(layout.program, int(layout.storage[value])) from error
-                kept[:, group.values], runs[:, group.ops] = keeps.reshape(keep_cost.shape), again.reshape(recompute_cost.shape)
+                kept[:, group.values], runs[:, group.ops] = (
+                    keeps.reshape(keep_cost.shape),
+                    again.reshape(recompute_cost.shape),
+                )
             changed = (before[0] != kept).any(axis=1) | (before[1] != runs).any(axis=1)
             for i in range(count) if sweep == 0 else np.flatnonzero(changed).tolist():
                 decided[i].append(layout.decisions(kept[i], runs[i]))
@@ -143,11 +151,16 @@ class Layout:
                 problems.append(problem)
             network = Network.disjoint_union(problems)
             producers.append(np.where(network.producer >= 0, network.producer + first_op, -1))
-            groups.append(Group(network, slice(first_op, len(op)), slice(first_value, len(storage))))
+            groups.append(
+                Group(network, slice(first_op, len(op)), slice(first_value, len(storage)))
+            )
         tables = program.tables
         is_needed = np.zeros(len(storage), dtype=bool)
         is_needed[needed] = True
-        of_storage, in_stage = np.asarray(storage, dtype=np.int64), np.asarray(stage, dtype=np.int64)
+        of_storage, in_stage = (
+            np.asarray(storage, dtype=np.int64),
+            np.asarray(stage, dtype=np.int64),
+        )
         by_storage = np.lexsort((in_stage, of_storage))
         place = np.empty_like(by_storage)
         place[by_storage] = np.arange(len(by_storage))
@@ -185,11 +198,22 @@ class Layout:
         """
         of, count, n_ops = group.ops, len(price), len(self.program.ops)
         choice, vertex = np.nonzero(runs)
-        times = np.bincount(choice * n_ops + self.op[vertex], minlength=count * n_ops).reshape(count, n_ops)
-        is_first = self.is_either[of] & (times[:, self.op[of]] == runs[:, of]) & np.isfinite(self.seconds[of])
-        return np.where(is_first, 0.0, self.seconds[of]) + self.written_bytes[of] * price[:, self.op_stage[of] + 1]
+        times = np.bincount(choice * n_ops + self.op[vertex], minlength=count * n_ops).reshape(
+            count, n_ops
+        )
+        is_first = (
+            self.is_either[of]
+            & (times[:, self.op[of]] == runs[:, of])
+            & np.isfinite(self.seconds[of])
+        )
+        return (
+            np.where(is_first, 0.0, self.seconds[of])
+            + self.written_bytes[of] * price[:, self.op_stage[of] + 1]
+        )
 
-    def keep_costs(self, group: Group, price: FloatArray, kept: BoolArray, runs: BoolArray) -> FloatArray:
+    def keep_costs(
+        self, group: Group, price: FloatArray, kept: BoolArray, runs: BoolArray
+    ) -> FloatArray:
         """Return, per value vertex of a group, the price of having it from before its stage; a row for each choice of prices."""
         of, end = group.values, len(self.place)
         held, made = kept[:, self.by_storage], _with_last(runs, False)[:, self.producer_by_storage]
@@ -198,12 +222,18 @@ class Layout:
         before = np.concatenate((np.zeros((len(price), 1)), np.cumsum(price, axis=1)), axis=1)
         paid = np.take_along_axis(before, np.where(since >= 0, since + 2, 0), axis=1)
         result: FloatArray = self.bytes[of] * (before[:, self.stage[of] + 2] - paid)
-        following = np.minimum.accumulate(np.where(made | held, np.arange(end), end)[:, ::-1], axis=1)[:, ::-1]
+        following = np.minimum.accumulate(
+            np.where(made | held, np.arange(end), end)[:, ::-1], axis=1
+        )[:, ::-1]
         following = _with_last(following, end)[:, self.place[of] + 1]
-        passes = (following <= self.last[of]) & np.take_along_axis(_with_last(held & ~made, False), following, axis=1)
+        passes = (following <= self.last[of]) & np.take_along_axis(
+            _with_last(held & ~made, False), following, axis=1
+        )
         result[(passes & ~self.is_needed[of]) | self.is_output[of]] = 0.0
         if not self.is_savable.all():
-            result[~self.is_savable[of] & (self._stage_before(made, of) < 0) & ~self.is_output[of]] = math.inf
+            result[
+                ~self.is_savable[of] & (self._stage_before(made, of) < 0) & ~self.is_output[of]
+            ] = math.inf
         return result
 
     def _stage_before(self, happens: BoolArray, of: slice) -> IntArray:
@@ -212,7 +242,9 @@ class Layout:
         ``happens`` is in the order of ``by_storage``.
         """
         latest = np.maximum.accumulate(np.where(happens, np.arange(len(self.place)), -1), axis=1)
-        before = _with_last(latest, -1)[:, self.place[of] - 1]  # before the first place is what was put last
+        before = _with_last(latest, -1)[
+            :, self.place[of] - 1
+        ]  # before the first place is what was put last
         return np.where(before >= self.first[of], self.stage[self.by_storage[before]], -1)
 
     def decisions(self, kept: BoolArray, runs: BoolArray) -> StageAssignment:
@@ -224,7 +256,9 @@ class Layout:
             values[k].append(s)
         for o, k in zip(self.op[runs].tolist(), self.op_stage[runs].tolist(), strict=True):
             ops[k].append(o)
-        return StageAssignment(self.starts, tuple(map(frozenset, values)), tuple(map(frozenset, ops)))
+        return StageAssignment(
+            self.starts, tuple(map(frozenset, values)), tuple(map(frozenset, ops))
+        )
 
 
 def _with_last(rows: npt.NDArray[Any], item: int) -> npt.NDArray[Any]:
@@ -232,13 +266,17 @@ def _with_last(rows: npt.NDArray[Any], item: int) -> npt.NDArray[Any]:
     return np.concatenate((rows, np.full((len(rows), 1), item, dtype=rows.dtype)), axis=1)
 
 
-def stage_cut(program: Program, positions: range, reach: int) -> tuple[CutProblem, list[int], list[int]]:
+def stage_cut(
+    program: Program, positions: range, reach: int
+) -> tuple[CutProblem, list[int], list[int]]:
     """Return the cut of one stage without its prices, and the ops and storages its positions stand for.
 
     Looks breadth first at what the stage's needs depend on, at most ``reach`` ops, but always past values that must not be saved.
     """
     producers, storages, all_ops = program.producers, program.storages, program.ops
-    needs = list(dict.fromkeys(chain.from_iterable(program.forward_reads[positions.start : positions.stop])))
+    needs = list(
+        dict.fromkeys(chain.from_iterable(program.forward_reads[positions.start : positions.stop]))
+    )
     values: dict[int, int] = {s: i for i, s in enumerate(needs)}
     ops: dict[int, int] = {}
     reads: list[tuple[int, ...]] = []
@@ -275,7 +313,11 @@ def _path(program: Program, s: int) -> list[str]:
     while s >= 0 and len(path) < 8:
         path.append(program.storages[s].name)
         producer = program.storages[s].producer
-        if producer < 0 or program.ops[producer].no_recompute is not None or not program.ops[producer].reads:
+        if (
+            producer < 0
+            or program.ops[producer].no_recompute is not None
+            or not program.ops[producer].reads
+        ):
             break
         s = program.ops[producer].reads[0]
     return list(reversed(path))

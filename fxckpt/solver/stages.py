@@ -52,7 +52,10 @@ class StageBoundaries:
             pieces = math.ceil((end - first) / longest)
             for k in range(1, pieces):
                 middle, slack = first + k * (end - first) / pieces, (end - first) / (4 * pieces)
-                window = range(max(round(middle - slack), split[-1] + 1), min(max(round(middle + slack), split[-1] + 1) + 1, end))
+                window = range(
+                    max(round(middle - slack), split[-1] + 1),
+                    min(max(round(middle + slack), split[-1] + 1) + 1, end),
+                )
                 if window:
                     split.append(min(window, key=lambda j: (int(self.width[j]), j)))
         return tuple(split)
@@ -69,7 +72,11 @@ def crossing_bytes(program: Program) -> IntArray:
             if program.storages[s].producer != IN_BACKWARD or s in first:
                 first.setdefault(s, j)
                 last[s] = j
-    returned = {s for s in program.backward[-1].reads if program.storages[s].producer == IN_BACKWARD} if program.backward else set()
+    returned = (
+        {s for s in program.backward[-1].reads if program.storages[s].producer == IN_BACKWARD}
+        if program.backward
+        else set()
+    )
     change = np.zeros(len(program.backward) + 1, dtype=np.int64)
     for s, j in first.items():
         if s not in returned:

@@ -18,7 +18,15 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 
-from fxckpt.torch_private.aot import boxed, partitioner_tag, split, tag_side, trace_joint, untag_side, written_after
+from fxckpt.torch_private.aot import (
+    boxed,
+    partitioner_tag,
+    split,
+    tag_side,
+    trace_joint,
+    untag_side,
+    written_after,
+)
 from fxckpt.torch_private.autograd import (
     after_backward,
     below_autograd,
@@ -55,7 +63,13 @@ from fxckpt.torch_private.graph_modules import GRAPH_FIELDS, MODULE_FIELDS, M, w
 from fxckpt.torch_private.name_op import NAME, name_op
 from fxckpt.torch_private.profiler import RECORD_FUNCTION, allocation_events
 from fxckpt.torch_private.rng import fake_rng_state, lower_rng
-from fxckpt.torch_private.selective_checkpoint import Selective, debug_override, policy_context, policy_output, selective_policy
+from fxckpt.torch_private.selective_checkpoint import (
+    Selective,
+    debug_override,
+    policy_context,
+    policy_output,
+    selective_policy,
+)
 from fxckpt.torch_private.sizes import (
     BINDINGS,
     MOST,

@@ -21,8 +21,16 @@ def written_after(graph: fx.Graph) -> list[fx.Node]:
     from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
     (output,) = graph.find_nodes(op="output")
-    written = [d.mutated_input for d in output.meta.get("desc") or () if isinstance(d, InputMutationAOTOutput)]
-    return [n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in written] if written else []
+    written = [
+        d.mutated_input
+        for d in output.meta.get("desc") or ()
+        if isinstance(d, InputMutationAOTOutput)
+    ]
+    return (
+        [n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in written]
+        if written
+        else []
+    )
 
 
 def partitioner_tag(node: fx.Node) -> str | None:
@@ -42,14 +50,23 @@ def untag_side(node: fx.Node) -> None:
 
 
 def split(
-    joint: fx.GraphModule, saved: Sequence[fx.Node], symbolic: Sequence[fx.Node], *, num_fwd_outputs: int
+    joint: fx.GraphModule,
+    saved: Sequence[fx.Node],
+    symbolic: Sequence[fx.Node],
+    *,
+    num_fwd_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph by AOTAutograd's own contract (symints last, version checks, opaque objects, tangents)."""
-    return _extract_fwd_bwd_modules(joint, list(saved), list(symbolic), num_fwd_outputs=num_fwd_outputs)
+    return _extract_fwd_bwd_modules(
+        joint, list(saved), list(symbolic), num_fwd_outputs=num_fwd_outputs
+    )
 
 
 def boxed(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, record: Callable[[fx.GraphModule], object] | None = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    record: Callable[[fx.GraphModule], object] | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph to Python that takes its arguments in a list it empties, so that each dies after its last use.
 
@@ -91,17 +108,26 @@ def _forward_of(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return forward
 
 
-def trace_joint(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], receive: Callable[..., Any]) -> None:
+def trace_joint(
+    gm: fx.GraphModule, inputs: Sequence[torch.Tensor], receive: Callable[..., Any]
+) -> None:
     """Give the joint graph of ``gm`` on fake inputs to ``receive``, which is called as a partition function; nothing is executed.
 
     Raises :class:`CaptureError` where torch cannot trace it. ``receive`` is not called where no output needs a gradient.
     """
 
-    def partition(joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any) -> NoReturn:
+    def partition(
+        joint: fx.GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
+    ) -> NoReturn:
         receive(joint, num_fwd_outputs)
         leave_capture()
 
-    compile_graph = aot_autograd(fw_compiler=boxed, inference_compiler=boxed, partition_fn=partition, keep_inference_input_mutations=True)
+    compile_graph = aot_autograd(
+        fw_compiler=boxed,
+        inference_compiler=boxed,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
     try:
         with errors_told_once():
             compile_graph(gm, list(inputs))
@@ -110,4 +136,6 @@ def trace_joint(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], receive: Cal
     except FxckptError:
         raise
     except Exception as error:
-        raise CaptureError(f"torch could not trace the gradient of the region: {type(error).__name__}: {error}") from error
+        raise CaptureError(
+            f"torch could not trace the gradient of the region: {type(error).__name__}: {error}"
+        ) from error

@@ -40,7 +40,9 @@ def after_backward(callback: Callable[[], None]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def surrounding_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+def surrounding_hooks() -> (
+    tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
+):
     """Return the hooks for saved tensors that are in force: pack and unpack."""
     found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return found

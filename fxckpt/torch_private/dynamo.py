@@ -31,7 +31,9 @@ def not_compiled(function: Callable[..., Any]) -> None:
     """Keep Dynamo out of a function and of all it calls, at no cost for a call."""
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    set_code_exec_strategy(
+        function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    )
 
 
 def is_traced() -> bool:
@@ -117,7 +119,9 @@ def break_after(gm: fx.GraphModule) -> tuple[str, str]:
     reason: Any = gm.compile_subgraph_reason
     frame = reason.user_stack[-1] if reason.user_stack else None
     lines = [line.strip() for line in str(reason.reason).splitlines() if line.strip()]
-    return (lines[0] if lines else "graph break"), "" if frame is None else f"{Path(frame.filename).name}:{frame.lineno}"
+    return (
+        lines[0] if lines else "graph break"
+    ), "" if frame is None else f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 def make_boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,7 +131,9 @@ def make_boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
     def compile_half(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compiled = compiler(gm, example_inputs)
         if not callable(compiled):
-            raise TypeError(f"the inner compiler returned {type(compiled).__name__}, which is not callable")
+            raise TypeError(
+                f"the inner compiler returned {type(compiled).__name__}, which is not callable"
+            )
         already = getattr(compiled, "_boxed_call", False)
         return compiled if already else make_boxed_func(compiled)  # type: ignore[no-any-return]
 
@@ -143,7 +149,11 @@ def through_dynamo(error: Exception) -> Exception:
         return error
     said = str(error)
     # Dynamo appends to the message how its own internals are debugged.
-    own = {"__init__": Exception.__init__, "__str__": lambda self: said, "__module__": kind.__module__}
+    own = {
+        "__init__": Exception.__init__,
+        "__str__": lambda self: said,
+        "__module__": kind.__module__,
+    }
     wrapped: Exception = type(kind.__name__, (kind, ShortenTraceback), own)(said)
     wrapped.__dict__.update(error.__dict__)
     wrapped.first_useful_frame = None  # type: ignore[attr-defined]
@@ -185,9 +195,13 @@ def _innermost(error: TorchRuntimeError) -> str:
     while (behind := cause.__cause__ or cause.__context__) is not None:
         cause = behind
     stack = list(error.real_stack or ())
-    own = [frame for frame in stack if not frame.filename.startswith(str(Path(torch.__file__).parent))]
+    own = [
+        frame for frame in stack if not frame.filename.startswith(str(Path(torch.__file__).parent))
+    ]
     at = (own or stack)[-1:]
-    return f"{type(cause).__name__}: {cause}" + "".join(f"\n  at {frame.filename}:{frame.lineno}: {frame.line}" for frame in at)
+    return f"{type(cause).__name__}: {cause}" + "".join(
+        f"\n  at {frame.filename}:{frame.lineno}: {frame.line}" for frame in at
+    )
 
 
 def _without_advice(error: Exception) -> str:
@@ -226,7 +240,9 @@ class _PlacedFakeTensorMode(FakeTensorMode):
         fake = super().from_tensor(tensor, **kwargs)
         if fake.fake_device.type == "meta":
             accelerator = torch.accelerator.current_accelerator(check_available=True)
-            fake.fake_device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+            fake.fake_device = (
+                torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+            )
         return fake
 
 
@@ -271,11 +287,15 @@ def capture_whole(
     except Unsupported as error:
         raise no_whole_graph(error) from error
     except TorchRuntimeError as error:
-        raise CaptureError(f"the model does not run on these inputs: {_innermost(error)}") from error
+        raise CaptureError(
+            f"the model does not run on these inputs: {_innermost(error)}"
+        ) from error
     except TorchDynamoException as error:
         if isinstance(error, FxckptError):
             raise
-        raise CaptureError(f"Dynamo could not capture the model: {_without_advice(error)}") from error
+        raise CaptureError(
+            f"Dynamo could not capture the model: {_without_advice(error)}"
+        ) from error
     raise CaptureError("nothing to plan: the function was captured without any tensor operation.")
 
 

@@ -16,7 +16,11 @@ def guards_function(module: torch.nn.Module) -> FunctionType | None:
     from torch.export._unlift import GuardsFn
 
     # Dynamo's wrapper calls it ``func``.
-    return inspect.getclosurevars(module.forward).nonlocals["func"] if isinstance(module, GuardsFn) else None
+    return (
+        inspect.getclosurevars(module.forward).nonlocals["func"]
+        if isinstance(module, GuardsFn)
+        else None
+    )
 
 
 def guards_namespace() -> dict[str, Any]:

@@ -17,10 +17,17 @@ def allocation_events(fn: Callable[[], Any]) -> tuple[list[int], Any]:
 
     profiler: Any = torch.autograd
     profiler._enable_profiler_legacy(
-        profiler.ProfilerConfig(profiler.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+        profiler.ProfilerConfig(
+            profiler.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()
+        )
     )
     try:
         result = fn()
     finally:
         threads = profiler._disable_profiler_legacy()
-    return [int(e.cpu_memory_usage()) for events in threads for e in events if e.kind() == "memory_alloc"], result
+    return [
+        int(e.cpu_memory_usage())
+        for events in threads
+        for e in events
+        if e.kind() == "memory_alloc"
+    ], result

@@ -19,7 +19,9 @@ def fake_rng_state(drawn: torch.Tensor) -> torch.Tensor:
         return torch.empty(5056 if drawn.device.type == "cpu" else 16, dtype=torch.uint8)
 
 
-def _generator_of(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
+def _generator_of(
+    device: torch.device,
+) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
     """Return how to get and how to set the state of a device's default generator."""
     if device.type in ("cpu", "mps"):
         module = torch if device.type == "cpu" else torch.mps
@@ -28,14 +30,18 @@ def _generator_of(device: torch.device) -> tuple[Callable[[], torch.Tensor], Cal
     return partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
 
 
-def _run_and_save(device: torch.device, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+def _run_and_save(
+    device: torch.device, op: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, Any]:
     """Run a random op and return the generator state from before it, as ``run_and_save_rng_state`` does."""
     get, _ = _generator_of(device)
     state = get()
     return state, op(*args, **kwargs)
 
 
-def _run_with(device: torch.device, state: torch.Tensor, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run_with(
+    device: torch.device, state: torch.Tensor, op: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
     """Run a random op under a generator state and put the generator back, as ``run_with_rng_state`` does."""
     get, put = _generator_of(device)
     now = get()
@@ -54,7 +60,9 @@ def lower_rng(graph: fx.Graph) -> None:
     plain = {run_and_save_rng_state: _run_and_save, run_with_rng_state: _run_with}
     for node in graph.nodes:
         if node.target in plain:
-            value = node.meta["val"][1] if node.target is run_and_save_rng_state else node.meta["val"]
+            value = (
+                node.meta["val"][1] if node.target is run_and_save_rng_state else node.meta["val"]
+            )
             first = value if isinstance(value, torch.Tensor) else value[0]
             node.args = (first.device, *node.args)
             node.target = plain[node.target]

@@ -36,7 +36,10 @@ def selective_policy(contexts: tuple[Any, Any]) -> Selective | None:
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
     forward, recompute = contexts
-    if type(forward) is not _CachingTorchDispatchMode or type(recompute) is not _CachedTorchDispatchMode:
+    if (
+        type(forward) is not _CachingTorchDispatchMode
+        or type(recompute) is not _CachedTorchDispatchMode
+    ):
         return None
     return Selective(forward.policy_fn, recompute.allow_cache_entry_mutation)
 

@@ -41,7 +41,10 @@ def upper_bound(value: torch.SymInt) -> int | None:
 def greatest(expr: Any, shape_env: Any) -> int | None:
     """Return the greatest value that a sympy expression of sizes can take, or None."""
     ranges = shape_env.var_to_range
-    if not all(s in ranges and ranges[s].upper.is_Integer and ranges[s].upper < MOST for s in expr.free_symbols):
+    if not all(
+        s in ranges and ranges[s].upper.is_Integer and ranges[s].upper < MOST
+        for s in expr.free_symbols
+    ):
         return None
     upper = shape_env.bound_sympy(expr).upper
     return int(upper) if upper.is_Integer and upper < MOST else None
@@ -58,7 +61,11 @@ def unbounded_sizes(graph: fx.Graph) -> list[str]:
     for node in graph.nodes:
         value = node.meta.get("val")
         for size in value.shape if isinstance(value, torch.Tensor) else ():
-            if isinstance(size, torch.SymInt) and not size.node.has_hint() and upper_bound(size) is None:
+            if (
+                isinstance(size, torch.SymInt)
+                and not size.node.has_hint()
+                and upper_bound(size) is None
+            ):
                 found[str(size)] = None
     return list(found)
 
@@ -76,7 +83,12 @@ def bindings_of(node: fx.Node) -> dict[Any, Any]:
     for path, value in pytree.tree_flatten_with_path(node.meta.get("val"))[0]:
         for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
             symbol = size.node._expr if isinstance(size, torch.SymInt) else None
-            if symbol is not None and symbol.is_Symbol and symbol not in known and free_unbacked_symbols(symbol):
+            if (
+                symbol is not None
+                and symbol.is_Symbol
+                and symbol not in known
+                and free_unbacked_symbols(symbol)
+            ):
                 found.setdefault(symbol, (*path, CallMethodKey("size"), pytree.SequenceKey(dim)))
     return found
 
@@ -92,8 +104,14 @@ def guard_sizes(joint: fx.GraphModule) -> None:
         value = node.meta.get("val")
         sizes = list(value.shape) if isinstance(value, torch.Tensor) else [value]
         for size in sizes:
-            if isinstance(size, torch.SymInt) and size.node.hint is not None and upper_bound(size) is None:
-                bool(size <= size.node.hint)  # evaluating a symbolic comparison records it as a guard
+            if (
+                isinstance(size, torch.SymInt)
+                and size.node.hint is not None
+                and upper_bound(size) is None
+            ):
+                bool(
+                    size <= size.node.hint
+                )  # evaluating a symbolic comparison records it as a guard
 
 
 @contextlib.contextmanager

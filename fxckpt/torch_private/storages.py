@@ -41,7 +41,11 @@ def forget_storage(remembered: list[int]) -> None:
 def storage_key(tensor: torch.Tensor) -> int:
     """Return what tells a tensor's storage from others: positive, or negative for a tensor that has none of its own and is told by itself."""
     kind = type(tensor)
-    if kind is torch.Tensor or kind is torch.nn.Parameter or not hasattr(kind, "__tensor_flatten__"):
+    if (
+        kind is torch.Tensor
+        or kind is torch.nn.Parameter
+        or not hasattr(kind, "__tensor_flatten__")
+    ):
         try:
             return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
         except (NotImplementedError, RuntimeError):  # sparse and opaque layouts
@@ -76,7 +80,9 @@ def share_version(tensor: torch.Tensor) -> torch.Tensor:
 def laid_out(data: torch.Tensor, geometry: tuple[Any, ...]) -> torch.Tensor:
     """Return the tensor of a geometry (offset, sizes, strides, dtype, conjugate, negative) over the storage of ``data``."""
     offset, shape, stride, dtype, is_conj, is_neg = geometry
-    tensor = torch.empty(0, dtype=dtype, device=data.device).set_(data.untyped_storage(), offset, shape, stride)
+    tensor = torch.empty(0, dtype=dtype, device=data.device).set_(
+        data.untyped_storage(), offset, shape, stride
+    )
     tensor = torch._neg_view(tensor) if is_neg else tensor
     return torch._conj(tensor) if is_conj else tensor
 
@@ -94,11 +100,19 @@ def shown(tensor: torch.Tensor) -> int:
 
 def seen_in(view: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Return a fake tensor that shows of the storage of ``new`` what ``view`` shows of that of ``old``, whose like ``new`` is."""
-    offset = view.storage_offset() + _begins_at(new, view.element_size()) - _begins_at(old, view.element_size())
+    offset = (
+        view.storage_offset()
+        + _begins_at(new, view.element_size())
+        - _begins_at(old, view.element_size())
+    )
     with new.fake_mode if isinstance(new, FakeTensor) else contextlib.nullcontext():
         if view.dtype != new.dtype:
             row = new.as_strided((new.untyped_storage().nbytes() // new.element_size(),), (1,), 0)
-            new = torch.view_as_real(row) if row.is_complex() and not view.is_complex() else row.view(view.dtype)
+            new = (
+                torch.view_as_real(row)
+                if row.is_complex() and not view.is_complex()
+                else row.view(view.dtype)
+            )
         return new.as_strided(view.shape, view.stride(), offset)
 
 

@@ -6,9 +6,20 @@ import torch.utils.checkpoint
 
 SWITCHES = (
     *("mkldnn_enabled", "mkldnn_deterministic", "onednn_allow_tf32", "nnpack_enabled"),
-    *("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_allow_tf32", "cublas_allow_tf32"),
+    *(
+        "cudnn_enabled",
+        "cudnn_benchmark",
+        "cudnn_deterministic",
+        "cudnn_allow_tf32",
+        "cublas_allow_tf32",
+    ),
     *("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled"),
-    *("float32_matmul_precision", "deterministic_algorithms", "blas_preferred_backend", "linalg_preferred_backend"),
+    *(
+        "float32_matmul_precision",
+        "deterministic_algorithms",
+        "blas_preferred_backend",
+        "linalg_preferred_backend",
+    ),
 )
 """What decides, beside an op's arguments, which of torch's kernels runs, and with how much memory."""
 

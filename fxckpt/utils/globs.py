@@ -11,7 +11,9 @@ def fits(text: str, pattern: str) -> bool:
     >>> fits("softmax_7", "soft*_[0-9]"), fits("heads[0]", "heads[0]"), fits("heads[0]", "*[0]"), fits("heads1", "heads[0]")
     (True, True, True, False)
     """
-    return fnmatchcase(text, pattern) or ("[" in pattern and fnmatchcase(text, pattern.replace("[", "[[]")))
+    return fnmatchcase(text, pattern) or (
+        "[" in pattern and fnmatchcase(text, pattern.replace("[", "[[]"))
+    )
 
 
 def is_inside(module: str, pattern: str) -> bool:

@@ -53,7 +53,11 @@ def _open(value: Any) -> Any:
 
 def _close(value: Any) -> Any:
     """Put dataclasses together again, innermost first."""
-    return pytree.tree_map(lambda v: _close_one(v) if isinstance(v, _Opened) else v, value, is_leaf=lambda v: isinstance(v, _Opened))
+    return pytree.tree_map(
+        lambda v: _close_one(v) if isinstance(v, _Opened) else v,
+        value,
+        is_leaf=lambda v: isinstance(v, _Opened),
+    )
 
 
 def _close_one(opened: _Opened) -> Any:

@@ -54,7 +54,12 @@ class Table:
 
     def where(self, keep: Callable[[dict[str, Any]], bool]) -> Table:
         """Return the table with the rows that ``keep`` says yes to, which it is given as :meth:`records` does."""
-        return replace(self, rows=tuple(row for row, record in zip(self.rows, self.records(), strict=True) if keep(record)))
+        return replace(
+            self,
+            rows=tuple(
+                row for row, record in zip(self.rows, self.records(), strict=True) if keep(record)
+            ),
+        )
 
     def records(self) -> list[dict[str, Any]]:
         """Return one dict a row, by column name; values as they are (bytes, seconds, FLOPs)."""
@@ -92,7 +97,12 @@ class Table:
         head = "".join(f"<th>{html.escape(column.heading)}</th>" for column in self._brief())
         align = ["right" if column.is_number else "left" for column in self._brief()]
         body = "\n".join(
-            "<tr>" + "".join(f'<td style="text-align:{a}">{html.escape(cell)}</td>' for a, cell in zip(align, row, strict=True)) + "</tr>"
+            "<tr>"
+            + "".join(
+                f'<td style="text-align:{a}">{html.escape(cell)}</td>'
+                for a, cell in zip(align, row, strict=True)
+            )
+            + "</tr>"
             for row in shown
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
@@ -107,14 +117,29 @@ class Table:
         return [column for column in self.columns if column.is_brief]
 
     def _shown(self) -> list[list[str]]:
-        return [[c.show(value) for c, value in zip(self.columns, row, strict=True) if c.is_brief] for row in self.rows]
+        return [
+            [c.show(value) for c, value in zip(self.columns, row, strict=True) if c.is_brief]
+            for row in self.rows
+        ]
 
     def _drawn(self, style: str) -> str:
         brief = self._brief()
         # A cell may hold a bar, which would end it in Markdown.
-        cells = [[cell.replace("|", "\\|") for cell in row] for row in self._shown()] if style == "github" else self._shown()
+        cells = (
+            [[cell.replace("|", "\\|") for cell in row] for row in self._shown()]
+            if style == "github"
+            else self._shown()
+        )
         align = ["right" if column.is_number else "left" for column in brief]
-        return str(tabulate(cells, [c.heading for c in brief], tablefmt=style, disable_numparse=True, colalign=align if cells else None))
+        return str(
+            tabulate(
+                cells,
+                [c.heading for c in brief],
+                tablefmt=style,
+                disable_numparse=True,
+                colalign=align if cells else None,
+            )
+        )
 
 
 def _flat(value: Any) -> Any:

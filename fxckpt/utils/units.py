@@ -45,5 +45,11 @@ def format_shape(dtype: str, shape: tuple[int, ...]) -> str:
     >>> format_shape("float32", (4, 256)), format_shape("bool", ())
     ('f32[4,256]', 'bool[]')
     """
-    short = dtype.replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i").replace("complex", "c")
+    short = (
+        dtype.replace("bfloat", "bf")
+        .replace("float", "f")
+        .replace("uint", "u")
+        .replace("int", "i")
+        .replace("complex", "c")
+    )
     return f"{short}[{','.join(map(str, shape))}]"

@@ -29,6 +29,8 @@ def held_by_nodes(facts: Facts) -> Program:
     for _, ops in groupby(facts.program.backward, key=node_of):
         *others, last = ops
         written = {storage for op in others for storage in op.writes}
-        before = [storage for op in (*others, last) for storage in op.reads if storage not in written]
+        before = [
+            storage for op in (*others, last) for storage in op.reads if storage not in written
+        ]
         backward += [*others, replace(last, reads=tuple(dict.fromkeys((*last.reads, *before))))]
     return replace(facts.program, backward=tuple(backward))

@@ -22,7 +22,11 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 def replay_bytes(node: fx.Node) -> int:
     """Return what the replay of a random op sets aside while it runs: the generator's present state; 0 for any other node."""
     state = node.args[0] if node.target is run_with_rng_state else None
-    return sum(storage_bytes(t) for t in tensors(state.meta["val"])) if isinstance(state, fx.Node) else 0
+    return (
+        sum(storage_bytes(t) for t in tensors(state.meta["val"]))
+        if isinstance(state, fx.Node)
+        else 0
+    )
 
 
 def _device_type(node: fx.Node) -> str:

@@ -40,8 +40,18 @@ def fingerprint(graph: fx.Graph) -> tuple[str, ...]:
 
 def _called(graph: fx.Graph) -> dict[fx.Node, str]:
     """Return what the primals are called, in the order in which they are read; those that nobody reads come last."""
-    primals = {node for node in graph.find_nodes(op="placeholder") if str(node.target).startswith("primals")}
-    read = dict.fromkeys(arg for node in graph.nodes if node.op == "call_function" for arg in node.all_input_nodes if arg in primals)
+    primals = {
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if str(node.target).startswith("primals")
+    }
+    read = dict.fromkeys(
+        arg
+        for node in graph.nodes
+        if node.op == "call_function"
+        for arg in node.all_input_nodes
+        if arg in primals
+    )
     unread = sorted(primals - read.keys(), key=lambda node: (_made(node), node.name))
     return {node: f"input_{i}" for i, node in enumerate((*read, *unread), 1)}
 
@@ -56,7 +66,11 @@ def _call(node: fx.Node, called: Mapping[fx.Node, str]) -> str:
     if node.op != "call_function":
         return _made(node)
     named = [f"{key}={_argument(value, called)}" for key, value in node.kwargs.items()]
-    target = getattr(node.target, "__name__", "") if not hasattr(node.target, "_schema") else str(node.target)
+    target = (
+        getattr(node.target, "__name__", "")
+        if not hasattr(node.target, "_schema")
+        else str(node.target)
+    )
     return f"{target}({', '.join([*(_argument(arg, called) for arg in node.args), *named])}) -> {_made(node)}"
 
 
@@ -65,7 +79,9 @@ def _body(node: fx.Node) -> str:
     held = node.graph.owning_module and getattr(node.graph.owning_module, str(node.target), None)
     if not isinstance(held, fx.GraphModule):
         return ""
-    return hashlib.sha256("\n".join(_line(each) for each in held.graph.nodes).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(_line(each) for each in held.graph.nodes).encode()).hexdigest()[
+        :16
+    ]
 
 
 def _line(node: fx.Node) -> str:
@@ -93,7 +109,11 @@ def _argument(value: Any, called: Mapping[fx.Node, str]) -> str:
 
 def _made(node: fx.Node) -> str:
     value = node.meta.get("val")
-    return str(size_hint(value)) if isinstance(value, torch.SymInt) else ", ".join(map(_tensor, tensors(value)))
+    return (
+        str(size_hint(value))
+        if isinstance(value, torch.SymInt)
+        else ", ".join(map(_tensor, tensors(value)))
+    )
 
 
 def _tensor(tensor: torch.Tensor) -> str:
@@ -116,9 +136,13 @@ def refuse_another_graph(plan: Plan, lines: tuple[str, ...]) -> None:
     if plan.graph == lines:
         return
     if not plan.graph:
-        raise PlanMismatch("this plan does not know its graph: it was not made by this version of fxckpt. Plan again.")
+        raise PlanMismatch(
+            "this plan does not know its graph: it was not made by this version of fxckpt. Plan again."
+        )
     pairs = zip(plan.graph, lines, strict=False)
-    where = next((i for i, (then, now) in enumerate(pairs) if then != now), min(len(plan.graph), len(lines)))
+    where = next(
+        (i for i, (then, now) in enumerate(pairs) if then != now), min(len(plan.graph), len(lines))
+    )
     then = plan.graph[where] if where < len(plan.graph) else "nothing more"
     now = lines[where] if where < len(lines) else "nothing more"
     raise PlanMismatch(

@@ -18,7 +18,9 @@ from fxckpt.torch_private import storage_id
 Instance = tuple[int, fx.Node]
 
 
-def live_bytes(graph: fx.Graph, *, start: int, free: frozenset[str], held: frozenset[str]) -> tuple[list[int], int]:
+def live_bytes(
+    graph: fx.Graph, *, start: int, free: frozenset[str], held: frozenset[str]
+) -> tuple[list[int], int]:
     """Return the live bytes at every op that allocates, and what is live when the graph returns.
 
     ``start`` is added to all. Storages made by nodes in ``free`` are not counted, placeholders in ``held`` stay to the end.
@@ -72,7 +74,11 @@ def live_bytes(graph: fx.Graph, *, start: int, free: frozenset[str], held: froze
 def inner_bytes(node: fx.Node) -> int:
     """Return the bytes that the graphs inside a higher-order op (a branch of ``cond``, the body of a loop) need beyond the op's own outputs."""
     module = node.graph.owning_module
-    bodies = [operator.attrgetter(str(arg.target))(module) for arg in node.all_input_nodes if arg.op == "get_attr" and module is not None]
+    bodies = [
+        operator.attrgetter(str(arg.target))(module)
+        for arg in node.all_input_nodes
+        if arg.op == "get_attr" and module is not None
+    ]
     peaks = [_body_peak(body) for body in bodies if isinstance(body, fx.GraphModule)]
     if not peaks:
         return 0
@@ -87,7 +93,11 @@ def _body_peak(body: fx.GraphModule) -> int:
 
 
 def emitted_peak(
-    forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int, uncounted: frozenset[str] = frozenset()
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    *,
+    num_fwd_outputs: int,
+    uncounted: frozenset[str] = frozenset(),
 ) -> int:
     """Return the peak bytes of running ``forward``, then ``backward``, with the forward's outputs held by the user throughout.
 
@@ -97,13 +107,27 @@ def emitted_peak(
     first, _ = live_bytes(forward.graph, start=0, free=primals, held=frozenset())
     (output,) = forward.graph.find_nodes(op="output")
     owned: dict[int, int] = {}
-    free_ids = {storage_id(t) for n in forward.graph.find_nodes(op="placeholder") for t in tensors(n.meta.get("val"))}
+    free_ids = {
+        storage_id(t)
+        for n in forward.graph.find_nodes(op="placeholder")
+        for t in tensors(n.meta.get("val"))
+    }
     for node in output.args[0][:num_fwd_outputs]:
         if isinstance(node, fx.Node):
             owned.update({storage_id(t): storage_bytes(t) for t in tensors(node.meta.get("val"))})
     held = {sid: n for sid, n in owned.items() if sid not in free_ids}
     inputs = backward.graph.find_nodes(op="placeholder")
-    same = frozenset(n.name for n in inputs if any(storage_id(t) in owned or storage_id(t) in free_ids for t in tensors(n.meta.get("val"))))
-    stays = frozenset(n.name for n in tangents_of(backward.graph) if not n.users or is_held_by_caller(n))
-    second, _ = live_bytes(backward.graph, start=sum(held.values()), free=primals | same | uncounted, held=stays)
+    same = frozenset(
+        n.name
+        for n in inputs
+        if any(
+            storage_id(t) in owned or storage_id(t) in free_ids for t in tensors(n.meta.get("val"))
+        )
+    )
+    stays = frozenset(
+        n.name for n in tangents_of(backward.graph) if not n.users or is_held_by_caller(n)
+    )
+    second, _ = live_bytes(
+        backward.graph, start=sum(held.values()), free=primals | same | uncounted, held=stays
+    )
     return max([*first, *second, 0])

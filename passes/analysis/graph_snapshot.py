@@ -31,7 +31,11 @@ _KEY = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+)\]""")
 
 def snapshot_of(graph: fx.Graph, facts: Facts) -> GraphSnapshot:
     """Return the step that ``facts`` were read from. Leaves the graph alone."""
-    module_of, line_of, type_of = _Remembered(_clean_path), _Remembered(_last_frame), _Remembered(_type_name)
+    module_of, line_of, type_of = (
+        _Remembered(_clean_path),
+        _Remembered(_last_frame),
+        _Remembered(_type_name),
+    )
     index = {storage.name: s for s, storage in enumerate(facts.program.storages)}
     writes = {op.name: op.writes for op in (*facts.program.ops, *facts.program.backward)}
     op_of: dict[Any, str] = {}
@@ -52,7 +56,10 @@ def snapshot_of(graph: fx.Graph, facts: Facts) -> GraphSnapshot:
         elif node.target is operator.getitem and node.name in index:
             kind, held = NodeKind.PART, (index[node.name],)
         else:
-            kind, held = (NodeKind.SIZE if first is None else NodeKind.VIEW), _shown(node, [labels[i] for i in inputs])
+            kind, held = (
+                (NodeKind.SIZE if first is None else NodeKind.VIEW),
+                _shown(node, [labels[i] for i in inputs]),
+            )
         if node.target not in op_of or node.target is operator.getitem:
             op_of[node.target] = "" if kind is NodeKind.INPUT else op_name(node)
         position[node] = len(labels)
@@ -82,9 +89,15 @@ def _shown(node: fx.Node, inputs: list[NodeLabel]) -> tuple[int, ...]:
     shown = {storage_id(t) for t in tensors(node.meta.get("val"))}
     if len(found) < 2 or not shown:
         return found
-    same = [arg for arg in node.all_input_nodes if any(storage_id(t) in shown for t in tensors(arg.meta.get("val")))]
+    same = [
+        arg
+        for arg in node.all_input_nodes
+        if any(storage_id(t) in shown for t in tensors(arg.meta.get("val")))
+    ]
     chosen = {arg.name for arg in same}
-    return tuple(dict.fromkeys(s for label in inputs if label.name in chosen for s in label.storages))
+    return tuple(
+        dict.fromkeys(s for label in inputs if label.name in chosen for s in label.storages)
+    )
 
 
 class _Remembered(dict[Any, str]):
@@ -135,7 +148,9 @@ def _clean_path(path: str) -> str:
     if not _EXPRESSION.match(path):
         return path
     path = re.sub(r"getattr\((.+), '([^']+)'\)", r"\1.\2", path)
-    path = re.sub(r"^G\.fxckpt_rewritten_step\w*\.source", "", path)  # a rewritten module that Dynamo goes through
+    path = re.sub(
+        r"^G\.fxckpt_rewritten_step\w*\.source", "", path
+    )  # a rewritten module that Dynamo goes through
     path = path.replace("._modules", "")
     path = re.sub(r"^L\[['\"][^\]]+['\"]\](\.__self__)?|^L__[a-z]+___|^self\b|^__", "", path)
     # A key may have brackets and quotes of its own; of some, Dynamo has taken the quotes off and left the backslashes doubled.

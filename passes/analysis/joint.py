@@ -20,9 +20,23 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.errors import CaptureError
-from fxckpt.ops.properties import has_hidden_effect, is_collective, is_known_pure, is_mutating, is_random, is_seed, only_computes, tensors
+from fxckpt.ops.properties import (
+    has_hidden_effect,
+    is_collective,
+    is_known_pure,
+    is_mutating,
+    is_random,
+    is_seed,
+    only_computes,
+    tensors,
+)
 from fxckpt.ops.registry import registered
-from fxckpt.passes.analysis.byte_counts import RNG_STATE_BYTES, RNG_STATE_BYTES_OTHER, _device_type, storage_bytes
+from fxckpt.passes.analysis.byte_counts import (
+    RNG_STATE_BYTES,
+    RNG_STATE_BYTES_OTHER,
+    _device_type,
+    storage_bytes,
+)
 from fxckpt.passes.analysis.discrete_ops import discrete_results
 from fxckpt.passes.analysis.placement import (
     accumulation_bytes,
@@ -35,7 +49,13 @@ from fxckpt.passes.analysis.placement import (
 )
 from fxckpt.reason import Reason
 from fxckpt.solver.program import FORWARD_ONLY, IN_BACKWARD, Op, Program, Side, Storage
-from fxckpt.torch_private import HigherOrderOperator, OpOverload, is_symbolic, storage_id, written_after
+from fxckpt.torch_private import (
+    HigherOrderOperator,
+    OpOverload,
+    is_symbolic,
+    storage_id,
+    written_after,
+)
 
 PREFERENCE = 1e-3
 """How much dearer a second run is counted, within a budget, of what a policy would rather save (cheaper: rather run again): it settles ties."""
@@ -80,9 +100,13 @@ class Facts:
     def moved_to(self, graph: fx.Graph) -> Facts:
         """Return the same facts of a copy of the graph."""
         by_name = {node.name: node for node in graph.nodes}
-        owner, op_node = ({key: by_name[n.name] for key, n in nodes.items()} for nodes in (self.owner, self.op_node))
+        owner, op_node = (
+            {key: by_name[n.name] for key, n in nodes.items()}
+            for nodes in (self.owner, self.op_node)
+        )
         views, closure, never = (
-            frozenset(by_name[n.name] for n in nodes) for nodes in (self.views, self.tangent_closure, self.never_stored)
+            frozenset(by_name[n.name] for n in nodes)
+            for nodes in (self.views, self.tangent_closure, self.never_stored)
         )
         return Facts(self.program, owner, op_node, views, closure, never)
 
@@ -124,14 +148,22 @@ class _Reader:
             if n.op == "call_function"
             and n not in self.closure
             and not self._is_plain(n)
-            and (is_random(n) or is_mutating(n) or is_collective(n) or has_hidden_effect(n) or not is_known_pure(n))
+            and (
+                is_random(n)
+                or is_mutating(n)
+                or is_collective(n)
+                or has_hidden_effect(n)
+                or not is_known_pure(n)
+            )
         ]
         self.required_forward = ancestors([*self.fwd_outputs, *effects])
         self.decisions = discrete_results(graph)
         self.requested: set[fx.Node] = set()
         """What a policy demands to run again."""
         self.mutated = set(written_storages(n for n in (*effects, *self.closure) if is_mutating(n)))
-        self.mutated |= {storage_id(t) for n in written_after(graph) for t in tensors(n.meta.get("val"))}
+        self.mutated |= {
+            storage_id(t) for n in written_after(graph) for t in tensors(n.meta.get("val"))
+        }
         self.storages: list[Storage] = []
         self.tangents: list[int] = []
         self.holds: dict[fx.Node, tuple[int, ...]] = {}
@@ -169,18 +201,34 @@ class _Reader:
         for position in {i for o in self.fwd_outputs for i in self.holds[o]}:
             old = self.storages[position]
             self.storages[position] = replace(old, is_output=True, is_savable=True)
-        program = Program(tuple(self.ops), tuple(self.backward), tuple(self.storages), tuple(self.tangents))
+        program = Program(
+            tuple(self.ops), tuple(self.backward), tuple(self.storages), tuple(self.tangents)
+        )
         views = frozenset(self.views)
-        return Facts(program, self.owner, self.op_node, views, frozenset(self.closure), self.never_stored & views)
+        return Facts(
+            program,
+            self.owner,
+            self.op_node,
+            views,
+            frozenset(self.closure),
+            self.never_stored & views,
+        )
 
     def _finish(self) -> None:
         read = {i for op in self.backward for i in op.reads}
         # Compiled code lets go of an input when its last reader has run, and else when it returns.
-        stays = {i for n in tangents_of(self.graph) for i in self.holds[n] if i not in read or is_held_by_caller(n)}
+        stays = {
+            i
+            for n in tangents_of(self.graph)
+            for i in self.holds[n]
+            if i not in read or is_held_by_caller(n)
+        }
         reads = sorted(stays.union(*(self.holds[o] for o in self.bwd_outputs)))
         inputs = [n for n in self.graph.find_nodes(op="placeholder") if n not in self.closure]
         accumulated = accumulation_bytes(inputs, self.gradients)
-        self.backward.append(Op("output", Side.BACKWARD, 0.0, 0, tuple(reads), (), workspace_bytes=accumulated))
+        self.backward.append(
+            Op("output", Side.BACKWARD, 0.0, 0, tuple(reads), (), workspace_bytes=accumulated)
+        )
 
     def _add_tangent(self, node: fx.Node, tensor: torch.Tensor) -> None:
         if storage_id(tensor) not in self.index:
@@ -205,13 +253,22 @@ class _Reader:
         if value is None and not isinstance(node.target, (OpOverload, HigherOrderOperator)):
             value = ()
         ids = [storage_id(t) for t in tensors(value)]
-        makes = any(i not in self.free and i not in self.index and i not in self.stands_for for i in ids)
+        makes = any(
+            i not in self.free and i not in self.index and i not in self.stands_for for i in ids
+        )
         if is_symbolic(node):
             self.holds[node] = ()
             if node not in self.closure:
                 self.views.add(node)
             return
-        if ids and not makes and (self._is_plain(node) or not (is_mutating(node) or not is_known_pure(node) or is_random(node))):
+        if (
+            ids
+            and not makes
+            and (
+                self._is_plain(node)
+                or not (is_mutating(node) or not is_known_pure(node) or is_random(node))
+            )
+        ):
             self.views.add(node)
             self.holds[node] = self._held(value)
             return
@@ -225,7 +282,9 @@ class _Reader:
     def _held(self, value: Any) -> tuple[int, ...]:
         found: dict[int, None] = {}
         for i in (storage_id(t) for t in tensors(value)):
-            found.update(dict.fromkeys((self.index[i],) if i in self.index else self.stands_for.get(i, ())))
+            found.update(
+                dict.fromkeys((self.index[i],) if i in self.index else self.stands_for.get(i, ()))
+            )
         return tuple(found)
 
     def _read_getitem(self, node: fx.Node) -> None:
@@ -240,7 +299,11 @@ class _Reader:
 
     def _add_op(self, node: fx.Node, value: Any, reads: tuple[int, ...]) -> None:
         in_backward = node in self.closure
-        side = Side.BACKWARD if in_backward else (Side.FORWARD if node in self.required_forward else Side.EITHER)
+        side = (
+            Side.BACKWARD
+            if in_backward
+            else (Side.FORWARD if node in self.required_forward else Side.EITHER)
+        )
         producer = IN_BACKWARD if in_backward else len(self.ops)
         no_recompute, savable = (None, True) if in_backward else self._placement(node)
         is_tuple = not isinstance(value, torch.Tensor)
@@ -267,7 +330,17 @@ class _Reader:
                 state = len(self.storages)
                 self.storages.append(Storage(f"{node.name}.rng_state", nbytes, FORWARD_ONLY))
         seconds = self.cost.seconds(node) * (1.0 if in_backward else self._tilt(node))
-        op = Op(node.name, side, seconds, self.cost.flops(node), reads, tuple(writes), no_recompute, state, self.workspace(node))
+        op = Op(
+            node.name,
+            side,
+            seconds,
+            self.cost.flops(node),
+            reads,
+            tuple(writes),
+            no_recompute,
+            state,
+            self.workspace(node),
+        )
         self.op_node[node.name] = node
         (self.backward if in_backward else self.ops).append(op)
 
@@ -292,17 +365,31 @@ class _Reader:
 
     def _tilt(self, node: fx.Node) -> float:
         """Return what a policy's preference makes of an op's time."""
-        decided = self.policy(node) if self.policy is not None and not self.bind_preferences else None
-        sign = {CheckpointPolicy.PREFER_SAVE: 1, CheckpointPolicy.PREFER_RECOMPUTE: -1}.get(decided, 0) if decided is not None else 0
+        decided = (
+            self.policy(node) if self.policy is not None and not self.bind_preferences else None
+        )
+        sign = (
+            {CheckpointPolicy.PREFER_SAVE: 1, CheckpointPolicy.PREFER_RECOMPUTE: -1}.get(decided, 0)
+            if decided is not None
+            else 0
+        )
         return 1.0 + sign * PREFERENCE
 
     def _never_twice(self, node: fx.Node) -> Reason | None:
         """Return why a second run would be wrong."""
-        if not self._is_plain(node) and (is_mutating(node) or has_hidden_effect(node) or not (is_known_pure(node) or is_collective(node))):
+        if not self._is_plain(node) and (
+            is_mutating(node)
+            or has_hidden_effect(node)
+            or not (is_known_pure(node) or is_collective(node))
+        ):
             return Reason.EFFECT
         if is_seed(node) or (is_random(node) and node.kwargs.get("generator") is not None):
             return Reason.RANDOM_WITHOUT_STATE
-        if self.mutated and any(storage_id(t) in self.mutated for a in node.all_input_nodes for t in tensors(a.meta.get("val"))):
+        if self.mutated and any(
+            storage_id(t) in self.mutated
+            for a in node.all_input_nodes
+            for t in tensors(a.meta.get("val"))
+        ):
             return Reason.MUTATED_INPUT
         return None
 
@@ -317,7 +404,11 @@ class _Reader:
         tag = node.meta.get("recompute") if decided is None else None
         if tag is CheckpointPolicy.MUST_SAVE:
             return Reason.REGION
-        return Reason.DECISION if node in self.decisions and tag is not CheckpointPolicy.MUST_RECOMPUTE else None
+        return (
+            Reason.DECISION
+            if node in self.decisions and tag is not CheckpointPolicy.MUST_RECOMPUTE
+            else None
+        )
 
     def _awaits_requested(self, node: fx.Node) -> bool:
         """Return whether a collective belongs to one that is to run again: the wait is run again with what it waits for."""
@@ -327,9 +418,14 @@ class _Reader:
         tag = node.meta.get("recompute")
         if tag not in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
             # What only the backward asks for would be saved in place of what the region gives up.
-            return node in self.required_forward or all(self.storages[i].is_savable for i in self._reads(node))
+            return node in self.required_forward or all(
+                self.storages[i].is_savable for i in self._reads(node)
+            )
         region = node.meta.get("ac_graph_id")
-        leaves = any(u in self.required_forward and u.meta.get("ac_graph_id") != region for u in _through_views(node))
+        leaves = any(
+            u in self.required_forward and u.meta.get("ac_graph_id") != region
+            for u in _through_views(node)
+        )
         binds = tag is CheckpointPolicy.MUST_RECOMPUTE or self.bind_preferences
         return leaves or not binds
 
@@ -338,7 +434,9 @@ def _through_views(node: fx.Node) -> Iterator[fx.Node]:
     """Yield what reads a value, be it through views."""
     held = {storage_id(t) for t in tensors(node.meta.get("val"))}
     for user in node.users:
-        if user.op == "call_function" and any(storage_id(t) in held for t in tensors(user.meta.get("val"))):
+        if user.op == "call_function" and any(
+            storage_id(t) in held for t in tensors(user.meta.get("val"))
+        ):
             yield from _through_views(user)
         else:
             yield user
@@ -362,10 +460,16 @@ def collect(
     what it reads.
     """
     for node in joint.graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, OpOverload) and "val" not in node.meta:
+        if (
+            node.op == "call_function"
+            and isinstance(node.target, OpOverload)
+            and "val" not in node.meta
+        ):
             if any(str(r.type).startswith(("Tensor", "List")) for r in node.target._schema.returns):
                 raise CaptureError(
                     f"node {node.name!r} ({node.target}) has no meta['val']: its shape is unknown. "
                     "Trace under FakeTensorMode, or run FakeTensorProp on the graph first."
                 )
-    return _Reader(joint.graph, num_fwd_outputs, cost, policy, workspace, bind_preferences, never_stored).run()
+    return _Reader(
+        joint.graph, num_fwd_outputs, cost, policy, workspace, bind_preferences, never_stored
+    ).run()

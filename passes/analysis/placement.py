@@ -27,7 +27,9 @@ def is_held_by_caller(tangent: fx.Node) -> bool:
     ``loss.backward()`` holds the gradient it makes, of one element. The autograd engine hands any other over, to be let go of after its last read;
     engines that keep a reference of their own hold all.
     """
-    is_loss = all(type(n) is int and n == 1 for t in tensors(tangent.meta.get("val")) for n in t.shape)
+    is_loss = all(
+        type(n) is int and n == 1 for t in tensors(tangent.meta.get("val")) for n in t.shape
+    )
     return is_loss or not frees_incoming_gradients()
 
 
@@ -44,7 +46,12 @@ def backward_closure(graph: fx.Graph) -> set[fx.Node]:
 
 def written_storages(nodes: Iterable[fx.Node]) -> Iterator[int]:
     """Yield the ids of the storages that mutating ops write (their first argument, as ``copy_`` has it)."""
-    return (storage_id(t) for n in nodes for arg in n.all_input_nodes[:1] for t in tensors(arg.meta.get("val")))
+    return (
+        storage_id(t)
+        for n in nodes
+        for arg in n.all_input_nodes[:1]
+        for t in tensors(arg.meta.get("val"))
+    )
 
 
 def _closure(graph: fx.Graph, written: frozenset[int]) -> set[fx.Node]:
@@ -67,7 +74,11 @@ def _is_bound(node: fx.Node, written: frozenset[int]) -> bool:
     """Return whether moving a node of the backward into the forward would show."""
     if is_random(node) or is_mutating(node) or has_hidden_effect(node):
         return True
-    return bool(written) and any(storage_id(t) in written for arg in node.all_input_nodes for t in tensors(arg.meta.get("val")))
+    return bool(written) and any(
+        storage_id(t) in written
+        for arg in node.all_input_nodes
+        for t in tensors(arg.meta.get("val"))
+    )
 
 
 def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
@@ -102,7 +113,11 @@ def accumulation_bytes(inputs: Sequence[fx.Node], gradients: Sequence[Any]) -> i
         left[gradient] -= 1
         value, parameter = gradient.meta.get("val"), given.meta.get("val")
         # A sparse gradient is taken by its parts.
-        if not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.Tensor) or value.layout is not torch.strided:
+        if (
+            not isinstance(value, torch.Tensor)
+            or not isinstance(parameter, torch.Tensor)
+            or value.layout is not torch.strided
+        ):
             continue
         if left[gradient] > 0 or not has_layout_of(value, parameter):
             extra += size_hint(value.numel()) * value.element_size()
@@ -120,7 +135,9 @@ def has_layout_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     if [size_hint(n) for n in gradient.shape] != shape:
         return True
     expected, is_dense = 1, True
-    for n, s in sorted((p for p in zip(shape, strides, strict=True) if p[0] != 1), key=lambda p: p[1]):
+    for n, s in sorted(
+        (p for p in zip(shape, strides, strict=True) if p[0] != 1), key=lambda p: p[1]
+    ):
         is_dense &= s == expected
         expected *= n
     if not is_dense:

@@ -31,7 +31,10 @@ def values_of(facts: Facts) -> list[Value]:
     """Position by index of the op."""
     for index, op in enumerate(program.ops):
         node = facts.op_node[op.name]
-        if op.side is not Side.FORWARD and partitioner_tag(node) in ("is_backward", "must_be_in_backward"):
+        if op.side is not Side.FORWARD and partitioner_tag(node) in (
+            "is_backward",
+            "must_be_in_backward",
+        ):
             continue
         place[index] = len(values)
         first = next(tensors(node.meta.get("val")), None)
@@ -50,7 +53,11 @@ def values_of(facts: Facts) -> list[Value]:
                 kwargs=fx.map_arg(node.kwargs, _value),
                 output=node.meta.get("val"),
                 position=place[index],
-                reads=tuple(dict.fromkeys(place[p] for s in op.reads if (p := program.producers[s]) in place)),
+                reads=tuple(
+                    dict.fromkeys(
+                        place[p] for s in op.reads if (p := program.producers[s]) in place
+                    )
+                ),
                 input_names=tuple(
                     dict.fromkeys(
                         name
@@ -70,7 +77,12 @@ def _named_inputs(facts: Facts) -> dict[int, tuple[str, ...]]:
     """Return what the user calls the inputs of the graph, by storage."""
     graph = next(iter(facts.op_node.values())).graph if facts.op_node else fx.Graph()
     inputs = graph.find_nodes(op="placeholder")
-    return {storage_id(t): node.meta[NAME] for node in inputs if NAME in node.meta for t in tensors(node.meta.get("val"))}
+    return {
+        storage_id(t): node.meta[NAME]
+        for node in inputs
+        if NAME in node.meta
+        for t in tensors(node.meta.get("val"))
+    }
 
 
 def _value(node: fx.Node) -> torch.Tensor | Any:

@@ -24,15 +24,26 @@ from fxckpt.passes.meta import FIRST_RUN_OF, RUNS_AGAIN
 from fxckpt.torch_private.inductor.default_partitioner import is_view
 from fxckpt.torch_private.inductor.layouts import FORCE_STRIDE_ORDER
 
-READ_IMAGES = {torch.ops.aten.convolution.default: 1, torch.ops.aten.convolution_backward.default: 2}
+READ_IMAGES = {
+    torch.ops.aten.convolution.default: 1,
+    torch.ops.aten.convolution_backward.default: 2,
+}
 """How many of an op's first operands are images: its input, or the gradient and the input."""
 
 
 def to_channels_last(backward: fx.GraphModule) -> None:
     """Force channels last on the images that are made in the backward for its convolutions; those whose sizes vary are left alone."""
-    readers = [(node, READ_IMAGES[node.target]) for node in backward.graph.nodes if node.target in READ_IMAGES]
+    readers = [
+        (node, READ_IMAGES[node.target])
+        for node in backward.graph.nodes
+        if node.target in READ_IMAGES
+    ]
     for image in dict.fromkeys(image for node, count in readers for image in node.args[:count]):
-        if isinstance(image, fx.Node) and image.op != "placeholder" and _has_two_layouts(image.meta["val"]):
+        if (
+            isinstance(image, fx.Node)
+            and image.op != "placeholder"
+            and _has_two_layouts(image.meta["val"])
+        ):
             _force(image)
 
 
@@ -47,14 +58,18 @@ def _has_two_layouts(value: torch.Tensor) -> bool:
 def _force(image: fx.Node) -> None:
     forced = _forced(image, torch.empty_like(image.meta["val"], memory_format=torch.channels_last))
     # All others read what there is rather than make it again, but for those to whom it matters how the image lies.
-    image.replace_all_uses_with(forced, delete_user_cb=lambda user: user is not forced and not _depends_on_layout(user))
+    image.replace_all_uses_with(
+        forced, delete_user_cb=lambda user: user is not forced and not _depends_on_layout(user)
+    )
 
 
 def _forced(value: fx.Node, laid_out: torch.Tensor) -> fx.Node:
     """Return a node behind a value that is laid out like another."""
     with value.graph.inserting_after(value):
         forced = value.graph.call_function(FORCE_STRIDE_ORDER, (value, list(laid_out.stride())))
-    forced.meta.update((key, of) for key, of in value.meta.items() if key not in (RUNS_AGAIN, FIRST_RUN_OF))
+    forced.meta.update(
+        (key, of) for key, of in value.meta.items() if key not in (RUNS_AGAIN, FIRST_RUN_OF)
+    )
     forced.meta["val"] = laid_out
     return forced
 

@@ -22,7 +22,9 @@ from fxckpt.passes.analysis.byte_counts import storage_bytes
 from fxckpt.passes.analysis.placement import backward_closure, graph_outputs
 from fxckpt.torch_private import OpOverload, is_symbolic, storage_id
 
-HEAVY = frozenset(("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh", "erf", "inductor_random"))
+HEAVY = frozenset(
+    ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh", "erf", "inductor_random")
+)
 """Ops worth storing where they are read more than once."""
 
 
@@ -46,7 +48,11 @@ class KernelGraph:
         them again takes less than to read them, and loops that read one mask would be fused for it, however far apart they are.
         """
         reader = _Reader(self, graph)
-        return frozenset(node for node in graph.nodes if node.op == "call_function" and reader.read(node, node.name in stored))
+        return frozenset(
+            node
+            for node in graph.nodes
+            if node.op == "call_function" and reader.read(node, node.name in stored)
+        )
 
 
 class _Reader:
@@ -55,8 +61,18 @@ class _Reader:
     def __init__(self, rules: KernelGraph, graph: fx.Graph) -> None:
         self.rules = rules
         self.closure = backward_closure(graph)
-        self.outputs = {storage_id(t) for o in graph_outputs(graph) if isinstance(o, fx.Node) for t in tensors(o.meta.get("val"))}
-        self.free = {storage_id(t) for n in graph.nodes if n.op != "call_function" for t in tensors(n.meta.get("val"))}
+        self.outputs = {
+            storage_id(t)
+            for o in graph_outputs(graph)
+            if isinstance(o, fx.Node)
+            for t in tensors(o.meta.get("val"))
+        }
+        self.free = {
+            storage_id(t)
+            for n in graph.nodes
+            if n.op != "call_function"
+            for t in tensors(n.meta.get("val"))
+        }
         self.sources: dict[fx.Node, dict[int, int]] = {}
         """Per node: the stored memory that reading it reads, with its bytes; inputs of the graph count none."""
         self.heavy: set[fx.Node] = set()
@@ -65,16 +81,24 @@ class _Reader:
         """Take the next node in; return whether it is never stored."""
         below: dict[int, int] = {}
         for arg in node.all_input_nodes:
-            below.update(self.sources[arg] if arg in self.sources else {storage_id(t): 0 for t in tensors(arg.meta.get("val"))})
+            below.update(
+                self.sources[arg]
+                if arg in self.sources
+                else {storage_id(t): 0 for t in tensors(arg.meta.get("val"))}
+            )
         own = {storage_id(t): storage_bytes(t) for t in tensors(node.meta.get("val"))}
-        is_stored = is_stored and not (_is_index(node) and not below and self._is_taken_in(node, own, below))
+        is_stored = is_stored and not (
+            _is_index(node) and not below and self._is_taken_in(node, own, below)
+        )
         if not is_stored and own and not is_symbolic(node) and self._is_view(node, own):
             self.sources[node] = below
             if any(arg in self.heavy for arg in node.all_input_nodes):
                 self.heavy.add(node)
             return False
         if is_stored or not own or not self._is_taken_in(node, own, below):
-            self.sources[node] = {sid: 0 if sid in self.free else nbytes for sid, nbytes in own.items()}
+            self.sources[node] = {
+                sid: 0 if sid in self.free else nbytes for sid, nbytes in own.items()
+            }
             return False
         self.sources[node] = below
         if _is_heavy(node) or any(arg in self.heavy for arg in node.all_input_nodes):
@@ -82,7 +106,14 @@ class _Reader:
         return True
 
     def _is_view(self, node: fx.Node, own: dict[int, int]) -> bool:
-        return all(any(sid == storage_id(t) for arg in node.all_input_nodes for t in tensors(arg.meta.get("val"))) for sid in own)
+        return all(
+            any(
+                sid == storage_id(t)
+                for arg in node.all_input_nodes
+                for t in tensors(arg.meta.get("val"))
+            )
+            for sid in own
+        )
 
     def _is_taken_in(self, node: fx.Node, own: dict[int, int], below: dict[int, int]) -> bool:
         if not self.rules.fuses(node) or not self.outputs.isdisjoint(own):
@@ -90,8 +121,13 @@ class _Reader:
         readers = _readers(node)
         if not all(self._is_loop(reader) for reader in readers):
             return False
-        times = max(sum(reader in self.closure for reader in readers), sum(reader not in self.closure for reader in readers))
-        if times > 1 and (_is_heavy(node) or any(arg in self.heavy for arg in node.all_input_nodes)):
+        times = max(
+            sum(reader in self.closure for reader in readers),
+            sum(reader not in self.closure for reader in readers),
+        )
+        if times > 1 and (
+            _is_heavy(node) or any(arg in self.heavy for arg in node.all_input_nodes)
+        ):
             return False
         if len(below) > (self.rules.most_reads_reused if times > 1 else self.rules.most_reads):
             return False
@@ -144,7 +180,9 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     todo = [node]
     for each in todo:
         for user in each.users:
-            if user.op == "call_function" and any(storage_id(t) in held for t in tensors(user.meta.get("val"))):
+            if user.op == "call_function" and any(
+                storage_id(t) in held for t in tensors(user.meta.get("val"))
+            ):
                 todo.append(user)
             else:
                 found[user] = None

@@ -26,14 +26,24 @@ from fxckpt.torch_private import storage_id
 ADD, PRODUCT = torch.ops.aten.add.Tensor, torch.ops.aten.mm.default
 
 
-def isolate_matmuls(backward: fx.GraphModule, *, is_extern_kernel: Callable[[fx.Node], bool]) -> None:
+def isolate_matmuls(
+    backward: fx.GraphModule, *, is_extern_kernel: Callable[[fx.Node], bool]
+) -> None:
     """Take products out of sums that come after another library call or add what is never stored, where that frees more than the product takes."""
     graph = backward.graph
-    sums = [(node, product) for node in graph.find_nodes(op="call_function", target=ADD) for product in _folded(node)]
+    sums = [
+        (node, product)
+        for node in graph.find_nodes(op="call_function", target=ADD)
+        for product in _folded(node)
+    ]
     if not sums:
         return
     lives = _Lives(graph)
-    calls = [lives.place[node] for node in graph.nodes if node.op == "call_function" and is_extern_kernel(node)]
+    calls = [
+        lives.place[node]
+        for node in graph.nodes
+        if node.op == "call_function" and is_extern_kernel(node)
+    ]
     for node, product in sums:
         here = lives.place[node]
         freed = {
@@ -67,13 +77,23 @@ class _Lives:
         for node, i in self.place.items():
             for storage, _ in self.storages(node):
                 self.made_by.setdefault(storage, node)
-            self.last.update((storage, i) for arg in node.all_input_nodes for storage, _ in self.storages(arg))
+            self.last.update(
+                (storage, i) for arg in node.all_input_nodes for storage, _ in self.storages(arg)
+            )
         held = [n for n in graph.find_nodes(op="placeholder") if not self._may_die(n)]
-        self.last.update((storage, len(self.place)) for node in (*held, *graph_outputs(graph)) for storage, _ in self.storages(node))
+        self.last.update(
+            (storage, len(self.place))
+            for node in (*held, *graph_outputs(graph))
+            for storage, _ in self.storages(node)
+        )
 
     def storages(self, node: fx.Node | None) -> Iterator[tuple[int, int]]:
         """Yield what a node's value lies in, and its bytes."""
-        return ((storage_id(t), storage_bytes(t)) for t in tensors(node.meta.get("val"))) if node is not None else iter(())
+        return (
+            ((storage_id(t), storage_bytes(t)) for t in tensors(node.meta.get("val")))
+            if node is not None
+            else iter(())
+        )
 
     def _may_die(self, node: fx.Node) -> bool:
         return not str(node.target).startswith(("primals", "tangents"))
@@ -83,8 +103,14 @@ def _hide(node: fx.Node, product: fx.Node) -> None:
     """Let a sum read a product, and be read itself, through views; scalars, which give way in type promotion, stay scalars."""
     graph = node.graph
     with graph.inserting_before(node):
-        read = [arg for arg in node.all_input_nodes if any(t.dim() for t in tensors(arg.meta.get("val")))]
-        seen = {arg: graph.call_function(torch.ops.aten.unsqueeze.default, (arg, 0)) for arg in read}
+        read = [
+            arg
+            for arg in node.all_input_nodes
+            if any(t.dim() for t in tensors(arg.meta.get("val")))
+        ]
+        seen = {
+            arg: graph.call_function(torch.ops.aten.unsqueeze.default, (arg, 0)) for arg in read
+        }
     for arg, view in seen.items():
         view.meta = {**node.meta, "val": arg.meta["val"].unsqueeze(0)}
         node.replace_input_with(arg, view)

@@ -18,7 +18,9 @@ from fxckpt.passes.transforms.rematerialize import Rematerialized
 from fxckpt.torch_private import is_surely_equal, is_symbolic, storage_id
 
 
-def save_views(joint: fx.GraphModule, result: Rematerialized, *, is_extern_kernel: Callable[[fx.Node], bool]) -> Rematerialized:
+def save_views(
+    joint: fx.GraphModule, result: Rematerialized, *, is_extern_kernel: Callable[[fx.Node], bool]
+) -> Rematerialized:
     """Return what the forward must save, a view taken for what a loop makes where the backward's library calls alone read it, and as that."""
     nodes = {node.name: node for node in joint.graph.nodes}
     place = {node: i for i, node in enumerate(joint.graph.nodes)}
@@ -45,7 +47,11 @@ def _read_as(value: fx.Node, nodes: Mapping[str, fx.Node]) -> Iterator[tuple[fx.
     """Yield the views through which alone the backward reads a value, each shown by the next: the backward's own and the forward's."""
     shown = again = value
     while True:
-        readers = [user for user in again.users if user.op == "output" or user.meta.get("partitioner_tag") == "must_be_in_backward"]
+        readers = [
+            user
+            for user in again.users
+            if user.op == "output" or user.meta.get("partitioner_tag") == "must_be_in_backward"
+        ]
         name = str(readers[0].meta.get(RECOMPUTE_OF)) if len(readers) == 1 else ""
         if name not in nodes or readers[0].meta.get(RUNS_AGAIN) or not _shows(nodes[name], shown):
             return
@@ -55,7 +61,13 @@ def _read_as(value: fx.Node, nodes: Mapping[str, fx.Node]) -> Iterator[tuple[fx.
 
 def _shows(view: fx.Node, value: fx.Node) -> bool:
     """Return whether a node of the forward is a value in another shape, all of it, and made from nothing else."""
-    if value.op != "call_function" or [read for read in view.all_input_nodes if not is_symbolic(read)] != [value]:
+    if value.op != "call_function" or [
+        read for read in view.all_input_nodes if not is_symbolic(read)
+    ] != [value]:
         return False
     pair = [*tensors(value.meta.get("val")), *tensors(view.meta.get("val"))]
-    return len(pair) == 2 and storage_id(pair[0]) == storage_id(pair[1]) and is_surely_equal(pair[0].numel(), pair[1].numel())
+    return (
+        len(pair) == 2
+        and storage_id(pair[0]) == storage_id(pair[1])
+        and is_surely_equal(pair[0].numel(), pair[1].numel())
+    )

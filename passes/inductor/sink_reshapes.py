@@ -34,7 +34,9 @@ def sink_reshapes(graph: fx.Graph) -> None:
         if _merges_slice(node):
             merged.add(node)
         elif sources := merged.intersection(node.all_input_nodes):
-            if _is_elementwise(node) and any(_has_shape(source, node.meta["val"].shape) for source in sources):
+            if _is_elementwise(node) and any(
+                _has_shape(source, node.meta["val"].shape) for source in sources
+            ):
                 merged.add(node)
             elif node.target in VIEWS and (region := _region(node, merged, place)) is not None:
                 merged.update(_move(node, region))
@@ -63,7 +65,12 @@ def _region(split: fx.Node, merged: set[fx.Node], place: Mapping[fx.Node, int]) 
     ops, merges, sizes = [], [], {}
     todo = [last]
     for node in todo:
-        if node.target in VIEWS and node in merged and _has_shape(node, flat) and _has_shape(node.all_input_nodes[0], apart):
+        if (
+            node.target in VIEWS
+            and node in merged
+            and _has_shape(node, flat)
+            and _has_shape(node.all_input_nodes[0], apart)
+        ):
             merges.append(node)
         elif node.target not in VIEWS and node in merged and _has_shape(node, flat):
             ops.append(node)
@@ -73,9 +80,15 @@ def _region(split: fx.Node, merged: set[fx.Node], place: Mapping[fx.Node, int]) 
         else:
             return None
     begins = min((place[op] for op in ops), default=0)
-    if not (ops and merges) or any(isinstance(size, fx.Node) and place[size] >= begins for size in into):
+    if not (ops and merges) or any(
+        isinstance(size, fx.Node) and place[size] >= begins for size in into
+    ):
         return None
-    return _Region(tuple(sorted(ops, key=place.__getitem__)), tuple(sorted(merges, key=place.__getitem__)), sizes)
+    return _Region(
+        tuple(sorted(ops, key=place.__getitem__)),
+        tuple(sorted(merges, key=place.__getitem__)),
+        sizes,
+    )
 
 
 def _move(split: fx.Node, region: _Region) -> list[fx.Node]:
@@ -87,7 +100,11 @@ def _move(split: fx.Node, region: _Region) -> list[fx.Node]:
         for arg in op.all_input_nodes:
             if arg not in given and arg not in region.ops:
                 with graph.inserting_before(op):
-                    given[arg] = _view(arg, region.sizes[arg], op, but=(NAME, *TAGS)) if region.sizes[arg] else arg
+                    given[arg] = (
+                        _view(arg, region.sizes[arg], op, but=(NAME, *TAGS))
+                        if region.sizes[arg]
+                        else arg
+                    )
         readers = [user for user in op.users if user is not split and user not in region.ops]
         if readers:
             with graph.inserting_after(op):
@@ -108,7 +125,10 @@ def _view(of: fx.Node, sizes: Any, like: fx.Node, *, but: Sequence[str]) -> fx.N
     """Return a view that belongs where ``like`` does, with its metadata but for some."""
     view = of.graph.call_function(VIEWS[0], (of, sizes))
     shape = [size.meta["val"] if isinstance(size, fx.Node) else size for size in sizes]
-    view.meta = {**{key: value for key, value in like.meta.items() if key not in but}, "val": of.meta["val"].view(shape)}
+    view.meta = {
+        **{key: value for key, value in like.meta.items() if key not in but},
+        "val": of.meta["val"].view(shape),
+    }
     return view
 
 
@@ -118,7 +138,11 @@ def _merges_slice(node: fx.Node) -> bool:
         return False
     source = node.all_input_nodes[0]
     is_copy = source.target in COPIES or _is_elementwise(source)
-    return is_copy and any(a.target is torch.ops.aten.slice.Tensor for a in source.all_input_nodes) and _dim(node) < _dim(source)
+    return (
+        is_copy
+        and any(a.target is torch.ops.aten.slice.Tensor for a in source.all_input_nodes)
+        and _dim(node) < _dim(source)
+    )
 
 
 def _dim(node: fx.Node) -> int:
@@ -127,21 +151,36 @@ def _dim(node: fx.Node) -> int:
 
 def _is_elementwise(node: fx.Node) -> bool:
     """Return whether an op makes each element of a dense tensor from those at its place."""
-    is_pointwise = isinstance(node.target, OpOverload) and (torch.Tag.pointwise in node.target.tags or node.target is COPIES[1])
+    is_pointwise = isinstance(node.target, OpOverload) and (
+        torch.Tag.pointwise in node.target.tags or node.target is COPIES[1]
+    )
     value = node.meta.get("val")
-    is_pointwise = is_pointwise and node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
-    return is_pointwise and only_computes(node) and isinstance(value, Tensor) and value.is_contiguous()
+    is_pointwise = is_pointwise and node.kwargs.get("memory_format") in (
+        None,
+        torch.contiguous_format,
+        torch.preserve_format,
+    )
+    return (
+        is_pointwise and only_computes(node) and isinstance(value, Tensor) and value.is_contiguous()
+    )
 
 
 def _has_shape(node: fx.Node, shape: Sequence[Any]) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dim() == len(shape) and all(map(is_surely_equal, value.shape, shape))
+    return (
+        isinstance(value, Tensor)
+        and value.dim() == len(shape)
+        and all(map(is_surely_equal, value.shape, shape))
+    )
 
 
 def _sizes(split: fx.Node) -> list[Any] | None:
     """Return the sizes that a view is given, -1 replaced; None where that is not a number."""
     given = zip(split.args[1], split.meta["val"].shape, strict=True)  # type: ignore[arg-type]
-    sizes = [size if isinstance(size, fx.Node) or not is_surely_equal(size, -1) else found for size, found in given]
+    sizes = [
+        size if isinstance(size, fx.Node) or not is_surely_equal(size, -1) else found
+        for size, found in given
+    ]
     return None if any(isinstance(size, torch.SymInt) for size in sizes) else sizes
 
 
@@ -159,7 +198,9 @@ def _groups(flat: Sequence[Any], apart: Sequence[Any]) -> list[slice] | None:
     return groups if begin == len(apart) else None
 
 
-def _split_up(node: fx.Node, flat: Sequence[Any], groups: Sequence[slice], into: Sequence[Any]) -> list[Any] | None:
+def _split_up(
+    node: fx.Node, flat: Sequence[Any], groups: Sequence[slice], into: Sequence[Any]
+) -> list[Any] | None:
     """Return the sizes of what is broadcast to the merged shape, split up; none where it stays as it is, None where it is not broadcast to it."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):

@@ -37,7 +37,19 @@ def _looked_at(node: fx.Node) -> tuple[str, fx.Node] | None:
     name = op._opname if isinstance(op, OpOverload) and op.namespace == "aten" else ""
     if name in INDEXING:
         indices = [i for i in node.args[1] if isinstance(i, fx.Node)]  # type: ignore[union-attr]
-        masks = [i for i in indices if any(t.dtype in (torch.bool, torch.uint8) for t in tensors(i.meta.get("val")))]
+        masks = [
+            i
+            for i in indices
+            if any(t.dtype in (torch.bool, torch.uint8) for t in tensors(i.meta.get("val")))
+        ]
         return ("true", masks[0]) if len(masks) == 1 else None
-    what = "true" if name == "nonzero" else "different" if name in UNIQUE else "next" if name == "unique_consecutive" else None
+    what = (
+        "true"
+        if name == "nonzero"
+        else "different"
+        if name in UNIQUE
+        else "next"
+        if name == "unique_consecutive"
+        else None
+    )
     return (what, node.all_input_nodes[0]) if what is not None else None

@@ -51,10 +51,22 @@ def merge_common_subexpressions(graph: fx.Graph) -> None:
     What a user gets stays its own tensor: one in-place op on a merged output would change the other, or what the backward saved. So does what
     holds a sparse tensor, which cannot be laid over another storage.
     """
-    written = [a for n in graph.nodes if n.op == "call_function" and is_mutating(n) for a in n.all_input_nodes[:1]]
+    written = [
+        a
+        for n in graph.nodes
+        if n.op == "call_function" and is_mutating(n)
+        for a in n.all_input_nodes[:1]
+    ]
     kept = (*written, *filter(_is_sparse, graph.nodes), *graph_outputs(graph))
-    apart = {storage_id(t) for n in kept if isinstance(n, fx.Node) for t in tensors(n.meta.get("val"))}
-    apart -= {storage_id(t) for n in graph.find_nodes(op="placeholder") if n not in written for t in tensors(n.meta.get("val"))}
+    apart = {
+        storage_id(t) for n in kept if isinstance(n, fx.Node) for t in tensors(n.meta.get("val"))
+    }
+    apart -= {
+        storage_id(t)
+        for n in graph.find_nodes(op="placeholder")
+        if n not in written
+        for t in tensors(n.meta.get("val"))
+    }
     seen: dict[Any, fx.Node] = {}
     moved: dict[int, tuple[Tensor, Tensor]] = {}
     """Merged values, and those that stand for them, by the storages of the merged."""
@@ -67,7 +79,11 @@ def merge_common_subexpressions(graph: fx.Graph) -> None:
         first = seen.setdefault(key, node)
         if first is not node:
             merged = zip(tensors(node.meta.get("val")), tensors(first.meta.get("val")), strict=True)
-            moved.update((storage_id(old), (old, new)) for old, new in merged if storage_id(old) != storage_id(new))
+            moved.update(
+                (storage_id(old), (old, new))
+                for old, new in merged
+                if storage_id(old) != storage_id(new)
+            )
             node.replace_all_uses_with(first)
             graph.erase_node(node)
 
@@ -78,7 +94,12 @@ def _is_sparse(node: fx.Node) -> bool:
 
 
 def _can_merge(node: fx.Node, apart: set[int]) -> bool:
-    if node.op != "call_function" or not is_known_pure(node) or is_random(node) or is_mutating(node):
+    if (
+        node.op != "call_function"
+        or not is_known_pure(node)
+        or is_random(node)
+        or is_mutating(node)
+    ):
         return False
     if has_hidden_effect(node):
         return False
@@ -89,7 +110,9 @@ def _can_merge(node: fx.Node, apart: set[int]) -> bool:
 def _key(node: fx.Node) -> Any:
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     # The type is part of the key: 1, 1.0 and True are equal to Python and not to an op.
-    typed = tuple((type(leaf), leaf if not isinstance(leaf, float) else repr(leaf)) for leaf in leaves)
+    typed = tuple(
+        (type(leaf), leaf if not isinstance(leaf, float) else repr(leaf)) for leaf in leaves
+    )
     place = (node.meta.get("recompute"), node.meta.get("ac_graph_id"), node.meta.get(NAME))
     return node.target, typed, spec, place
 

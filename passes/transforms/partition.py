@@ -16,7 +16,9 @@ from fxckpt.passes.transforms.rematerialize import Rematerialized
 from fxckpt.torch_private import let_autograd_own, split, storage_id
 
 
-def partition(joint: fx.GraphModule, result: Rematerialized, *, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+def partition(
+    joint: fx.GraphModule, result: Rematerialized, *, num_fwd_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the forward and the backward graph."""
     shared = _shared_storages(joint.graph, num_fwd_outputs)
     for node in result.saved:

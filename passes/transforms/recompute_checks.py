@@ -25,17 +25,28 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
-def insert_checks(joint: fx.GraphModule, result: Rematerialized, *, num_fwd_outputs: int) -> Rematerialized:
+def insert_checks(
+    joint: fx.GraphModule, result: Rematerialized, *, num_fwd_outputs: int
+) -> Rematerialized:
     """Insert hashes and checks into ``joint`` in place; return what the forward must save now."""
     graph = joint.graph
     named = {n.name: n for n in graph.nodes}
     outputs = [o for o in graph_outputs(graph)[:num_fwd_outputs] if isinstance(o, fx.Node)]
     in_forward = ancestors([*outputs, *result.saved, *result.symbolic])
-    filled = {n: _fill(graph, n) for n in list(graph.nodes) if n.op == "call_function" and is_uninitialized(n)}
+    filled = {
+        n: _fill(graph, n)
+        for n in list(graph.nodes)
+        if n.op == "call_function" and is_uninitialized(n)
+    }
     digests: dict[fx.Node, fx.Node] = {}
     for made in [n for n in graph.nodes if n.meta.get(RUNS_AGAIN)]:
         first = named.get(made.meta[RECOMPUTE_OF])
-        if first is None or first not in in_forward or is_uninitialized(first) or not any(True for _ in tensors(first.meta.get("val"))):
+        if (
+            first is None
+            or first not in in_forward
+            or is_uninitialized(first)
+            or not any(True for _ in tensors(first.meta.get("val")))
+        ):
             continue
         if first not in digests:
             digests[first] = _insert_digest(graph, first)
@@ -47,7 +58,9 @@ def insert_checks(joint: fx.GraphModule, result: Rematerialized, *, num_fwd_outp
 def _fill(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Fill memory that an op gives as it finds it: what is left of it in a value must be the same twice."""
     with graph.inserting_after(node):
-        zeros = graph.create_node("call_function", torch.ops.aten.fill.Scalar, (node, 0), name=f"{node.name}_filled")
+        zeros = graph.create_node(
+            "call_function", torch.ops.aten.fill.Scalar, (node, 0), name=f"{node.name}_filled"
+        )
     zeros.meta = {"val": node.meta["val"], DIGEST_OF: node.name}
     tag_side(zeros, backward=partitioner_tag(node) == "must_be_in_backward")
     node.replace_all_uses_with(zeros, delete_user_cb=lambda user: user is not zeros)
@@ -65,7 +78,9 @@ def _insert_digest(graph: fx.Graph, first: fx.Node) -> fx.Node:
 
 def _insert_check(graph: fx.Graph, made: fx.Node, first: fx.Node, expected: fx.Node) -> None:
     with graph.inserting_after(made):
-        node = graph.create_node("call_function", checked, (made, expected, _place(first)), name=f"{made.name}_checked")
+        node = graph.create_node(
+            "call_function", checked, (made, expected, _place(first)), name=f"{made.name}_checked"
+        )
     node.meta = {"val": made.meta["val"]}
     tag_side(node, backward=True)
     made.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node)
@@ -84,7 +99,12 @@ def digest(value: Any) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    bits = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous().view(-1).view(torch.uint8)
+    bits = (
+        (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor)
+        .contiguous()
+        .view(-1)
+        .view(torch.uint8)
+    )
     padded = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
     # SplitMix64 (Steele, Lea and Flood 2014) of each word and its place; int64 wraps, and its shifts keep the sign, which does no harm here.
     mixed = padded + GOLDEN * torch.arange(1, len(padded) + 1, device=padded.device)

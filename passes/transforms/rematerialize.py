@@ -24,7 +24,14 @@ from fxckpt.ops.properties import is_random, tensors
 from fxckpt.passes.analysis.joint import Facts
 from fxckpt.passes.meta import FIRST_RUN_OF, NEVER_STORED, RECOMPUTE_OF, RUNS_AGAIN
 from fxckpt.plans.types import Plan, Recompute
-from fxckpt.torch_private import fake_rng_state, is_symbolic, run_and_save_rng_state, run_with_rng_state, tag_side, untag_side
+from fxckpt.torch_private import (
+    fake_rng_state,
+    is_symbolic,
+    run_and_save_rng_state,
+    run_with_rng_state,
+    tag_side,
+    untag_side,
+)
 
 
 def _callable(op: fx.Node) -> Any:
@@ -46,7 +53,9 @@ class Rematerialized:
     symbolic: tuple[fx.Node, ...]
 
 
-def rematerialize(joint: fx.GraphModule, facts: Facts, plan: Plan, *, num_fwd_outputs: int) -> Rematerialized:
+def rematerialize(
+    joint: fx.GraphModule, facts: Facts, plan: Plan, *, num_fwd_outputs: int
+) -> Rematerialized:
     """Apply ``plan`` to ``joint`` in place and return what the forward must save."""
     return _Rewriter(joint.graph, facts, plan.schedule, num_fwd_outputs).run()
 
@@ -67,7 +76,9 @@ def taken_in(graph: fx.Graph, facts: Facts) -> frozenset[fx.Node]:
 class _Rewriter:
     """One rewrite of one graph."""
 
-    def __init__(self, graph: fx.Graph, facts: Facts, schedule: Sequence[Recompute], num_fwd_outputs: int) -> None:
+    def __init__(
+        self, graph: fx.Graph, facts: Facts, schedule: Sequence[Recompute], num_fwd_outputs: int
+    ) -> None:
         self.graph = graph
         self.facts = facts
         self.num_fwd_outputs = num_fwd_outputs
@@ -113,7 +124,10 @@ class _Rewriter:
             self._run_again(op, node)
         (outputs,) = node.args
         assert isinstance(outputs, (tuple, list))
-        gradients = [self._in_backward(o, node) if isinstance(o, fx.Node) else o for o in outputs[self.num_fwd_outputs :]]
+        gradients = [
+            self._in_backward(o, node) if isinstance(o, fx.Node) else o
+            for o in outputs[self.num_fwd_outputs :]
+        ]
         node.args = ((*outputs[: self.num_fwd_outputs], *gradients),)
 
     def _is_backward(self, node: fx.Node) -> bool:
@@ -140,7 +154,9 @@ class _Rewriter:
                 continue
             if self._present(view) is None:
                 made = self._copy(view, consumer)
-                self.view_copies[view, tuple(self._resolve(arg) for arg in view.all_input_nodes)] = made
+                self.view_copies[
+                    view, tuple(self._resolve(arg) for arg in view.all_input_nodes)
+                ] = made
             stack.pop()
             if not stack:
                 return self._resolve(node)
@@ -152,7 +168,11 @@ class _Rewriter:
         if node not in self.facts.views or is_symbolic(node) or self._is_backward(node):
             return node
         inputs = [self._present(arg) for arg in node.all_input_nodes]
-        return None if None in inputs else self.view_copies.get((node, tuple(i for i in inputs if i is not None)))
+        return (
+            None
+            if None in inputs
+            else self.view_copies.get((node, tuple(i for i in inputs if i is not None)))
+        )
 
     def _resolve(self, node: fx.Node) -> fx.Node:
         found = self._present(node)
@@ -195,9 +215,16 @@ class _Rewriter:
             made = self._copy(op, consumer)
         made.meta[RUNS_AGAIN] = True
         self.latest[op] = made
-        for item in [u for u in op.users if u.target is operator.getitem and u not in self.facts.views]:
+        for item in [
+            u for u in op.users if u.target is operator.getitem and u not in self.facts.views
+        ]:
             with self.graph.inserting_before(consumer):
-                part = self.graph.create_node("call_function", operator.getitem, (made, item.args[1]), name=f"{item.name}_recompute")
+                part = self.graph.create_node(
+                    "call_function",
+                    operator.getitem,
+                    (made, item.args[1]),
+                    name=f"{item.name}_recompute",
+                )
             self.latest[item] = self._mark(part, item)
 
     def _replay(self, op: fx.Node, consumer: fx.Node) -> fx.Node:
@@ -219,10 +246,16 @@ class _Rewriter:
         state_val = fake_rng_state(next(tensors(op.meta["val"])))
         with self.graph.inserting_after(op):
             both = self.graph.create_node(
-                "call_function", run_and_save_rng_state, (_callable(op), *op.args), dict(op.kwargs), name=f"{op.name}_and_state"
+                "call_function",
+                run_and_save_rng_state,
+                (_callable(op), *op.args),
+                dict(op.kwargs),
+                name=f"{op.name}_and_state",
             )
         with self.graph.inserting_after(both):
-            state = self.graph.create_node("call_function", operator.getitem, (both, 0), name=f"{op.name}_rng_state")
+            state = self.graph.create_node(
+                "call_function", operator.getitem, (both, 0), name=f"{op.name}_rng_state"
+            )
         with self.graph.inserting_after(state):
             out = self.graph.create_node("call_function", operator.getitem, (both, 1))
         out.meta = copy.copy(op.meta)
@@ -235,13 +268,17 @@ class _Rewriter:
         return state
 
     def _what_is_saved(self) -> Rematerialized:
-        backward = [n for n in self.graph.nodes if n.meta.get("partitioner_tag") == "must_be_in_backward"]
+        backward = [
+            n for n in self.graph.nodes if n.meta.get("partitioner_tag") == "must_be_in_backward"
+        ]
         (output,) = self.graph.find_nodes(op="output")
         returned = [o for o in output.args[0][self.num_fwd_outputs :] if isinstance(o, fx.Node)]
         read = {arg for n in backward for arg in n.all_input_nodes} | set(returned)
         in_backward = set(backward) | set(self.facts.tangent_closure)
         read = set(_sizes_for_fractions(read))
-        forward = [n for n in self.graph.nodes if n in read and n not in in_backward and n.op != "get_attr"]
+        forward = [
+            n for n in self.graph.nodes if n in read and n not in in_backward and n.op != "get_attr"
+        ]
         symbolic = tuple(n for n in forward if is_symbolic(n))
         return Rematerialized(tuple(n for n in forward if not is_symbolic(n)), symbolic)
 
@@ -254,7 +291,11 @@ def _sizes_for_fractions(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
     todo = list(nodes)
     seen = set(todo)
     for node in todo:
-        made_from = node.all_input_nodes if node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymFloat) else []
+        made_from = (
+            node.all_input_nodes
+            if node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymFloat)
+            else []
+        )
         if made_from and all(is_symbolic(arg) for arg in made_from):
             untag_side(node)
             todo.extend(arg for arg in made_from if arg not in seen)

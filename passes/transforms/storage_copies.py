@@ -39,8 +39,15 @@ def copy_views_alone(graph: fx.Graph) -> None:
     Traces differ in it: one that finds the op in the cache of fake tensors has a smaller storage than the first of its kind.
     """
     # What is read by its place in the storage stays in its place.
-    placed = {storage_id(t) for n in graph.find_nodes(op="call_function", target=as_strided) for t in tensors(n.meta.get("val"))}
-    _store(graph, lambda node: None if storage_id(node.meta["val"]) in placed else _alone(node.meta["val"]))
+    placed = {
+        storage_id(t)
+        for n in graph.find_nodes(op="call_function", target=as_strided)
+        for t in tensors(n.meta.get("val"))
+    }
+    _store(
+        graph,
+        lambda node: None if storage_id(node.meta["val"]) in placed else _alone(node.meta["val"]),
+    )
 
 
 def _store(graph: fx.Graph, stored: Callable[[fx.Node], Tensor | None]) -> None:
@@ -63,7 +70,11 @@ def retie(node: fx.Node, moved: Mapping[int, tuple[Tensor, Tensor]]) -> None:
     """
     value = node.meta.get("val")
     if any(storage_id(t) in moved for t in tensors(value)):
-        node.meta["val"] = pytree.tree_map_only(Tensor, lambda t: seen_in(t, *moved[storage_id(t)]) if storage_id(t) in moved else t, value)
+        node.meta["val"] = pytree.tree_map_only(
+            Tensor,
+            lambda t: seen_in(t, *moved[storage_id(t)]) if storage_id(t) in moved else t,
+            value,
+        )
 
 
 def _alone(value: Tensor) -> Tensor | None:
@@ -80,7 +91,12 @@ def _whole(node: fx.Node) -> Tensor | None:
     if view.layout is not torch.strided:
         return None
     count = view.untyped_storage().nbytes() // view.element_size()
-    shows_twice = any(stride == 0 and size_hint(size) != 1 for size, stride in zip(view.shape, view.stride(), strict=True))
+    shows_twice = any(
+        stride == 0 and size_hint(size) != 1
+        for size, stride in zip(view.shape, view.stride(), strict=True)
+    )
     if shows_twice or size_hint(count) == size_hint(view.numel()):
         return None
-    return fake_like(view, (count,), view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())
+    return fake_like(view, (count,), view.dtype).as_strided(
+        view.shape, view.stride(), view.storage_offset()
+    )

@@ -40,8 +40,14 @@ def _verify_random(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         original = node.meta.get(RECOMPUTE_OF)
         if node.target is run_with_rng_state:
             state = node.args[0]
-            if not isinstance(state, fx.Node) or state.op != "placeholder" or given.get(state.name) != original:
-                raise VerifyError(f"the backward replays random op {original!r} under {state}, which is not the state of its first run")
+            if (
+                not isinstance(state, fx.Node)
+                or state.op != "placeholder"
+                or given.get(state.name) != original
+            ):
+                raise VerifyError(
+                    f"the backward replays random op {original!r} under {state}, which is not the state of its first run"
+                )
         elif is_random(node) and (original is not None or node.name in first_runs):
             raise VerifyError(
                 f"random op {node.name!r} ({node.target}) would run in the backward with fresh randomness; "
@@ -51,16 +57,25 @@ def _verify_random(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
 
 def _verify_runs(backward: fx.GraphModule, plan: Plan) -> None:
     planned = Counter(run.name for run in plan.schedule)
-    found = Counter(str(node.meta[RECOMPUTE_OF]) for node in backward.graph.nodes if node.meta.get(RUNS_AGAIN))
+    found = Counter(
+        str(node.meta[RECOMPUTE_OF]) for node in backward.graph.nodes if node.meta.get(RUNS_AGAIN)
+    )
     if planned != found:
         differ = sorted((planned - found) | (found - planned))[:4]
-        raise VerifyError(f"the plan runs {planned.total()} ops again, the backward {found.total()}; they differ in {differ}")
+        raise VerifyError(
+            f"the plan runs {planned.total()} ops again, the backward {found.total()}; they differ in {differ}"
+        )
 
 
 def _verify_saved(backward: fx.GraphModule, plan: Plan) -> None:
     allowed = set(plan.saved)
     for node in backward.graph.find_nodes(op="placeholder"):
         is_input = str(node.target).startswith(("primals", "tangents", "bwd_", "fwd_"))
-        if is_input or is_symbolic(node) or node.meta.get(SHOWS, node.name) in allowed or DIGEST_OF in node.meta:
+        if (
+            is_input
+            or is_symbolic(node)
+            or node.meta.get(SHOWS, node.name) in allowed
+            or DIGEST_OF in node.meta
+        ):
             continue
         raise VerifyError(f"the backward reads {node.name!r}, which the plan does not save")

@@ -97,7 +97,9 @@ def test_inputs_by_name_and_a_policy(step: str, capsys: pytest.CaptureFixture[st
     assert json.loads(capsys.readouterr().out)["runs"] == 0
 
 
-def test_an_infeasible_budget_is_1_and_tells_the_floor(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_infeasible_budget_is_1_and_tells_the_floor(
+    step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", f"{step}:make", "--budget", "1KiB", "--json"]) == 1
     printed = capsys.readouterr()
     assert "Raise the budget to at least" in printed.err
@@ -121,26 +123,38 @@ def test_an_infeasible_budget_is_1_and_tells_the_floor(step: str, capsys: pytest
         (["plan", "step_of_test.py:make", "--policy", "step_of_test.py:nope"], "has no 'nope'"),
         (["frontier", "step_of_test.py:make", "--points", "many"], "'many' is not a whole number"),
         (["frontier", "step_of_test.py:make", "--points", "1"], "at least 2 points"),
-        (["explain", "step_of_test.py:keywords", "--why", "nobody"], "neither saved nor recomputed"),
+        (
+            ["explain", "step_of_test.py:keywords", "--why", "nobody"],
+            "neither saved nor recomputed",
+        ),
         (["plan", ".step_of_test:make"], "Name it in full, as 'step_of_test'"),
         (["plan", "step_of_test.py:make", "--policy", "nope"], "Give a policy as MODULE:NAME"),
         (["html", "step_of_test.py:keywords", "--points", "1"], "with points=0 there is none"),
         (["explain", "step_of_test.py:make", "--why", "gelu", "--top", "3"], "--top and --why"),
-        (["explain", "step_of_test.py:make", "--by", "op", "--depth", "2"], "give it with --by module"),
+        (
+            ["explain", "step_of_test.py:make", "--by", "op", "--depth", "2"],
+            "give it with --by module",
+        ),
         (["explain", "step_of_test.py:make", "--json", "--format", "csv"], "choose one"),
         (["bogus"], "invalid choice: 'bogus'"),
         ([], "COMMAND"),
     ],
 )
-def test_mistakes_are_2_without_a_traceback(step: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_2_without_a_traceback(
+    step: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert said in printed.err and "Traceback" not in printed.err
     assert not printed.out
 
 
-@pytest.mark.parametrize(("factory", "command"), [("nothing_to_learn", "plan"), ("on_meta", "bench")])
-def test_what_cannot_be_planned_or_run_is_3(step: str, factory: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("factory", "command"), [("nothing_to_learn", "plan"), ("on_meta", "bench")]
+)
+def test_what_cannot_be_planned_or_run_is_3(
+    step: str, factory: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([command, f"{step}:{factory}"]) == 3
     assert "Traceback" not in capsys.readouterr().err
 
@@ -166,47 +180,85 @@ def explained(capsys: pytest.CaptureFixture[str], step: str, *more: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("answer", [[], ["--saved"], ["--peak"], ["--by", "op"]], ids=lambda answer: "".join(answer) or "rows")
-def test_every_answer_takes_filters_and_formats(step: str, answer: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [[], ["--saved"], ["--peak"], ["--by", "op"]],
+    ids=lambda answer: "".join(answer) or "rows",
+)
+def test_every_answer_takes_filters_and_formats(
+    step: str, answer: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     found = json.loads(explained(capsys, step, *answer, "--json", "--module", "1"))
     rows = found["rows"] if isinstance(found, dict) else found
-    everything = list(csv.DictReader(io.StringIO(explained(capsys, step, *answer, "--format", "csv"))))
+    everything = list(
+        csv.DictReader(io.StringIO(explained(capsys, step, *answer, "--format", "csv")))
+    )
     size = "saved_bytes" if "--by" in answer else "bytes"
     assert 0 < sum(row[size] for row in rows) < sum(int(row[size]) for row in everything)
     assert all(row.get("module", "1").split(".")[0] == "1" for row in rows)
-    assert list(csv.DictReader(io.StringIO(explained(capsys, step, *answer, "--format", "csv", "--top", "1")))) == everything[:1]
+    assert (
+        list(
+            csv.DictReader(
+                io.StringIO(explained(capsys, step, *answer, "--format", "csv", "--top", "1"))
+            )
+        )
+        == everything[:1]
+    )
     assert explained(capsys, step, *answer, "--format", "markdown", "--top", "1").count("\n") == 3
     assert "no value matches" in explained(capsys, step, *answer, "--op", "nothing")
 
 
 def test_decision_and_top_hold_in_json_too(step: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = json.loads(explained(capsys, step, "--json", "--decision", "recomputed", "--top", "2"))["rows"]
+    rows = json.loads(explained(capsys, step, "--json", "--decision", "recomputed", "--top", "2"))[
+        "rows"
+    ]
     assert [row["decision"] for row in rows] == ["recomputed", "recomputed"]
     held = json.loads(explained(capsys, step, "--json", "--peak", "--decision", "saved"))
     assert held and all(row["held_as"] == "saved" for row in held)
 
 
-def test_modules_with_brackets_are_found_by_their_names(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_modules_with_brackets_are_found_by_their_names(
+    step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", f"{step}:brackets", "--module", "heads.a[0]", "--json"]) == 0
-    assert {row["module"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"heads.a[0].1"}
+    assert {row["module"] for row in json.loads(capsys.readouterr().out)["rows"]} == {
+        "heads.a[0].1"
+    }
 
 
 def test_a_mistake_in_the_model_is_told_once(step: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{step}:mismatched"]) == 3
     said = capfd.readouterr().err
-    assert said.startswith("fxckpt: the model does not run on these inputs: RuntimeError: ") and "[4, 7] X [8, 8]" in said
-    assert said.endswith(": return lambda x: x @ torch.ones(8, 8), torch.randn(4, 7, requires_grad=True)\n") and said.count("\n") == 2
+    assert (
+        said.startswith("fxckpt: the model does not run on these inputs: RuntimeError: ")
+        and "[4, 7] X [8, 8]" in said
+    )
+    assert (
+        said.endswith(
+            ": return lambda x: x @ torch.ones(8, 8), torch.randn(4, 7, requires_grad=True)\n"
+        )
+        and said.count("\n") == 2
+    )
 
 
-def test_a_file_that_the_model_misses_is_the_models(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_the_model_misses_is_the_models(
+    step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", f"{step}:reads_a_file", "--steps", "1"]) == 3
-    assert "the step raised FileNotFoundError: [Errno 2] No such file or directory: 'weights.bin'" in capsys.readouterr().err
+    assert (
+        "the step raised FileNotFoundError: [Errno 2] No such file or directory: 'weights.bin'"
+        in capsys.readouterr().err
+    )
 
 
-def test_bench_says_of_a_budget_what_plan_says(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_says_of_a_budget_what_plan_says(
+    step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", f"{step}:make", "--budget", "1KiB"]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("fxckpt: budget='1KiB' is 1024 bytes") and said.endswith("or make the batch smaller.")
+    assert said.startswith("fxckpt: budget='1KiB' is 1024 bytes") and said.endswith(
+        "or make the batch smaller."
+    )
 
 
 def test_frontier_prints_points_and_draws(step: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,18 +273,42 @@ def test_frontier_prints_points_and_draws(step: str, capsys: pytest.CaptureFixtu
 
 
 def test_bench_measures_what_was_predicted(step: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", f"{step}:make", "--budget", "0.7", "--steps", "1", "--cost", "flops", "--json"]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                f"{step}:make",
+                "--budget",
+                "0.7",
+                "--steps",
+                "1",
+                "--cost",
+                "flops",
+                "--json",
+            ]
+        )
+        == 0
+    )
     before, after = json.loads(capsys.readouterr().out)
     # The loss of this model is summed up outside of the plan.
-    assert abs(after["peak_bytes"] - after["predicted_bytes"]) < 1024 < before["peak_bytes"] - after["peak_bytes"]
+    assert (
+        abs(after["peak_bytes"] - after["predicted_bytes"])
+        < 1024
+        < before["peak_bytes"] - after["peak_bytes"]
+    )
     assert after["gradients"] == "equal, bitwise"
 
 
-def test_doctor_examines_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_examines_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["doctor", "--json"]) == 0
     found = {f["what"]: f for f in json.loads(capsys.readouterr().out)}
     assert found["self-test"]["state"] == "ok" and "bitwise" in found["self-test"]["found"]
-    assert found["self-test, default"]["state"] == "ok" and "inductor" in found["self-test, default"]["effect"]
+    assert (
+        found["self-test, default"]["state"] == "ok"
+        and "inductor" in found["self-test, default"]["effect"]
+    )
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: 1 / 0)
@@ -242,16 +318,26 @@ def test_doctor_examines_itself(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 def test_help_has_examples_and_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "fxckpt", "--help"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "fxckpt", "--help"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0
-    assert "fxckpt plan train.py:make_step --budget 2GiB" in done.stdout and "exit codes" in done.stdout
+    assert (
+        "fxckpt plan train.py:make_step --budget 2GiB" in done.stdout
+        and "exit codes" in done.stdout
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk without room")
 @pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
 def test_a_full_disk_is_2(more: list[str]) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "fxckpt", "doctor", "--quick", *more], stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "fxckpt", "doctor", "--quick", *more],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     assert done.returncode == 2
     assert done.stderr == "fxckpt: cannot write to the standard output: No space left on device\n"
 
@@ -276,12 +362,21 @@ SCRIPT = "import sys; from fxckpt.cli import main; sys.exit(main())"
 
 
 @pytest.mark.parametrize("started", [["-m", "fxckpt"], ["fxckpt"]], ids=["module", "script"])
-def test_ctrl_c_during_the_imports_is_quiet(started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_the_imports_is_quiet(
+    started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "fxckpt").write_text(SCRIPT)
-    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    (tmp_path / "torch.py").write_text(
+        "import time; print('importing', flush=True); time.sleep(60)"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with subprocess.Popen(
-        [sys.executable, *started], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
+        [sys.executable, *started],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_ctrl_c,
     ) as running:
         assert running.stdout is not None and running.stdout.readline() == "importing\n"
         running.send_signal(signal.SIGINT)
@@ -292,14 +387,25 @@ def test_ctrl_c_during_the_imports_is_quiet(started: list[str], tmp_path: Path, 
 def test_importing_the_package_leaves_ctrl_c_alone() -> None:
     code = "import signal, fxckpt; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, preexec_fn=heed_ctrl_c).stdout == "True\n"
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            preexec_fn=heed_ctrl_c,
+        ).stdout
+        == "True\n"
     )
 
 
 def test_ctrl_c_in_the_users_code_is_quiet(step: str) -> None:
-    Path(step).write_text("import time\ndef make():\n    print('working', flush=True)\n    time.sleep(60)")
+    Path(step).write_text(
+        "import time\ndef make():\n    print('working', flush=True)\n    time.sleep(60)"
+    )
     command = [sys.executable, "-m", "fxckpt", "plan", f"{step}:make"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c) as running:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
+    ) as running:
         assert running.stderr is not None and running.stderr.readline() == "working\n"
         running.send_signal(signal.SIGINT)
         assert running.stderr.read() == "fxckpt: interrupted\n"

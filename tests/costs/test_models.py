@@ -43,14 +43,20 @@ def test_a_cpu_is_calibrated_once(records: Records) -> None:
     assert count(records) == 4
 
 
-def test_calibration_goes_on_without_a_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_calibration_goes_on_without_a_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING, "fxckpt"):
-        assert all(figure > 0 for figure in cpu_figures(Records(tmp_path / "file" / "timings.sqlite3")))
+        assert all(
+            figure > 0 for figure in cpu_figures(Records(tmp_path / "file" / "timings.sqlite3"))
+        )
     assert "FXCKPT_CACHE_DIR" in caplog.text
 
 
-def test_calibration_goes_on_with_a_broken_file(records: Records, caplog: pytest.LogCaptureFixture) -> None:
+def test_calibration_goes_on_with_a_broken_file(
+    records: Records, caplog: pytest.LogCaptureFixture
+) -> None:
     records.path.parent.mkdir()
     records.path.write_text("no database, but long enough to be taken for one by its first bytes")
     with caplog.at_level(logging.WARNING, "fxckpt"):
@@ -76,7 +82,10 @@ def test_a_draw_takes_what_the_generator_takes() -> None:
 def test_the_gpu_table_is_ordered_as_the_devices_are() -> None:
     rates = [roofline.DEVICES[name].bytes_per_second for name in ("H200", "H100", "A100")]
     assert rates == sorted(rates, reverse=True)
-    assert roofline.device_roofline(torch.device("cuda")) in (*roofline.DEVICES.values(), roofline.GENERIC_GPU)
+    assert roofline.device_roofline(torch.device("cuda")) in (
+        *roofline.DEVICES.values(),
+        roofline.GENERIC_GPU,
+    )
 
 
 def test_an_op_is_timed_once_and_then_read(records: Records) -> None:
@@ -91,7 +100,9 @@ def test_an_op_is_timed_once_and_then_read(records: Records) -> None:
 def test_a_figure_is_the_seconds_of_one_run(records: Records) -> None:
     ticks = itertools.count()
     measured = MeasuredSeconds(records, CPU, clock=lambda: float(next(ticks)))
-    assert measured(node_of(lambda a: a @ a, torch.ones(4, 4))) == 1.0  # whatever runs between two looks at this clock takes a second
+    assert (
+        measured(node_of(lambda a: a @ a, torch.ones(4, 4))) == 1.0
+    )  # whatever runs between two looks at this clock takes a second
 
 
 @torch.library.custom_op("fxckpt_tests::twice_slowly", mutates_args=())
@@ -124,9 +135,13 @@ def test_measuring_leaves_the_generator_alone(records: Records) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_model_is_planned_with_measured_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_is_planned_with_measured_times(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("FXCKPT_CACHE_DIR", str(tmp_path))
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(4)))
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(4))
+    )
     plan = fxckpt.plan(model, torch.ones(256, 32), budget=0.7, cost="measured")
     assert plan.cost == "measured"
     assert 0 < plan.recompute_seconds < plan.step_seconds

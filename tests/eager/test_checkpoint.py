@@ -39,7 +39,9 @@ def step(region: Region, checkpoint: Checkpoint, *, twice: bool = False) -> dict
     grads = torch.autograd.grad(out.square().sum(), (x, w), create_graph=twice)
     if twice:
         grads += torch.autograd.grad(sum(g.square().sum() for g in grads), (x, w))  # type: ignore[arg-type]
-    return {"output": out.detach(), "generator": torch.get_rng_state()} | {f"gradient {i}": g.detach() for i, g in enumerate(grads)}
+    return {"output": out.detach(), "generator": torch.get_rng_state()} | {
+        f"gradient {i}": g.detach() for i, g in enumerate(grads)
+    }
 
 
 # fmt: off
@@ -205,7 +207,10 @@ def test_a_region_has_the_gradients_of_a_plain_call(region: Region) -> None:
 
 @pytest.mark.parametrize("region", TWICE)
 def test_a_region_can_be_differentiated_twice(region: Region) -> None:
-    assert differing(step(region, plain, twice=True), step(region, fxckpt.checkpoint, twice=True)) == []
+    assert (
+        differing(step(region, plain, twice=True), step(region, fxckpt.checkpoint, twice=True))
+        == []
+    )
 
 
 def nested(region: Region, x: Tensor, w: Tensor) -> Any:
@@ -213,11 +218,15 @@ def nested(region: Region, x: Tensor, w: Tensor) -> Any:
 
 
 def torch_inside(region: Region, x: Tensor, w: Tensor) -> Any:
-    return fxckpt.checkpoint(lambda a: fxckpt.checkpoint(region, a.cos(), w, engine="rerun").tanh(), x)
+    return fxckpt.checkpoint(
+        lambda a: fxckpt.checkpoint(region, a.cos(), w, engine="rerun").tanh(), x
+    )
 
 
 def torch_outside(region: Region, x: Tensor, w: Tensor) -> Any:
-    return fxckpt.checkpoint(lambda a: fxckpt.checkpoint(region, a.cos(), w).tanh(), x, engine="rerun")
+    return fxckpt.checkpoint(
+        lambda a: fxckpt.checkpoint(region, a.cos(), w).tanh(), x, engine="rerun"
+    )
 
 
 def unnested(region: Region, x: Tensor, w: Tensor) -> Any:
@@ -227,7 +236,9 @@ def unnested(region: Region, x: Tensor, w: Tensor) -> Any:
 @pytest.mark.parametrize("outer", [nested, torch_inside, torch_outside])
 @pytest.mark.parametrize("twice", [False, True])
 def test_regions_of_both_engines_nest(outer: Checkpoint, twice: bool) -> None:
-    assert differing(step(dropouts, unnested, twice=twice), step(dropouts, outer, twice=twice)) == []
+    assert (
+        differing(step(dropouts, unnested, twice=twice), step(dropouts, outer, twice=twice)) == []
+    )
 
 
 def test_a_region_may_be_walked_back_through_any_number_of_times() -> None:
@@ -294,7 +305,9 @@ def test_only_what_the_backward_asks_for_runs_again() -> None:
 
 def test_inner_regions_run_once_more_for_each_region_around_them() -> None:
     x = torch.randn(4, requires_grad=True)
-    ran = ops_of_the_backward(fxckpt.checkpoint(lambda a: fxckpt.checkpoint(lambda b: b.sin().exp(), a.sinh()), x))
+    ran = ops_of_the_backward(
+        fxckpt.checkpoint(lambda a: fxckpt.checkpoint(lambda b: b.sin().exp(), a.sinh()), x)
+    )
     assert (ran["sinh"], ran["sin"], ran["exp"]) == (1, 1, 1)
 
 
@@ -302,7 +315,9 @@ def test_no_state_is_stored_where_nothing_is_drawn(monkeypatch: pytest.MonkeyPat
     asked: list[int] = []
     monkeypatch.setattr("fxckpt.eager.recorder.Draw", lambda generator, state: asked.append(1))
     x = torch.randn(1, 1, 4, 4, requires_grad=True)
-    fxckpt.checkpoint(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.0).sin(), x).sum().backward()
+    fxckpt.checkpoint(
+        lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.0).sin(), x
+    ).sum().backward()
     assert not asked
 
 
@@ -375,12 +390,15 @@ def unknown_op() -> Iterator[tuple[Callable[[Tensor], Tensor], list[int]]]:
             return x * x * x
 
         cube.register_autograd(
-            lambda ctx, grad: 3 * ctx.saved_tensors[0] ** 2 * grad, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+            lambda ctx, grad: 3 * ctx.saved_tensors[0] ** 2 * grad,
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
         )
         yield cube, ran
 
 
-def test_an_op_of_which_nothing_is_known_runs_once(unknown_op: tuple[Callable[[Tensor], Tensor], list[int]]) -> None:
+def test_an_op_of_which_nothing_is_known_runs_once(
+    unknown_op: tuple[Callable[[Tensor], Tensor], list[int]],
+) -> None:
     cube, ran = unknown_op
     region = lambda x, w: cube((x @ w).sin()).exp()  # noqa: E731
     expected = step(region, plain)
@@ -434,7 +452,9 @@ def test_autocast_around_forward_or_backward_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_there_is_no_tape(mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gradients_there_is_no_tape(
+    mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.modules["fxckpt.eager.api"], "Recorder", None)
     with mode():
         assert fxckpt.checkpoint(torch.sin, torch.zeros(2)).sum() == 0
@@ -534,19 +554,26 @@ def test_a_write_to_what_a_region_read_is_an_error_that_names_the_op() -> None:
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
     out = fxckpt.checkpoint(products, x, w, debug=True)
     w.add_(1)
-    with pytest.raises(fxckpt.CheckpointError, match=r"written in place \(1 times\)[\s\S]*aten.mm.default in test_checkpoint.py:\d+"):
+    with pytest.raises(
+        fxckpt.CheckpointError,
+        match=r"written in place \(1 times\)[\s\S]*aten.mm.default in test_checkpoint.py:\d+",
+    ):
         out.sum().backward()
 
 
 @pytest.mark.parametrize(
-    "write", [lambda s: s._values().mul_(3), lambda s: s[0].mul_(3)], ids=["values of a sparse tensor", "view of a subclass"]
+    "write",
+    [lambda s: s._values().mul_(3), lambda s: s[0].mul_(3)],
+    ids=["values of a sparse tensor", "view of a subclass"],
 )
 def test_writes_that_the_tape_cannot_follow_are_never_silent(write: Callable[[Any], Any]) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     def region(x: Tensor) -> Tensor:
         sparse = write.__code__.co_names[0] == "_values"
-        y: Any = x.detach().relu().to_sparse() if sparse else TwoTensor(x.detach() * 2, x.detach() * 2)
+        y: Any = (
+            x.detach().relu().to_sparse() if sparse else TwoTensor(x.detach() * 2, x.detach() * 2)
+        )
         write(y)
         return torch.sparse.mm(y, x.sin()) if sparse else (x * y.a).exp()
 
@@ -647,7 +674,9 @@ def test_an_exception_in_a_region_drops_its_tape(tapes: Callable[[], int]) -> No
 
 def test_what_a_partial_backward_made_is_dropped_with_it() -> None:
     x, z = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
-    out = fxckpt.checkpoint(lambda x, z: x.sin().exp().sin().sum() + z.sin().exp().sin().sum(), x, z)
+    out = fxckpt.checkpoint(
+        lambda x, z: x.sin().exp().sin().sum() + z.sin().exp().sin().sum(), x, z
+    )
     with Counting() as counting:
         torch.autograd.grad(out, x, retain_graph=True)
         torch.autograd.grad(out, x, retain_graph=True)
@@ -656,7 +685,10 @@ def test_what_a_partial_backward_made_is_dropped_with_it() -> None:
 
 def test_values_are_freed_as_the_backward_goes() -> None:
     """The peak is that of torch's own checkpoint, which recomputes the same."""
-    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(4)]
+    blocks = [
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
+        for _ in range(4)
+    ]
     x = torch.randn(512, 64, requires_grad=True)
 
     def peak(checkpoint: Checkpoint) -> int:
@@ -673,5 +705,8 @@ def test_values_are_freed_as_the_backward_goes() -> None:
             measured = fxckpt.measure_peak(run)
         return measured
 
-    unchecked, torch_peak = peak(plain), peak(functools.partial(torchs.checkpoint, use_reentrant=False))
+    unchecked, torch_peak = (
+        peak(plain),
+        peak(functools.partial(torchs.checkpoint, use_reentrant=False)),
+    )
     assert peak(fxckpt.checkpoint) <= 1.02 * torch_peak < 0.6 * unchecked

@@ -41,32 +41,61 @@ def test_every_name_of_torchs_module_is_here(name: str) -> None:
 
 def test_every_option_of_torchs_checkpoint_is_taken() -> None:
     x = torch.randn(4, requires_grad=True)
-    options = {"use_reentrant": True, "preserve_rng_state": True, "determinism_check": "none", "debug": True, "early_stop": False}
-    assert torch.equal(fxckpt.checkpoint(torch.sin, x, context_fn=torchs.noop_context_fn, **options), x.sin())
+    options = {
+        "use_reentrant": True,
+        "preserve_rng_state": True,
+        "determinism_check": "none",
+        "debug": True,
+        "early_stop": False,
+    }
+    assert torch.equal(
+        fxckpt.checkpoint(torch.sin, x, context_fn=torchs.noop_context_fn, **options), x.sin()
+    )
 
 
 @pytest.mark.parametrize(
     "call, told",
     [
         (lambda x: fxckpt.checkpoint(3, x), "int is neither"),
-        (lambda x: fxckpt.checkpoint(torch.sin, x, determinism_check="strict"), "'default', 'none'"),
+        (
+            lambda x: fxckpt.checkpoint(torch.sin, x, determinism_check="strict"),
+            "'default', 'none'",
+        ),
         (lambda x: fxckpt.checkpoint(torch.sin, x, engine="tape"), "'replay', 'rerun'"),
         (lambda x: fxckpt.checkpoint(lambda x: x.sin(), x, budegt=0.5), "did you mean budget"),
         (lambda x: fxckpt.checkpoint(torch.sin, x, budget=-1), "budget"),
         (lambda x: fxckpt.checkpoint(torch.sin, x, budget=0.5, engine="rerun"), "engine='replay'"),
         (lambda x: fxckpt.checkpoint(torch.sin, x, policy=3), "not a policy"),
-        (lambda x: fxckpt.checkpoint(torch.sin, x, policy=lambda *a, **k: "save"), "returned 'save'"),
-        (lambda x: fxckpt.checkpoint(torch.sin, x, context_fn=lambda: selective(lambda *a, **k: 7)), "returned 7"),
-        (lambda x: fxckpt.checkpoint(torch.sin, x, context_fn=lambda: selective([aten.mm.default]), budget=0.5), "both say"),
+        (
+            lambda x: fxckpt.checkpoint(torch.sin, x, policy=lambda *a, **k: "save"),
+            "returned 'save'",
+        ),
+        (
+            lambda x: fxckpt.checkpoint(
+                torch.sin, x, context_fn=lambda: selective(lambda *a, **k: 7)
+            ),
+            "returned 7",
+        ),
+        (
+            lambda x: fxckpt.checkpoint(
+                torch.sin, x, context_fn=lambda: selective([aten.mm.default]), budget=0.5
+            ),
+            "both say",
+        ),
         (lambda x: fxckpt.checkpoint_sequential([torch.sin], 2, x), "from 1 to 1"),
         (lambda x: fxckpt.checkpoint_sequential([torch.sin], True, x), "from 1 to 1"),
         (lambda x: fxckpt.checkpoint_sequential([], 1, x), "not empty"),
         (lambda x: fxckpt.checkpoint_sequential([torch.sin], 1, x, budegt=1), "budegt"),
-        (lambda x: fxckpt.checkpoint_sequential([torch.sin] * 4, 2, x, budget=0.5), "segments='auto'"),
+        (
+            lambda x: fxckpt.checkpoint_sequential([torch.sin] * 4, 2, x, budget=0.5),
+            "segments='auto'",
+        ),
         (lambda x: fxckpt.patch_transformers(nn.Linear(2, 2)), "Linear is no transformers model"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_a_way_out(call: Callable[[Tensor], Any], told: str) -> None:
+def test_what_cannot_be_meant_is_refused_with_a_way_out(
+    call: Callable[[Tensor], Any], told: str
+) -> None:
     with pytest.raises(ValueError, match=told):
         call(torch.randn(4, requires_grad=True))
 
@@ -97,14 +126,18 @@ def test_a_functions_own_keywords_reach_it() -> None:
 
 
 def with_policy(policy: Any, **options: Any) -> Callable[..., Any]:
-    return functools.partial(fxckpt.checkpoint, context_fn=functools.partial(selective, policy, **options))
+    return functools.partial(
+        fxckpt.checkpoint, context_fn=functools.partial(selective, policy, **options)
+    )
 
 
 SELECTIVE = {
     "function": save_products,
     "ops": [aten.mm.default],
     "bool": lambda ctx, op, *args, **kwargs: op is aten.mm.default,
-    "offloaded": lambda ctx, op, *args, **kwargs: Policy.MUST_CPU_OFFLOAD if op is aten.mm.default else Policy.MUST_RECOMPUTE,
+    "offloaded": lambda ctx, op, *args, **kwargs: (
+        Policy.MUST_CPU_OFFLOAD if op is aten.mm.default else Policy.MUST_RECOMPUTE
+    ),
     "composed": fxckpt.policies.save_ops(aten.mm) | fxckpt.policies.recompute_all,
 }
 
@@ -112,7 +145,10 @@ SELECTIVE = {
 @pytest.mark.parametrize("policy", SELECTIVE.values(), ids=SELECTIVE)
 def test_a_selective_policy_says_what_does_not_run_again(policy: Any) -> None:
     checkpoint = with_policy(policy)
-    assert differing(step(two_products, plain, twice=True), step(two_products, checkpoint, twice=True)) == []
+    assert (
+        differing(step(two_products, plain, twice=True), step(two_products, checkpoint, twice=True))
+        == []
+    )
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
     ran = ops_of_the_backward(checkpoint(two_products, x, w))
     # Each product has a gradient product of its own; neither runs again.
@@ -172,7 +208,9 @@ def test_other_contexts_surround_the_region_and_its_replay() -> None:
         def __exit__(self, *_: Any) -> None: ...
 
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
-    fxckpt.checkpoint(two_products, x, w, context_fn=lambda: (Named("region"), Named("replay"))).sum().backward()
+    fxckpt.checkpoint(
+        two_products, x, w, context_fn=lambda: (Named("region"), Named("replay"))
+    ).sum().backward()
     assert entered == ["region", "replay"]
 
 
@@ -183,7 +221,11 @@ def test_a_context_that_swallows_an_exception_is_an_error() -> None:
         raise KeyError
 
     with pytest.raises(fxckpt.CheckpointError, match="suppressed"):
-        fxckpt.checkpoint(region, torch.zeros(1), context_fn=lambda: (contextlib.suppress(KeyError), contextlib.nullcontext()))
+        fxckpt.checkpoint(
+            region,
+            torch.zeros(1),
+            context_fn=lambda: (contextlib.suppress(KeyError), contextlib.nullcontext()),
+        )
 
 
 # --- segments ---
@@ -220,11 +262,19 @@ def tags_of(function: Callable[[Tensor], Tensor]) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        found.update((n.name, n.meta["recompute"].name) for n in joint.graph.nodes if n.meta.get("recompute") is not None)
+        found.update(
+            (n.name, n.meta["recompute"].name)
+            for n in joint.graph.nodes
+            if n.meta.get("recompute") is not None
+        )
         return default_partition(joint, inputs, **options)
 
-    backend = aot_autograd(fw_compiler=lambda gm, _: make_boxed_func(gm.forward), partition_fn=partition)
-    torch.compile(function, backend=backend, fullgraph=True)(torch.randn(4, 4, requires_grad=True)).sum().backward()
+    backend = aot_autograd(
+        fw_compiler=lambda gm, _: make_boxed_func(gm.forward), partition_fn=partition
+    )
+    torch.compile(function, backend=backend, fullgraph=True)(
+        torch.randn(4, 4, requires_grad=True)
+    ).sum().backward()
     return found
 
 
@@ -245,8 +295,12 @@ def closing_over(x: Tensor) -> Tensor:
 
 
 POLICIES_IN_COMPILED_CODE: dict[str, Callable[[Tensor], Tensor]] = {
-    "partial": lambda x: fxckpt.checkpoint(region_of_one, x, context_fn=functools.partial(selective, save_products)),
-    "lambda": lambda x: fxckpt.checkpoint(region_of_one, x, context_fn=lambda: selective(save_products)),
+    "partial": lambda x: fxckpt.checkpoint(
+        region_of_one, x, context_fn=functools.partial(selective, save_products)
+    ),
+    "lambda": lambda x: fxckpt.checkpoint(
+        region_of_one, x, context_fn=lambda: selective(save_products)
+    ),
     "closure": closing_over,
     "policy": lambda x: fxckpt.checkpoint(region_of_one, x, policy=fxckpt.policies.save_matmuls),
     "ops": lambda x: fxckpt.checkpoint(region_of_one, x, policy=[aten.mm.default]),
@@ -254,7 +308,9 @@ POLICIES_IN_COMPILED_CODE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*context_fn is passed:UserWarning")
-@pytest.mark.parametrize("function", POLICIES_IN_COMPILED_CODE.values(), ids=POLICIES_IN_COMPILED_CODE)
+@pytest.mark.parametrize(
+    "function", POLICIES_IN_COMPILED_CODE.values(), ids=POLICIES_IN_COMPILED_CODE
+)
 def test_a_policy_arrives_in_a_compiled_caller(function: Callable[[Tensor], Tensor]) -> None:
     tags = tags_of(function)
     assert (tags["mm"], tags["sin"]) == ("MUST_SAVE", "PREFER_RECOMPUTE")
@@ -286,18 +342,37 @@ def test_a_region_of_a_compiled_block(backend: str) -> None:
 
 
 def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
-    config = hf.GPT2Config(n_layer=3, n_embd=32, n_head=4, vocab_size=61, n_positions=32, bos_token_id=0, eos_token_id=0)
+    config = hf.GPT2Config(
+        n_layer=3,
+        n_embd=32,
+        n_head=4,
+        vocab_size=61,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     tokens = torch.randint(0, 61, (2, 16))
     return hf.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
 
 
 def t5() -> tuple[nn.Module, dict[str, Tensor]]:
-    config = hf.T5Config(d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=61, decoder_start_token_id=0, dropout_rate=0.1)
+    config = hf.T5Config(
+        d_model=32,
+        d_ff=64,
+        d_kv=8,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=61,
+        decoder_start_token_id=0,
+        dropout_rate=0.1,
+    )
     tokens = torch.randint(1, 61, (2, 16))
     return hf.T5ForConditionalGeneration(config), {"input_ids": tokens, "labels": tokens}
 
 
-def trained(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], prepare: Callable[[nn.Module], Any]) -> dict[str, Tensor]:
+def trained(
+    make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], prepare: Callable[[nn.Module], Any]
+) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model, inputs = make()
     model.train()
@@ -305,10 +380,16 @@ def trained(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], prepare: Ca
     return outcome(model, lambda *_: model(**inputs, use_cache=False).loss, ())
 
 
-@pytest.mark.filterwarnings("ignore:.*use_cache:UserWarning", "error:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*use_cache:UserWarning", "error:.*gradient_checkpointing_enable:FutureWarning"
+)
 @pytest.mark.parametrize("make", [gpt2, t5])
-@pytest.mark.parametrize("options", [{}, {"policy": fxckpt.policies.save_matmuls}], ids=["plain", "policy"])
-def test_transformers_train_the_same(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": fxckpt.policies.save_matmuls}], ids=["plain", "policy"]
+)
+def test_transformers_train_the_same(
+    make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], options: dict[str, Any]
+) -> None:
     with fxckpt.record_regions() as found:
         got = trained(make, lambda model: fxckpt.patch_transformers(model, **options))
     assert len(found) >= 3 and any(row.what == "runs again" for row in found[0].rows)
@@ -317,14 +398,18 @@ def test_transformers_train_the_same(make: Callable[[], tuple[nn.Module, dict[st
 
 def test_transformers_own_hook_takes_checkpoint() -> None:
     def prepare(model: Any) -> None:
-        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=fxckpt.checkpoint)
+        model._set_gradient_checkpointing(
+            enable=True, gradient_checkpointing_func=fxckpt.checkpoint
+        )
 
     assert differing(trained(gpt2, lambda model: None), trained(gpt2, prepare)) == []
 
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -333,7 +418,9 @@ def test_a_region_in_a_module_that_ddp_wraps(one_rank: None) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.GELU()) for _ in range(3))
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.GELU()) for _ in range(3)
+            )
             self.checkpoint: Callable[..., Any] = plain
 
         def forward(self, x: Tensor) -> Tensor:

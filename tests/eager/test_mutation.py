@@ -72,7 +72,14 @@ def write_by_a_custom_op(x: Tensor, buffer: Tensor) -> Tensor:
     return y
 
 
-TOUCHES = (read_then_write, write_then_read, read_through_a_view, write_through_a_view, read_write_read_write, write_by_a_custom_op)
+TOUCHES = (
+    read_then_write,
+    write_then_read,
+    read_through_a_view,
+    write_through_a_view,
+    read_write_read_write,
+    write_by_a_custom_op,
+)
 
 
 @pytest.mark.parametrize("touch", TOUCHES, ids=lambda f: f.__name__)
@@ -102,7 +109,9 @@ def input_written(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_an_input_written_in_the_graph() -> None:
-    same_at_every_budget(lambda: (input_written, (torch.rand(64, 64), torch.rand(64, 64, requires_grad=True))))
+    same_at_every_budget(
+        lambda: (input_written, (torch.rand(64, 64), torch.rand(64, 64, requires_grad=True)))
+    )
 
 
 def cached(x: Tensor, weight: Tensor, cache: Tensor) -> Tensor:
@@ -122,7 +131,14 @@ def overwritten(x: Tensor, weight: Tensor, cache: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [cached, overwritten], ids=lambda f: f.__name__)
 def test_an_input_written_with_what_needs_a_gradient(function: Callable[..., Tensor]) -> None:
     """AOTAutograd writes it after the forward graph has run, so that no op of the graph shows it."""
-    make = lambda: (function, (torch.randn(64, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True), torch.rand(64, WIDTH)))  # noqa: E731
+    make = lambda: (
+        function,
+        (
+            torch.randn(64, WIDTH),
+            torch.randn(WIDTH, WIDTH, requires_grad=True),
+            torch.rand(64, WIDTH),
+        ),
+    )  # noqa: E731
     same_at_every_budget(make, (None, 0.8, FLOOR), reference=UNCHECKPOINTED)
 
 
@@ -131,7 +147,9 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        block = lambda: nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))  # noqa: E731
+        block = lambda: nn.Sequential(
+            nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        )  # noqa: E731
         self.blocks = nn.Sequential(*(block() for _ in range(3)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,7 +160,9 @@ def test_batch_norm_counts_a_step_once() -> None:
     plans = same_at_every_budget(lambda: (Normed(), (torch.randn(8, 4, 8, 8),)), (None, 0.9, FLOOR))
     assert any("batch_norm" in row.op for row in plans[-1].rows)
     model, (x,) = fresh(lambda: (Normed(), (torch.randn(8, 4, 8, 8),)))
-    compiled = torch.compile(model, backend=fxckpt.Backend(budget=plans[-1].floor_bytes, inner="aot_eager"))
+    compiled = torch.compile(
+        model, backend=fxckpt.Backend(budget=plans[-1].floor_bytes, inner="aot_eager")
+    )
     for _ in range(3):
         compiled(x).sum().backward()
     assert int(model.blocks[0][1].num_batches_tracked) == 3
@@ -164,7 +184,9 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("budget", [None, 0.7])
 @pytest.mark.parametrize("what", ["input", "parameter", "buffer"])
-def test_what_the_user_writes_between_forward_and_backward_gives_an_error_or_changes_nothing(what: str, budget: float | None) -> None:
+def test_what_the_user_writes_between_forward_and_backward_gives_an_error_or_changes_nothing(
+    what: str, budget: float | None
+) -> None:
     """An input that a backward reads is checked; one that it does not read may be written."""
     make = lambda: (Scaled(), (torch.randn(64, WIDTH),))  # noqa: E731
     model, inputs = fresh(make)
@@ -180,4 +202,6 @@ def test_what_the_user_writes_between_forward_and_backward_gives_an_error_or_cha
         return
     assert what == "input" and budget is None
     gradients = {f"gradient of {n}": p.grad for n, p in model.named_parameters()}
-    assert differing(gradients, {n: t for n, t in expected.items() if n.startswith("gradient")}) == []
+    assert (
+        differing(gradients, {n: t for n, t in expected.items() if n.startswith("gradient")}) == []
+    )

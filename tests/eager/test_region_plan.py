@@ -35,7 +35,9 @@ class Block(nn.Module):
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.norm, self.attn = nn.LayerNorm(width), Attention(width, dropout)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm(x))
@@ -108,7 +110,9 @@ def test_what_runs_again_is_what_the_plan_says() -> None:
     again = Counter(run.name for run in plan.schedule)
     assert again and plan.recompute_flops > 0
     for op in ("addmm", "gelu", "_softmax", "native_layer_norm"):
-        expected = sum(runs for name, runs in again.items() if op_of.get(name, "").split(".")[0] == op)
+        expected = sum(
+            runs for name, runs in again.items() if op_of.get(name, "").split(".")[0] == op
+        )
         assert ran[op] - without[op] == expected, op
     assert whole.ran["addmm"] == 12
 
@@ -167,7 +171,12 @@ def test_a_planned_region_writes_in_place() -> None:
         x, w = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
         return outcome(region, lambda *given: checkpoint(region, *given), (x, w))
 
-    for checkpoint in (within(0.9), within(0.9), within(None, policy=policies.save_matmuls), within(None, policy=policies.save_matmuls)):
+    for checkpoint in (
+        within(0.9),
+        within(0.9),
+        within(None, policy=policies.save_matmuls),
+        within(None, policy=policies.save_matmuls),
+    ):
         assert differing(run(plain), run(checkpoint)) == []
 
 
@@ -239,7 +248,9 @@ def test_regions_that_write_a_buffer_before_one_backward() -> None:
         return torch.autograd.grad(checkpoint(region, checkpoint(region, x)).sum(), x)[0]
 
     for _ in range(2):
-        assert torch.equal(gradient(plain), gradient(within(None, policy=policies.recompute_pointwise)))
+        assert torch.equal(
+            gradient(plain), gradient(within(None, policy=policies.recompute_pointwise))
+        )
 
 
 @pytest.mark.parametrize("budget", [1.3, 1.8])
@@ -264,7 +275,9 @@ def test_the_peak_counts_what_autograd_holds(budget: float) -> None:
     assert fxckpt.measure_peak(run) <= 1.01 * limit
 
 
-def test_a_plan_is_for_its_types_and_for_what_needs_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_for_its_types_and_for_what_needs_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     planned: list[int] = []
     import sys
 
@@ -302,7 +315,9 @@ def test_two_policies_are_not_taken_for_one_another() -> None:
 
 
 def test_a_policy_over_what_cannot_be_traced_warns_and_a_budget_refuses() -> None:
-    given = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), torch.ones(2), (2, 2), check_invariants=False)
+    given = torch.sparse_coo_tensor(
+        torch.tensor([[0, 1], [1, 0]]), torch.ones(2), (2, 2), check_invariants=False
+    )
     region = lambda x: torch.sparse.mm(given, x.sin()).exp()  # noqa: E731
     x = torch.randn(2, 2, requires_grad=True)
     (expected,) = torch.autograd.grad(region(x).sum(), x)
@@ -327,7 +342,9 @@ def test_values_that_steer_python_and_norms_of_parameters(policy: Any) -> None:
     x = torch.randn(4, 8, requires_grad=True)
     (expected,) = torch.autograd.grad(region(x).sum(), x)
     for _ in range(2):
-        assert torch.equal(torch.autograd.grad(within(None, policy=policy)(region, x).sum(), x)[0], expected)
+        assert torch.equal(
+            torch.autograd.grad(within(None, policy=policy)(region, x).sum(), x)[0], expected
+        )
 
 
 def test_threads_plan_at_the_same_time() -> None:

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fxckpt
 from fxckpt import Reason
@@ -54,16 +58,30 @@ def stack(**options: Any) -> Callable[[], tuple[nn.Module, tuple[Tensor]]]:
     return lambda: (Stack(**options), (torch.randn(128, WIDTH),))
 
 
-def must_save_products(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+def must_save_products(
+    ctx: object, op: object, *args: object, **kwargs: object
+) -> CheckpointPolicy:
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if op is torch.ops.aten.addmm.default
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
-def must_recompute_products(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_RECOMPUTE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_SAVE
+def must_recompute_products(
+    ctx: object, op: object, *args: object, **kwargs: object
+) -> CheckpointPolicy:
+    return (
+        CheckpointPolicy.MUST_RECOMPUTE
+        if op is torch.ops.aten.addmm.default
+        else CheckpointPolicy.PREFER_SAVE
+    )
 
 
 def saved_and_again(plan: fxckpt.Plan, name: str) -> tuple[int, int]:
-    return sum(n.startswith(name) for n in plan.saved), sum(n.startswith(name) for n in plan.recomputed)
+    return sum(n.startswith(name) for n in plan.saved), sum(
+        n.startswith(name) for n in plan.recomputed
+    )
 
 
 def test_a_plain_region_is_recomputed_where_there_is_no_budget() -> None:
@@ -108,8 +126,14 @@ def test_what_a_region_must_recompute_is_recomputed_at_any_budget() -> None:
 
 @pytest.mark.parametrize("budget", [None, 1.0])
 def test_an_explicit_policy_goes_before_a_region(budget: float | None) -> None:
-    (plan,) = same_at_every_budget(stack(policy=must_save_products), (budget,), policy=must_recompute_products)
-    assert not any(row.op == "addmm" and row.decision is fxckpt.Decision.SAVED for row in plan.rows if row.reason is not Reason.OUTPUT)
+    (plan,) = same_at_every_budget(
+        stack(policy=must_save_products), (budget,), policy=must_recompute_products
+    )
+    assert not any(
+        row.op == "addmm" and row.decision is fxckpt.Decision.SAVED
+        for row in plan.rows
+        if row.reason is not Reason.OUTPUT
+    )
 
 
 def test_an_explicit_policy_binds_at_any_budget() -> None:
@@ -126,7 +150,9 @@ def test_what_a_policy_prefers_is_done_without_a_budget_and_weighed_with_one() -
     assert weighed.recompute_seconds == 0.0
 
 
-@pytest.mark.parametrize("options", [{"mark": True}, {"policy": must_save_products}], ids=["plain", "selective"])
+@pytest.mark.parametrize(
+    "options", [{"mark": True}, {"policy": must_save_products}], ids=["plain", "selective"]
+)
 def test_a_budget_never_raises_the_peak_of_a_checkpointed_model(options: dict[str, Any]) -> None:
     (regions,) = same_at_every_budget(stack(**options), (None,))
     tight = same_at_every_budget(stack(**options), (regions.peak_bytes, FLOOR))
@@ -139,4 +165,6 @@ def test_the_pieces_of_a_budget_that_no_policy_allows_are_explained() -> None:
         same_at_every_budget(stack(), (None,), policy=must_save_products)
         model, (x,) = stack()()
         torch._dynamo.reset()
-        torch.compile(model, backend=fxckpt.Backend(budget=1024, inner="aot_eager", policy=must_save_products))(x)
+        torch.compile(
+            model, backend=fxckpt.Backend(budget=1024, inner="aot_eager", policy=must_save_products)
+        )(x)

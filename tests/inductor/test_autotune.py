@@ -72,14 +72,20 @@ def test_the_plan_that_takes_least_time_is_kept() -> None:
 def test_each_is_run_in_turn_and_once_untimed() -> None:
     compiler = Compiler(Clock(), each=2.0)
     joint, count = inductor_joint(*step())
-    forward, backward, _ = InductorPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)
+    forward, backward, _ = InductorPlanner(Planner(cost="flops")).partition(
+        joint, num_fwd_outputs=count
+    )
     seconds = step_seconds([(forward, backward)] * 2, compiler, torch.device("cpu"), compiler.clock)
     assert compiler.runs == 2 * 2 * (1 + ROUNDS)
     assert seconds[0] == seconds[1] > 0
 
 
-def test_a_step_that_made_up_values_do_not_suit_is_not_timed(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(half: fx.GraphModule, is_backward: bool, strides: Mapping[str, tuple[int, ...]]) -> Callable[[list[Any]], Sequence[Any]]:
+def test_a_step_that_made_up_values_do_not_suit_is_not_timed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(
+        half: fx.GraphModule, is_backward: bool, strides: Mapping[str, tuple[int, ...]]
+    ) -> Callable[[list[Any]], Sequence[Any]]:
         def run(given: list[Any]) -> Sequence[Any]:
             raise IndexError("index 0 is out of bounds")
 
@@ -87,7 +93,9 @@ def test_a_step_that_made_up_values_do_not_suit_is_not_timed(caplog: pytest.LogC
 
     joint, count = inductor_joint(*step())
     with caplog.at_level(logging.WARNING, "fxckpt"):
-        plan = InductorPlanner(Planner(cost="flops"), compile_half=refuse).partition(joint, num_fwd_outputs=count)[2]
+        plan = InductorPlanner(Planner(cost="flops"), compile_half=refuse).partition(
+            joint, num_fwd_outputs=count
+        )[2]
     assert "cannot be timed" in caplog.text
     assert plan.saved
 
@@ -112,7 +120,13 @@ class Normalized(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(m for _ in range(2) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())))
+        self.layers = nn.Sequential(
+            *(
+                m
+                for _ in range(2)
+                for m in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+            )
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).square().mean()  # type: ignore[no-any-return]
@@ -146,6 +160,13 @@ def test_what_a_step_does_beside_computing_is_not_done_to_be_timed() -> None:
         return unsafe_op([joint])
 
     assert barred(lambda x: (x * logged(x.detach())).sum()) == "fxckpt_tests.logged.default"
-    assert barred(lambda x: torch.cond(x.sum() > 0, lambda t: t * logged(t.detach()), torch.sin, (x,)).sum()) is not None
+    assert (
+        barred(
+            lambda x: torch.cond(
+                x.sum() > 0, lambda t: t * logged(t.detach()), torch.sin, (x,)
+            ).sum()
+        )
+        is not None
+    )
     assert barred(lambda x: torch.cond(x.sum() > 0, torch.cos, torch.sin, (x,)).sum()) is None
     assert barred(lambda x: x.detach().add_(1).mul(x).sum()) is None

@@ -46,7 +46,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Blocks and a head that is larger than they are."""
 
-    def __init__(self, blocks: int = 4, width: int = 32, classes: int = 512, dropout: float = 0.1) -> None:
+    def __init__(
+        self, blocks: int = 4, width: int = 32, classes: int = 512, dropout: float = 0.1
+    ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
         self.head = nn.Linear(width, classes)
@@ -66,7 +68,9 @@ def planned(budget: Any, **options: Any) -> Plan:
     """The plan within a budget; nothing is compiled."""
     model, inputs = step(**options)
     joint, count = inductor_joint(model, *inputs)
-    return InductorPlanner(Planner(budget=budget, cost="flops")).partition(joint, num_fwd_outputs=count)[2]
+    return InductorPlanner(Planner(budget=budget, cost="flops")).partition(
+        joint, num_fwd_outputs=count
+    )[2]
 
 
 def test_what_is_measured_is_what_was_lowered() -> None:
@@ -111,9 +115,13 @@ def test_a_plan_whose_compiled_peak_is_over_the_budget_is_planned_again() -> Non
         found = Lowerings(KeepExecutionOrder(ORDER)).lower(half, donated, strides)
         calls.append(donated is not None)
         extra = ("imagined", budget, 0, len(found.kernels))
-        return replace(found, allocated=(*found.allocated, extra)) if calls.count(True) <= 1 else found
+        return (
+            replace(found, allocated=(*found.allocated, extra)) if calls.count(True) <= 1 else found
+        )
 
-    plan = InductorPlanner(Planner(budget=budget), lower=doubtful).partition(joint, num_fwd_outputs=count)[2]
+    plan = InductorPlanner(Planner(budget=budget), lower=doubtful).partition(
+        joint, num_fwd_outputs=count
+    )[2]
     assert calls.count(True) >= 2
     assert plan.compiled_peak_bytes is not None and plan.compiled_peak_bytes <= budget
 
@@ -136,7 +144,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
-        q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         weights = self.drop((q @ k.transpose(-1, -2)).softmax(-1))
         return x + self.drop(self.out((weights @ v).transpose(1, 2).reshape(rows, length, width)))
 
@@ -146,13 +156,25 @@ def test_what_runs_again_waits_for_its_turn() -> None:
     model = nn.Sequential(*(Attention() for _ in range(3)))
     joint, count = inductor_joint(model, torch.randn(4, 64, 32))
     facts = collect(joint, num_fwd_outputs=count, cost=checked(FlopCost()))
-    forward, backward, plan = InductorPlanner(Planner(budget=900_000, cost="flops")).partition(joint, num_fwd_outputs=count)
+    forward, backward, plan = InductorPlanner(Planner(budget=900_000, cost="flops")).partition(
+        joint, num_fwd_outputs=count
+    )
 
     def peak(order: KeepExecutionOrder | None) -> int:
         lower = Lowerings(order).lower
         lowered = lower_backward(forward, backward, lower, num_fwd_outputs=count)
         left = lower(forward, None, {})
-        return int(backward_bytes(lowered, forward, backward, facts, no_workspace, num_fwd_outputs=count, lowered_forward=left).max())
+        return int(
+            backward_bytes(
+                lowered,
+                forward,
+                backward,
+                facts,
+                no_workspace,
+                num_fwd_outputs=count,
+                lowered_forward=left,
+            ).max()
+        )
 
     kept, loose = peak(KeepExecutionOrder(ORDER)), peak(None)
     assert kept == plan.compiled_peak_bytes
@@ -163,11 +185,22 @@ def test_a_schedule_that_saves_what_it_must_not_is_no_candidate() -> None:
     plan = planned(None)
     assert plan.step is not None
     program = plan.step.program
-    barred = replace(plan.step, program=replace(program, storages=tuple(replace(s, is_savable=False) for s in program.storages)))
+    barred = replace(
+        plan.step,
+        program=replace(
+            program, storages=tuple(replace(s, is_savable=False) for s in program.storages)
+        ),
+    )
     assert default_candidate(barred, frozenset(plan.saved)) is None
 
 
-@pytest.mark.parametrize("entry", [pytest.param(e, id=e.name, marks=() if e.name == "gpt2" else pytest.mark.sweep) for e in ENTRIES])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(e, id=e.name, marks=() if e.name == "gpt2" else pytest.mark.sweep)
+        for e in ENTRIES
+    ],
+)
 def test_gradients_are_those_of_stock_compile(entry: Any) -> None:
     model, inputs = fresh(entry.make)
     expected = outcome(model, torch.compile(model), inputs)
@@ -176,7 +209,11 @@ def test_gradients_are_those_of_stock_compile(entry: Any) -> None:
         got = outcome(model, torch.compile(model, backend=fxckpt.Backend(budget=budget)), inputs)
         for key, value in expected.items():
             torch.testing.assert_close(
-                got[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key, budget=budget: f"{key} at {budget}: {text}"
+                got[key],
+                value,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=lambda text, key=key, budget=budget: f"{key} at {budget}: {text}",
             )
 
 
@@ -196,7 +233,9 @@ def test_modes_and_options_of_torch_compile_pass_through() -> None:
 
     class Peek(torch._inductor.custom_graph_pass.CustomGraphPass):
         def __call__(self, graph: Any) -> None:
-            seen.append((torch._inductor.config.epilogue_fusion, torch._inductor.config.max_autotune))
+            seen.append(
+                (torch._inductor.config.epilogue_fusion, torch._inductor.config.max_autotune)
+            )
 
         def uuid(self) -> str:
             return "peek"
@@ -206,7 +245,9 @@ def test_modes_and_options_of_torch_compile_pass_through() -> None:
     assert set(seen) == {(False, False)}
     torch._dynamo.reset()
     seen.clear()
-    backend = fxckpt.Backend(mode="max-autotune-no-cudagraphs", options={"post_grad_custom_post_pass": Peek()})
+    backend = fxckpt.Backend(
+        mode="max-autotune-no-cudagraphs", options={"post_grad_custom_post_pass": Peek()}
+    )
     torch.compile(model, backend=backend)(*inputs).backward()
     # What is lowered to be looked at is not tuned.
     assert set(seen) == {(True, False), (True, True)}
@@ -230,7 +271,9 @@ def test_wrong_modes_and_options_are_refused(arguments: dict[str, Any], says: st
         fxckpt.Backend(**arguments)
 
 
-def _written(monkeypatch: pytest.MonkeyPatch, *, keep: bool, dynamic: bool) -> tuple[list[str], int]:
+def _written(
+    monkeypatch: pytest.MonkeyPatch, *, keep: bool, dynamic: bool
+) -> tuple[list[str], int]:
     """The code that Inductor writes, and how often it lowers a graph for it."""
     torch._dynamo.reset()
     code: list[str] = []
@@ -238,16 +281,22 @@ def _written(monkeypatch: pytest.MonkeyPatch, *, keep: bool, dynamic: bool) -> t
     with monkeypatch.context() as patch, torch._inductor.config.patch(fx_graph_cache=False):
         patch.setattr(GraphLowering, "save_output_code", code.append)
         run = GraphLowering.run
-        patch.setattr(GraphLowering, "run", lambda graph, *args: (lowered.append(True), run(graph, *args))[1])
+        patch.setattr(
+            GraphLowering, "run", lambda graph, *args: (lowered.append(True), run(graph, *args))[1]
+        )
         if not keep:
-            patch.setattr(Lowerings, "compile", lambda self, *args, **given: compile_fx_inner(*args, **given))
+            patch.setattr(
+                Lowerings, "compile", lambda self, *args, **given: compile_fx_inner(*args, **given)
+            )
         model, inputs = step(blocks=1)
         torch.compile(model, backend=fxckpt.Backend(), dynamic=dynamic)(*inputs).backward()
     return [text[text.index("import") :] for text in code], len(lowered)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_what_was_lowered_to_be_looked_at_is_compiled_as_it_is(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
+def test_what_was_lowered_to_be_looked_at_is_compiled_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, dynamic: bool
+) -> None:
     """Where sizes vary, some of what the forward hands over are sizes."""
     kept, lowered = _written(monkeypatch, keep=True, dynamic=dynamic)
     again, lowered_again = _written(monkeypatch, keep=False, dynamic=dynamic)

@@ -12,17 +12,35 @@ import fxckpt
 
 
 def image_norm_gradient(
-    g: Tensor, x: Tensor, y: Tensor, gate: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor, more: Tensor
+    g: Tensor,
+    x: Tensor,
+    y: Tensor,
+    gate: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    scale: Tensor,
+    more: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """What a LayerNorm's backward computes where the values lie with their rows innermost."""
     normal = (x.transpose(1, 2) + gate * y - mean) * rstd
     scaled = g * scale
     first, second = scaled.sum(-1, keepdim=True), (scaled * normal).sum(-1, keepdim=True)
-    return normal * scale, more.transpose(1, 2) + rstd / 128 * (scaled * 128 - first - normal * second)
+    return normal * scale, more.transpose(1, 2) + rstd / 128 * (
+        scaled * 128 - first - normal * second
+    )
 
 
 def test_each_row_of_a_tile_is_read_as_itself() -> None:
-    shapes = ((4, 256, 128), (4, 128, 256), (4, 256, 128), (4, 1, 128), (4, 256, 1), (4, 256, 1), (4, 1, 128), (4, 128, 256))
+    shapes = (
+        (4, 256, 128),
+        (4, 128, 256),
+        (4, 256, 128),
+        (4, 1, 128),
+        (4, 256, 1),
+        (4, 256, 1),
+        (4, 1, 128),
+        (4, 128, 256),
+    )
     inputs = [torch.randn(shape) for shape in shapes]
     torch._dynamo.reset()
     with fresh_cache():

@@ -64,7 +64,9 @@ def step(budget: Any = "4MiB", rows: int = 2048) -> fxckpt.Plan:
     return plan
 
 
-def test_a_plan_made_before_is_neither_searched_nor_lowered_again(store: PlanCache, lowered: list[bool]) -> None:
+def test_a_plan_made_before_is_neither_searched_nor_lowered_again(
+    store: PlanCache, lowered: list[bool]
+) -> None:
     first = step()
     assert lowered
     lowered.clear()
@@ -75,7 +77,9 @@ def test_a_plan_made_before_is_neither_searched_nor_lowered_again(store: PlanCac
 
 
 @pytest.mark.parametrize("other", [{"budget": "8MiB"}, {"rows": 1024}], ids=str)
-def test_another_budget_or_shape_is_planned_anew(store: PlanCache, lowered: list[bool], other: dict[str, Any]) -> None:
+def test_another_budget_or_shape_is_planned_anew(
+    store: PlanCache, lowered: list[bool], other: dict[str, Any]
+) -> None:
     step()
     lowered.clear()
     step(**other)
@@ -84,10 +88,15 @@ def test_another_budget_or_shape_is_planned_anew(store: PlanCache, lowered: list
 
 
 @pytest.mark.parametrize(
-    "broken", [lambda text: text[:100], lambda text: "[" * 100_000, lambda text: "9" * 5_000], ids=["cut", "deep", "long"]
+    "broken",
+    [lambda text: text[:100], lambda text: "[" * 100_000, lambda text: "9" * 5_000],
+    ids=["cut", "deep", "long"],
 )
 def test_a_broken_file_is_planned_over(
-    store: PlanCache, lowered: list[bool], caplog: pytest.LogCaptureFixture, broken: Callable[[str], str]
+    store: PlanCache,
+    lowered: list[bool],
+    caplog: pytest.LogCaptureFixture,
+    broken: Callable[[str], str],
 ) -> None:
     first = step()
     (path,) = store.folder.iterdir()
@@ -100,9 +109,13 @@ def test_a_broken_file_is_planned_over(
     assert fxckpt.Plan.from_json(path.read_text()) == first
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(PlanCache, "beside_inductor", lambda: PlanCache(tmp_path / "file" / "plans"))
+    monkeypatch.setattr(
+        PlanCache, "beside_inductor", lambda: PlanCache(tmp_path / "file" / "plans")
+    )
     with caplog.at_level(logging.WARNING, "fxckpt"):
         assert step().saved
     assert "cannot be written" in caplog.text
@@ -119,13 +132,23 @@ def test_keys_tell_what_a_plan_depends_on_apart() -> None:
         joint, _ = inductor_joint(Net(width), torch.randn(64, width))
         return key_of(joint, planner, code, {})
 
-    keys = [key(), key(Planner(budget=0.8)), key(Planner(budget=0.9, cost="flops")), key(code="2"), key(width=16)]
+    keys = [
+        key(),
+        key(Planner(budget=0.8)),
+        key(Planner(budget=0.9, cost="flops")),
+        key(code="2"),
+        key(width=16),
+    ]
     assert None not in keys and len(set(keys)) == len(keys)
     assert key() == keys[0]
     with torch._inductor.config.patch(allow_buffer_reuse=False):
         assert key() != keys[0]
     joint, _ = inductor_joint(Net(), torch.randn(64, 32))
-    for planner in (Planner(policy=save_ops(torch.ops.aten.mm)), Planner(budget="auto"), Planner(cost=FlopCost())):
+    for planner in (
+        Planner(policy=save_ops(torch.ops.aten.mm)),
+        Planner(budget="auto"),
+        Planner(cost=FlopCost()),
+    ):
         assert key_of(joint, planner, "1", {}) is None
 
 
@@ -149,7 +172,11 @@ def test_keys_tell_apart_what_was_said_about_an_op() -> None:
         return (x * stored(x.detach())).sum()
 
     keys = [key_with(function)]
-    for said in ({"recompute": True}, {"recompute": True, "flops": 8}, {"flops": lambda x: x.numel()}):
+    for said in (
+        {"recompute": True},
+        {"recompute": True, "flops": 8},
+        {"flops": lambda x: x.numel()},
+    ):
         fxckpt.register_op(stored, **said)  # type: ignore[arg-type]
         keys.append(key_with(function))
     fxckpt.register_op(stored)
@@ -163,7 +190,10 @@ def test_keys_tell_branches_apart() -> None:
         return lambda x: torch.cond(x.sum() > 0, inner, lambda t: t.cos(), (x,)).sum()
 
     assert key_with(branching(torch.sin)) != key_with(branching(torch.tanh))
-    joints = [plain_joint(branching(f), torch.ones(8, 8, requires_grad=True))[0] for f in (torch.sin, torch.tanh)]
+    joints = [
+        plain_joint(branching(f), torch.ones(8, 8, requires_grad=True))[0]
+        for f in (torch.sin, torch.tanh)
+    ]
     assert fingerprint(joints[0].graph) != fingerprint(joints[1].graph)
 
 

@@ -18,7 +18,11 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fxckpt
 from fxckpt.inductor.memory import learned, lower_backward
@@ -42,9 +46,19 @@ class Images(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.grouped = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1, groups=4, padding_mode="reflect")
-        self.depthwise, self.up = nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.ConvTranspose2d(16, 8, 2, stride=2)
-        self.norm, self.other, self.instance = nn.BatchNorm2d(16), nn.BatchNorm2d(16), nn.InstanceNorm2d(8, affine=True)
+        self.first, self.grouped = (
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.Conv2d(16, 16, 3, padding=1, groups=4, padding_mode="reflect"),
+        )
+        self.depthwise, self.up = (
+            nn.Conv2d(16, 16, 3, padding=1, groups=16),
+            nn.ConvTranspose2d(16, 8, 2, stride=2),
+        )
+        self.norm, self.other, self.instance = (
+            nn.BatchNorm2d(16),
+            nn.BatchNorm2d(16),
+            nn.InstanceNorm2d(8, affine=True),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.first(x)), inplace=True)
@@ -69,12 +83,16 @@ class Biased(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.project, self.back = (nn.ModuleList(nn.Linear(128, n) for _ in range(3)) for n in (384, 128))
+        self.project, self.back = (
+            nn.ModuleList(nn.Linear(128, n) for _ in range(3)) for n in (384, 128)
+        )
         self.bias = nn.Parameter(torch.zeros(4, 128))
 
     def forward(self, x: Tensor) -> Tensor:
         for project, back in zip(self.project, self.back, strict=True):
-            query, key, value = project(F.layer_norm(x, (128,))).unflatten(-1, (3, 4, 32)).permute(2, 0, 3, 1, 4)
+            query, key, value = (
+                project(F.layer_norm(x, (128,))).unflatten(-1, (3, 4, 32)).permute(2, 0, 3, 1, 4)
+            )
             scores = query @ key.mT + self.bias[:, None]
             x = x + back((scores.tril().softmax(-1) @ value).transpose(1, 2).flatten(2))
         return x.square().mean()
@@ -98,7 +116,12 @@ def test_where_torchs_own_choice_is_taken_the_step_calls_what_torchs_does() -> N
         with config.patch(fx_graph_cache=False):
             _, codes = run_and_get_code(lambda: torch.compile(model, backend=backend)(x).backward())
         return [
-            re.findall(r"^ +(?:\w+ = )?(?:cpp_fused|extern_kernels|torch\.ops|empty_strided|del ).*", code, re.MULTILINE) for code in codes
+            re.findall(
+                r"^ +(?:\w+ = )?(?:cpp_fused|extern_kernels|torch\.ops|empty_strided|del ).*",
+                code,
+                re.MULTILINE,
+            )
+            for code in codes
         ]
 
     forward, backward = called(fxckpt.Backend(cost="flops"))
@@ -111,8 +134,12 @@ class Depthwise(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(*(nn.Sequential(nn.Conv2d(64, 64, 1), nn.SiLU()) for _ in range(3)))
-        self.head = nn.Sequential(nn.Conv2d(64, 672, 1), nn.Conv2d(672, 672, 5, padding=2, groups=672), nn.SiLU())
+        self.stem = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(64, 64, 1), nn.SiLU()) for _ in range(3))
+        )
+        self.head = nn.Sequential(
+            nn.Conv2d(64, 672, 1), nn.Conv2d(672, 672, 5, padding=2, groups=672), nn.SiLU()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.stem(x)[:, :, ::21, ::21]).square().mean()
@@ -135,12 +162,16 @@ def test_the_least_peak_of_convolutions_can_be_had() -> None:
 
     def least(budget: int) -> int:
         with pytest.raises(fxckpt.BudgetInfeasible) as caught:
-            InductorPlanner(Planner(budget=budget, cost="flops")).partition(joint, num_fwd_outputs=count)
+            InductorPlanner(Planner(budget=budget, cost="flops")).partition(
+                joint, num_fwd_outputs=count
+            )
         return caught.value.floor_bytes
 
     floor = least(1)
     assert least(floor - 1) == floor
-    plan = InductorPlanner(Planner(budget=floor, cost="flops")).partition(joint, num_fwd_outputs=count)[2]
+    plan = InductorPlanner(Planner(budget=floor, cost="flops")).partition(
+        joint, num_fwd_outputs=count
+    )[2]
     assert plan.compiled_peak_bytes is not None and plan.compiled_peak_bytes <= floor
 
 
@@ -161,7 +192,10 @@ def test_the_least_peak_is_no_more_than_what_stock_saves_takes() -> None:
     stock = InductorPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)[2]
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
         InductorPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
-    assert stock.compiled_peak_bytes is not None and caught.value.floor_bytes <= stock.compiled_peak_bytes
+    assert (
+        stock.compiled_peak_bytes is not None
+        and caught.value.floor_bytes <= stock.compiled_peak_bytes
+    )
 
 
 class Collects(nn.Module):
@@ -186,8 +220,13 @@ def test_no_plan_for_more_takes_less_than_the_least_peak_that_an_error_names() -
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
         InductorPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
     for share in (0.75, 0.85):
-        plan = InductorPlanner(Planner(budget=share, cost="flops")).partition(joint, num_fwd_outputs=count)[2]
-        assert plan.compiled_peak_bytes is not None and plan.compiled_peak_bytes >= caught.value.floor_bytes
+        plan = InductorPlanner(Planner(budget=share, cost="flops")).partition(
+            joint, num_fwd_outputs=count
+        )[2]
+        assert (
+            plan.compiled_peak_bytes is not None
+            and plan.compiled_peak_bytes >= caught.value.floor_bytes
+        )
 
 
 class Regions(nn.Module):
@@ -203,7 +242,15 @@ class Regions(nn.Module):
             return x + self.drop(F.gelu(layer(self.norm(x))))
 
         for i, layer in enumerate(self.layers):
-            selective = {"context_fn": partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])} if i % 2 == 0 else {}
+            selective = (
+                {
+                    "context_fn": partial(
+                        create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
+                    )
+                }
+                if i % 2 == 0
+                else {}
+            )
             x = checkpoint(block, layer, x, use_reentrant=False, **selective)
         return x.square().mean()
 
@@ -217,7 +264,12 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = torch.cond(x.abs().sum() < 0, lambda t, layer=layer: F.gelu(layer(t)), lambda t, layer=layer: (layer(t) * 0.5).sin(), (x,))
+            x = torch.cond(
+                x.abs().sum() < 0,
+                lambda t, layer=layer: F.gelu(layer(t)),
+                lambda t, layer=layer: (layer(t) * 0.5).sin(),
+                (x,),
+            )
         return (x * x.sigmoid()).sum()
 
 
@@ -229,7 +281,11 @@ class Rounds(nn.Module):
         self.layer = nn.Linear(48, 48)
 
     def forward(self, x: Tensor) -> Tensor:
-        _, turned = torch.while_loop(lambda i, t: i < 4, lambda i, t: (i + 1, (t.sin() @ t.sin().T @ t).cos()), (torch.tensor(0), x))
+        _, turned = torch.while_loop(
+            lambda i, t: i < 4,
+            lambda i, t: (i + 1, (t.sin() @ t.sin().T @ t).cos()),
+            (torch.tensor(0), x),
+        )
         return self.layer(turned).square().mean()
 
 
@@ -250,7 +306,10 @@ class Volumes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.signal, self.longer = nn.Conv1d(8, 16, 3, padding=1), nn.ConvTranspose1d(16, 8, 4, 2, 1)
+        self.signal, self.longer = (
+            nn.Conv1d(8, 16, 3, padding=1),
+            nn.ConvTranspose1d(16, 8, 4, 2, 1),
+        )
         self.volume = nn.Conv3d(1, 4, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -266,7 +325,9 @@ class Lookup(nn.Module):
         self.table, self.layer = nn.Embedding(99, 32, sparse=True), nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.layer(F.gelu(self.layer(self.table((99 * x[:32]).long()))))).square().mean()
+        return (
+            F.gelu(self.layer(F.gelu(self.layer(self.table((99 * x[:32]).long()))))).square().mean()
+        )
 
 
 class Half(nn.Module):
@@ -300,7 +361,10 @@ class Next(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(1000, 32)
-        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(6))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+            for _ in range(6)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = (1000 * x).long()
@@ -339,7 +403,9 @@ class Pooled(nn.Module):
         (Next, 0.45, 0.97),
     ],
 )
-def test_what_is_measured_is_what_was_predicted(model: type[nn.Module], budget: float | None, least_share: float) -> None:
+def test_what_is_measured_is_what_was_predicted(
+    model: type[nn.Module], budget: float | None, least_share: float
+) -> None:
     backend = fxckpt.Backend(budget=budget, cost="flops")
     measured = peak_of(backend, lambda: (model(), torch.rand(512, 48)))
     (plan,) = backend.plans
@@ -374,9 +440,13 @@ class Grouped(nn.Module):
     def __init__(self, groups: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, 48, 4, 4)
-        self.layers = nn.ModuleList(nn.Conv2d(48, 48, 7, padding=3, groups=groups) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Conv2d(48, 48, 7, padding=3, groups=groups) for _ in range(2)
+        )
         self.norms = nn.ModuleList(nn.LayerNorm(48) for _ in range(2))
-        self.wide = nn.ModuleList(nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48)) for _ in range(2))
+        self.wide = nn.ModuleList(
+            nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48)) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -386,7 +456,9 @@ class Grouped(nn.Module):
 
 
 @pytest.mark.parametrize("groups", [1, 48])
-def test_the_workspace_of_a_convolution_is_that_of_the_layouts_it_is_called_with(groups: int) -> None:
+def test_the_workspace_of_a_convolution_is_that_of_the_layouts_it_is_called_with(
+    groups: int,
+) -> None:
     backend = fxckpt.Backend(cost="flops")
     measured = peak_of(backend, lambda: (Grouped(groups), torch.randn(8, 3, 64, 64)))
     (plan,) = backend.plans
@@ -412,12 +484,16 @@ class Skips(nn.Module):
 
     @staticmethod
     def block(before: int, after: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(4, after), nn.SiLU())
+        return nn.Sequential(
+            nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(4, after), nn.SiLU()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         around = self.first(x)
         below = self.down(F.max_pool2d(around, 2))
-        return self.up(torch.cat([F.interpolate(below, scale_factor=2.0), around], 1)).square().mean()
+        return (
+            self.up(torch.cat([F.interpolate(below, scale_factor=2.0), around], 1)).square().mean()
+        )
 
 
 def skips() -> tuple[nn.Module, Tensor]:
@@ -427,12 +503,18 @@ def skips() -> tuple[nn.Module, Tensor]:
 
 def test_memory_that_is_let_go_of_takes_no_more_than_what_is_kept_for_later_buffers() -> None:
     joint, count = inductor_joint(*skips())
-    forward, backward, _ = InductorPlanner(Planner(budget=0.85, cost="flops")).partition(joint, num_fwd_outputs=count)
-    kept = lower_backward(forward, backward, Lowerings(KeepExecutionOrder(ORDER)).lower, num_fwd_outputs=count)
+    forward, backward, _ = InductorPlanner(Planner(budget=0.85, cost="flops")).partition(
+        joint, num_fwd_outputs=count
+    )
+    kept = lower_backward(
+        forward, backward, Lowerings(KeepExecutionOrder(ORDER)).lower, num_fwd_outputs=count
+    )
     letting_go = kept.letting_go
     assert letting_go is not None
     assert letting_go.kernels == kept.kernels
-    assert (live_bytes(letting_go) <= live_bytes(kept)).all() and (live_bytes(letting_go) < live_bytes(kept)).any()
+    assert (live_bytes(letting_go) <= live_bytes(kept)).all() and (
+        live_bytes(letting_go) < live_bytes(kept)
+    ).any()
 
 
 @pytest.mark.parametrize(("more_bytes", "lets_go"), [(64, False), (2**20, True)])
@@ -446,28 +528,38 @@ def test_a_backward_lets_go_of_memory_where_it_is_over_the_budget_otherwise(
         if donated is None or found.letting_go is None:
             return found
         # As if what is kept were that much.
-        return replace(found, allocated=(*found.allocated, ("more", more_bytes, 0, len(found.kernels))))
+        return replace(
+            found, allocated=(*found.allocated, ("more", more_bytes, 0, len(found.kernels)))
+        )
 
     monkeypatch.setattr(Lowerings, "lower", lowered)
     joint, count = inductor_joint(*skips())
-    _, backward, plan = InductorPlanner(Planner(budget=0.85, cost="flops")).partition(joint, num_fwd_outputs=count)
+    _, backward, plan = InductorPlanner(Planner(budget=0.85, cost="flops")).partition(
+        joint, num_fwd_outputs=count
+    )
     assert plan.keeps_order
     assert plan.lets_go == lets_go == any(FREES_EARLY in node.meta for node in backward.graph.nodes)
     assert plan.compiled_peak_bytes is not None and plan.budget_bytes is not None
     assert plan.compiled_peak_bytes <= plan.budget_bytes
     again, _ = inductor_joint(*skips())
-    forward, backward, _ = InductorPlanner(Planner(known=(plan,), cost="flops")).partition(again, num_fwd_outputs=count)
+    forward, backward, _ = InductorPlanner(Planner(known=(plan,), cost="flops")).partition(
+        again, num_fwd_outputs=count
+    )
     assert lets_go == any(FREES_EARLY in node.meta for node in backward.graph.nodes)
     assert not any(FREES_EARLY in node.meta for node in forward.graph.nodes)
 
 
 def test_what_lets_go_is_compiled_without_keeping_memory_for_later_buffers() -> None:
     joint, count = inductor_joint(*skips())
-    _, backward, _ = InductorPlanner(Planner(budget=0.85, cost="flops")).partition(joint, num_fwd_outputs=count)
+    _, backward, _ = InductorPlanner(Planner(budget=0.85, cost="flops")).partition(
+        joint, num_fwd_outputs=count
+    )
 
     def reused(half: fx.GraphModule) -> int:
         with config.patch(fx_graph_cache=False):
-            _, code = run_and_get_code(lambda: Lowerings(KeepExecutionOrder(ORDER)).compile_alone(half, True, {}))
+            _, code = run_and_get_code(
+                lambda: Lowerings(KeepExecutionOrder(ORDER)).compile_alone(half, True, {})
+            )
         return sum("# reuse" in line for line in code[0].splitlines())
 
     keeping = reused(backward)
@@ -477,9 +569,13 @@ def test_what_lets_go_is_compiled_without_keeping_memory_for_later_buffers() -> 
 
 
 @pytest.mark.parametrize("options", [{}, {"max_fusion_size": 1}])
-def test_what_is_compiled_after_a_look_is_what_inductor_makes_without_one(options: dict[str, Any]) -> None:
+def test_what_is_compiled_after_a_look_is_what_inductor_makes_without_one(
+    options: dict[str, Any],
+) -> None:
     joint, count = inductor_joint(Grouped(48), torch.randn(8, 3, 64, 64))
-    _, backward, _ = InductorPlanner(Planner(budget=0.7, cost="flops")).partition(joint, num_fwd_outputs=count)
+    _, backward, _ = InductorPlanner(Planner(budget=0.7, cost="flops")).partition(
+        joint, num_fwd_outputs=count
+    )
     # Images lie channels last, as in the forward, where Inductor would lay them out otherwise.
     assert wants_channels_last(backward) and not changes_layout(backward)
 
@@ -494,7 +590,9 @@ def test_what_is_compiled_after_a_look_is_what_inductor_makes_without_one(option
     assert code(looked_at) == code(Lowerings(KeepExecutionOrder(ORDER)))
 
 
-def test_what_was_lowered_in_inductor_s_own_order_is_not_compiled_in_place_of_what_is_held_to_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_lowered_in_inductor_s_own_order_is_not_compiled_in_place_of_what_is_held_to_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     joint, count = inductor_joint(*skips())
     planner = Planner(budget=0.85, cost="flops")
     _, backward, _ = InductorPlanner(planner).partition(joint, num_fwd_outputs=count)
@@ -503,7 +601,9 @@ def test_what_was_lowered_in_inductor_s_own_order_is_not_compiled_in_place_of_wh
         node.meta.pop(ORDER, None)
     lowered: list[GraphLowering] = []
     run = GraphLowering.run
-    monkeypatch.setattr(GraphLowering, "run", lambda graph, *args: (lowered.append(graph), run(graph, *args))[1])
+    monkeypatch.setattr(
+        GraphLowering, "run", lambda graph, *args: (lowered.append(graph), run(graph, *args))[1]
+    )
     lowerings = Lowerings(KeepExecutionOrder(ORDER))
     with config.patch(fx_graph_cache=False):
         lowerings.lower(free, [], {})
@@ -515,14 +615,22 @@ def test_what_was_lowered_in_inductor_s_own_order_is_not_compiled_in_place_of_wh
     assert len(lowered) == 4
 
 
-def test_a_convolution_that_runs_again_makes_no_copies_of_the_other_images(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_convolution_that_runs_again_makes_no_copies_of_the_other_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, x = skips()
 
     def allocated(planner: Planner) -> tuple[int, fxckpt.Plan]:
         joint, count = inductor_joint(model, x)
         forward, backward, plan = InductorPlanner(planner).partition(joint, num_fwd_outputs=count)
         lower = Lowerings(None).lower
-        lowered = lower_backward(forward, backward, lower, num_fwd_outputs=count, lowered_forward=lower(forward, None, {}))
+        lowered = lower_backward(
+            forward,
+            backward,
+            lower,
+            num_fwd_outputs=count,
+            lowered_forward=lower(forward, None, {}),
+        )
         return sum(nbytes for _, nbytes, _, _ in lowered.allocated), plan
 
     laid_out, plan = allocated(Planner(budget=0.85, cost="flops"))
@@ -542,7 +650,9 @@ def test_gradients_of_images_that_were_laid_out_are_those_of_stock() -> None:
         assert x.grad.is_contiguous()
         return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
-    for ours, stock in zip(gradients(fxckpt.Backend(budget=0.85, cost="flops")), gradients("inductor"), strict=True):
+    for ours, stock in zip(
+        gradients(fxckpt.Backend(budget=0.85, cost="flops")), gradients("inductor"), strict=True
+    ):
         torch.testing.assert_close(ours, stock)
 
 
@@ -569,12 +679,16 @@ def test_what_reads_memory_reads_it_as_it_was_laid_out_when_it_runs_again() -> N
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     for ours, eager in zip(
-        gradients(fxckpt.Backend(policy=lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)), gradients(None), strict=True
+        gradients(fxckpt.Backend(policy=lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)),
+        gradients(None),
+        strict=True,
     ):
         torch.testing.assert_close(ours, eager)
 
 
-def test_seeds_are_kept_whatever_a_policy_demands_and_however_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_are_kept_whatever_a_policy_demands_and_however_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(RNG_STATE_BYTES, "cpu", 4)
 
     def scaled(x: Tensor) -> Tensor:
@@ -594,7 +708,10 @@ class Selected(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.head = nn.ModuleList(nn.Linear(32, 32) for _ in range(4)), nn.Linear(32, 50)
+        self.layers, self.head = (
+            nn.ModuleList(nn.Linear(32, 32) for _ in range(4)),
+            nn.Linear(32, 50),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         mask, target = x[:, 0] > -100, (x[:, 1] > 0).long()
@@ -627,7 +744,9 @@ class Averaged(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         def block(layer: nn.Module, x: Tensor, one: Tensor, other: Tensor) -> Tensor:
-            return x.index_put((one,), F.gelu(layer(x[one]))) + x.masked_select(other[:, None]).view(-1, 32).mean(0)
+            return x.index_put((one,), F.gelu(layer(x[one]))) + x.masked_select(
+                other[:, None]
+            ).view(-1, 32).mean(0)
 
         one, other = x[:, 0] > -100, x[:, 1] > -100
         for layer in self.layers:
@@ -637,7 +756,9 @@ class Averaged(nn.Module):
 
 @pytest.mark.parametrize("model", [Selected, Scattered, Averaged])
 @pytest.mark.parametrize("budget", [None, 0.6, 0.45])
-def test_what_a_mask_selects_is_planned_as_all_there_is(model: type[nn.Module], budget: float | None) -> None:
+def test_what_a_mask_selects_is_planned_as_all_there_is(
+    model: type[nn.Module], budget: float | None
+) -> None:
     """Here the mask lets all pass. What it selects may run again, more than once in a backward; its size is bound by the first run."""
 
     def make() -> tuple[nn.Module, Tensor]:
@@ -686,18 +807,26 @@ def test_a_head_s_weight_gradient_does_not_wait_for_the_embedding_s() -> None:
 def test_what_kernels_write_over_is_learned_from_a_lowering() -> None:
     """An op that is the last to read as much as it writes is spared that much, and no other."""
     joint, count = inductor_joint(*next_tokens())
-    forward, backward, plan = InductorPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)
+    forward, backward, plan = InductorPlanner(Planner(cost="flops")).partition(
+        joint, num_fwd_outputs=count
+    )
     kernels = KernelGraph(fuses)(joint.graph, plan.saved)
     facts, _ = Planner(cost="flops").read(joint, count, bind_preferences=True, never_stored=kernels)
     lowered = lower_backward(forward, backward, Lowerings(None).lower, num_fwd_outputs=count)
     program, seen = facts.program, learned(facts, lowered, backward, no_workspace)
     pairs = zip(program.backward, seen.backward, strict=True)
-    spared = {k: one.workspace_bytes - other.workspace_bytes for k, (one, other) in enumerate(pairs)}
+    spared = {
+        k: one.workspace_bytes - other.workspace_bytes for k, (one, other) in enumerate(pairs)
+    }
     last = {s: k for k, op in enumerate(program.backward) for s in op.reads}
     assert 0 < sum(spared.values()) <= sum(nbytes for _, nbytes in lowered.written_over)
     for k, nbytes in spared.items():
         op = program.backward[k]
-        dying = sum(program.storages[s].bytes for s in op.reads if last[s] == k and not program.storages[s].is_output)
+        dying = sum(
+            program.storages[s].bytes
+            for s in op.reads
+            if last[s] == k and not program.storages[s].is_output
+        )
         assert nbytes <= min(dying, sum(program.storages[s].bytes for s in op.writes))
     assert seen.ops == program.ops
 
@@ -711,7 +840,9 @@ def test_gradients_of_sliced_logits_are_those_of_stock() -> None:
 
     expected = gradients("inductor")
     for budget in (None, 0.45):
-        for one, other in zip(gradients(fxckpt.Backend(budget=budget, cost="flops")), expected, strict=True):
+        for one, other in zip(
+            gradients(fxckpt.Backend(budget=budget, cost="flops")), expected, strict=True
+        ):
             torch.testing.assert_close(one, other)
 
 
@@ -719,7 +850,9 @@ def test_a_budget_holds_for_the_largest_size_that_was_marked() -> None:
     def compiled(budget: int) -> tuple[Any, nn.Module, fxckpt.Backend]:
         torch._dynamo.reset()
         backend = fxckpt.Backend(budget=budget, cost="flops")
-        layers = nn.Sequential(nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 48))
+        layers = nn.Sequential(
+            nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 48)
+        )
         run = torch.compile(lambda x: layers(x).square().sum(), backend=backend)
         x = torch.randn(200, 48)
         torch._dynamo.mark_dynamic(x, 0, min=128, max=512)
@@ -737,9 +870,13 @@ def test_a_budget_holds_for_the_largest_size_that_was_marked() -> None:
 
 
 def test_a_compile_that_writes_its_traces_is_planned_too(tmp_path: Any) -> None:
-    with config.patch({"trace.enabled": True, "trace.debug_dir": str(tmp_path), "fx_graph_cache": False}):
+    with config.patch(
+        {"trace.enabled": True, "trace.debug_dir": str(tmp_path), "fx_graph_cache": False}
+    ):
         torch._dynamo.reset()
-        torch.compile(Constants(), backend=fxckpt.Backend(budget=0.9, cost="flops"))(torch.rand(512, 48)).backward()
+        torch.compile(Constants(), backend=fxckpt.Backend(budget=0.9, cost="flops"))(
+            torch.rand(512, 48)
+        ).backward()
     assert list(tmp_path.rglob("output_code.py"))
 
 
@@ -750,7 +887,13 @@ class Masked(nn.Module):
         super().__init__()
         self.table, self.bias = nn.Embedding(128, 64), nn.Parameter(torch.zeros(128))
         layers = (
-            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256, bias=False), nn.GELU(), nn.Linear(256, 64, bias=False)) for _ in range(4)
+            nn.Sequential(
+                nn.LayerNorm(64),
+                nn.Linear(64, 256, bias=False),
+                nn.GELU(),
+                nn.Linear(256, 64, bias=False),
+            )
+            for _ in range(4)
         )
         self.layers = nn.ModuleList(layers)
 
@@ -763,7 +906,11 @@ class Masked(nn.Module):
 
 def test_the_order_that_is_kept_has_no_cycles() -> None:
     joint, count = inductor_joint(Masked(), torch.randint(0, 128, (32,)))
-    stock = InductorPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)[2].compiled_peak_bytes
+    stock = (
+        InductorPlanner(Planner(cost="flops"))
+        .partition(joint, num_fwd_outputs=count)[2]
+        .compiled_peak_bytes
+    )
     assert stock is not None
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
         InductorPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
@@ -773,11 +920,15 @@ def test_the_order_that_is_kept_has_no_cycles() -> None:
 def test_a_concatenation_is_allocated_with_its_first_part() -> None:
     """Inductor lets products write their parts into it."""
 
-    def parts(x: Tensor, narrow: Tensor, back: Tensor, wide: Tensor, down: Tensor, last: Tensor) -> Tensor:
+    def parts(
+        x: Tensor, narrow: Tensor, back: Tensor, wide: Tensor, down: Tensor, last: Tensor
+    ) -> Tensor:
         return torch.cat([(x @ narrow) @ back, (x @ wide) @ down]) @ last
 
     shapes = (64, 32), (32, 16), (16, 48), (32, 400), (400, 48), (48, 8)
-    lowered = Lowerings(None).lower(make_fx(parts, tracing_mode="fake")(*map(torch.randn, shapes)), None, {})
+    lowered = Lowerings(None).lower(
+        make_fx(parts, tracing_mode="fake")(*map(torch.randn, shapes)), None, {}
+    )
     (first,) = (first for _, nbytes, first, _ in lowered.allocated if nbytes == 2 * 64 * 48 * 4)
     assert lowered.kernels[first] == ("mm_1",)
 
@@ -806,7 +957,9 @@ class Noise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
         h = F.gelu(h + 0.1 * torch.randn_like(h))
-        return self.last(F.dropout(h * torch.bernoulli(torch.full_like(h, 0.5)), 0.3)).square().mean()
+        return (
+            self.last(F.dropout(h * torch.bernoulli(torch.full_like(h, 0.5)), 0.3)).square().mean()
+        )
 
 
 def test_a_generator_state_that_is_set_aside_counts() -> None:
@@ -823,7 +976,9 @@ def test_a_generator_state_that_is_set_aside_counts() -> None:
         assert peak_of(fxckpt.Backend(budget=least, cost="flops"), make) <= least
 
 
-def test_a_compiler_that_cannot_be_run_is_told_by_the_compile_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_cannot_be_run_is_told_by_the_compile_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked, told, others = list[int](), list[object](), set(threading.enumerate())
 
     def refused() -> None:

@@ -50,7 +50,14 @@ def ids(vocabulary: int, *shape: int) -> Tensor:
 
 def gpt2(layers: int = 3, attention: str = "eager") -> tuple[nn.Module, tuple[Tensor, ...]]:
     config = hf.GPT2Config(
-        n_layer=layers, n_embd=64, n_head=4, vocab_size=97, n_positions=64, bos_token_id=0, eos_token_id=0, attn_implementation=attention
+        n_layer=layers,
+        n_embd=64,
+        n_head=4,
+        vocab_size=97,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation=attention,
     )
     return LanguageLoss(hf.GPT2LMHeadModel(config)), (ids(97, 4, 48),)
 
@@ -95,7 +102,9 @@ def vit() -> tuple[nn.Module, tuple[Tensor, ...]]:
         hidden_dropout_prob=0.1,
         attn_implementation="eager",
     )
-    return HiddenLoss(hf.ViTModel(config, add_pooling_layer=False), "pixel_values"), (torch.randn(8, 3, 32, 32),)
+    return HiddenLoss(hf.ViTModel(config, add_pooling_layer=False), "pixel_values"), (
+        torch.randn(8, 3, 32, 32),
+    )
 
 
 def convnext() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -104,8 +113,20 @@ def convnext() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def t5() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    config = hf.T5Config(num_layers=2, num_decoder_layers=2, d_model=64, d_kv=16, d_ff=128, num_heads=4, vocab_size=97, use_cache=False)
-    return HiddenLoss(hf.T5Model(config), "input_ids decoder_input_ids"), (ids(97, 4, 32), ids(97, 4, 32))
+    config = hf.T5Config(
+        num_layers=2,
+        num_decoder_layers=2,
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_heads=4,
+        vocab_size=97,
+        use_cache=False,
+    )
+    return HiddenLoss(hf.T5Model(config), "input_ids decoder_input_ids"), (
+        ids(97, 4, 32),
+        ids(97, 4, 32),
+    )
 
 
 class Residual(nn.Module):
@@ -113,8 +134,14 @@ class Residual(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv1, self.norm1 = (
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.conv2, self.norm2 = (
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,7 +155,9 @@ class ResNet(nn.Module):
 
     def __init__(self, width: int = 16, blocks: int = 4) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        )
         self.blocks = nn.Sequential(*(Residual(width) for _ in range(blocks)))
         self.head = nn.Linear(width, 10)
 
@@ -151,7 +180,11 @@ class UNet(nn.Module):
     @staticmethod
     def double(before: int, after: int) -> nn.Sequential:
         return nn.Sequential(
-            nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(4, after), nn.SiLU(), nn.Conv2d(after, after, 3, padding=1), nn.SiLU()
+            nn.Conv2d(before, after, 3, padding=1),
+            nn.GroupNorm(4, after),
+            nn.SiLU(),
+            nn.Conv2d(after, after, 3, padding=1),
+            nn.SiLU(),
         )
 
     def forward(self, image: Tensor, mask: Tensor) -> Tensor:

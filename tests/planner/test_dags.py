@@ -42,7 +42,11 @@ def doubled_in_place(x: Tensor) -> Tensor:
 def attention(x: Tensor, y: Tensor) -> Tensor:
     heads = x.view(1, ROWS, 2, WIDTH // 2).transpose(1, 2)
     others = y.view(1, ROWS, 2, WIDTH // 2).transpose(1, 2)
-    return F.scaled_dot_product_attention(heads, others, others, dropout_p=0.1).transpose(1, 2).reshape(ROWS, WIDTH)
+    return (
+        F.scaled_dot_product_attention(heads, others, others, dropout_p=0.1)
+        .transpose(1, 2)
+        .reshape(ROWS, WIDTH)
+    )
 
 
 ONE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -105,14 +109,20 @@ def dags(draw: st.DrawFn) -> tuple[Step, ...]:
     count = draw(st.integers(3, 12))
     ops = st.sampled_from([*ONE, *TWO, *LAYERS])
     near = lambda i: st.integers(max(0, i - 4), i)  # noqa: E731
-    return tuple(Step(draw(ops), (draw(near(i)), draw(near(i))), draw(st.integers(0, 2))) for i in range(count))
+    return tuple(
+        Step(draw(ops), (draw(near(i)), draw(near(i))), draw(st.integers(0, 2)))
+        for i in range(count)
+    )
 
 
 @settings(max_examples=FEW)
 @given(steps=dags())
 def test_a_random_model_trains_the_same_at_every_budget(steps: tuple[Step, ...]) -> None:
     plans = same_at_every_budget(
-        lambda: (Dag(steps), (torch.randn(ROWS, WIDTH),)), (None, 0.8, FLOOR), reference=UNCHECKPOINTED, verify="exact"
+        lambda: (Dag(steps), (torch.randn(ROWS, WIDTH),)),
+        (None, 0.8, FLOOR),
+        reference=UNCHECKPOINTED,
+        verify="exact",
     )
     for plan in plans:
         assert plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes

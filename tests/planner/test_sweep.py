@@ -33,7 +33,10 @@ def test_more_memory_never_takes_more_time(curve: fxckpt.Frontier) -> None:
         assert tighter.budget_bytes < looser.budget_bytes
         assert tighter.peak_bytes <= looser.peak_bytes
         assert tighter.recompute_seconds >= looser.recompute_seconds
-    assert all(p.lower_bound_seconds <= p.recompute_seconds and p.peak_bytes <= p.budget_bytes for p in curve.rows)
+    assert all(
+        p.lower_bound_seconds <= p.recompute_seconds and p.peak_bytes <= p.budget_bytes
+        for p in curve.rows
+    )
 
 
 def test_prints_one_line_a_point_and_plots(curve: fxckpt.Frontier) -> None:
@@ -56,7 +59,10 @@ def test_each_point_is_a_plan_the_backend_could_follow(curve: fxckpt.Frontier) -
 def test_at_budgets_of_ones_own() -> None:
     model, inputs = GPT2.make()
     curve = fxckpt.frontier(model.train(), *inputs, points=[0.8, "6MiB", None])
-    fraction, most = int(0.8 * curve.plans[0].baseline_peak_bytes), curve.plans[0].baseline_peak_bytes
+    fraction, most = (
+        int(0.8 * curve.plans[0].baseline_peak_bytes),
+        curve.plans[0].baseline_peak_bytes,
+    )
     assert [row.budget_bytes for row in curve.rows] == sorted([fraction, 6 * 2**20, most])
     with pytest.raises(fxckpt.BudgetInfeasible, match="budget='1KiB'"):
         fxckpt.frontier(model, *inputs, points=["1KiB", 0.9])
@@ -72,7 +78,12 @@ def test_too_few_points(points: object) -> None:
 
 
 def test_a_chosen_plan_joins_the_page_of_a_frontier(tmp_path: Path) -> None:
-    model, x = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(4))), torch.randn(64, 8)
+    model, x = (
+        torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(4))
+        ),
+        torch.randn(64, 8),
+    )
     found = fxckpt.frontier(model, x, points=3)
     assert found.to_html(tmp_path / "page.html", chosen=fxckpt.plan(model, x, budget=0.83)).exists()
     with pytest.raises(fxckpt.InvalidOption, match="another graph"):

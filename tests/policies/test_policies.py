@@ -43,7 +43,10 @@ from tests.steps import FLOOR, same_at_every_budget
 
 WIDTH = 16
 MUST_SAVE, PREFER_SAVE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE
-MUST_RECOMPUTE, PREFER_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
+MUST_RECOMPUTE, PREFER_RECOMPUTE = (
+    CheckpointPolicy.MUST_RECOMPUTE,
+    CheckpointPolicy.PREFER_RECOMPUTE,
+)
 aten = torch.ops.aten
 
 
@@ -109,13 +112,22 @@ EXPECTED: dict[str, tuple[Any, str]] = {
     "save": (first_match(save("layers.*.attn"), recompute_all), f"addmm addmm_3 {ATTENTION}"),
     "recompute": (recompute("layers.1.**"), "addmm getitem getitem_1 add tanh sin add_1"),
     "save_only": (save_only("attn_out"), ATTENTION),
-    "save_any_except": (save_any_except("attn_*"), "addmm add tanh sin add_1 addmm_3 add_2 tanh_1 sin_1 add_3"),
+    "save_any_except": (
+        save_any_except("attn_*"),
+        "addmm add tanh sin add_1 addmm_3 add_2 tanh_1 sin_1 add_3",
+    ),
     "either": (save_matmuls | save_attention, f"{PRODUCTS} {ATTENTION}"),
-    "both": (save("layers.0") & save_matmuls, "addmm addmm_1 addmm_2 addmm_3 getitem_2 getitem_3 add_2 tanh_1 sin_1 add_3"),
+    "both": (
+        save("layers.0") & save_matmuls,
+        "addmm addmm_1 addmm_2 addmm_3 getitem_2 getitem_3 add_2 tanh_1 sin_1 add_3",
+    ),
     "opposite": (~recompute_pointwise, "add tanh sin add_1 add_2 tanh_1 sin_1 add_3"),
     "function": (torch_style, "tanh tanh_1"),
     "list of ops": ([aten.tanh.default, aten.mm.default], "tanh tanh_1"),
-    "context_fn": (functools.partial(create_selective_checkpoint_contexts, [aten.tanh.default]), "tanh tanh_1"),
+    "context_fn": (
+        functools.partial(create_selective_checkpoint_contexts, [aten.tanh.default]),
+        "tanh tanh_1",
+    ),
     "list of policies": ([save_attention, save("**.down")], f"addmm_2 addmm_5 {ATTENTION}"),
 }
 
@@ -131,7 +143,9 @@ def joint() -> Joint:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_each_policy_saves_what_its_name_says(name: str, joint: Joint) -> None:
     policy, expected = EXPECTED[name]
-    _, plan = planner_of(None, policy, "roofline").plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)
+    _, plan = planner_of(None, policy, "roofline").plan(
+        joint.module, num_fwd_outputs=joint.num_fwd_outputs
+    )
     assert set(plan.saved) == set(expected.split())
 
 
@@ -139,7 +153,9 @@ def test_each_policy_saves_what_its_name_says(name: str, joint: Joint) -> None:
 def test_each_policy_means_the_same_by_every_door(name: str) -> None:
     policy, expected = EXPECTED[name]
     model, inputs = net()
-    assert set(fxckpt.rewrite(fx.symbolic_trace(model), policy, example_inputs=inputs).plan.saved) == set(expected.split())
+    assert set(
+        fxckpt.rewrite(fx.symbolic_trace(model), policy, example_inputs=inputs).plan.saved
+    ) == set(expected.split())
     assert set(by_eager_region(policy).saved) == set(expected.split())
 
 
@@ -157,22 +173,33 @@ def test_a_policy_changes_no_number_and_all_doors_explain_alike(name: str) -> No
     policy, _ = EXPECTED[name]
     (compiled,) = same_at_every_budget(net, (None,), policy=policy)
     model, inputs = net()
-    assert str(fxckpt.rewrite(model, policy, example_inputs=inputs).plan.explain()) == str(compiled.explain())
+    assert str(fxckpt.rewrite(model, policy, example_inputs=inputs).plan.explain()) == str(
+        compiled.explain()
+    )
     assert str(by_eager_region(policy).explain()) == str(compiled.explain())
     for source in (fx.symbolic_trace(model), torch.export.export(model, inputs).module()):
         made = fxckpt.rewrite(source, policy, example_inputs=inputs)
         made(*inputs).backward()
         assert made.plan.saved == compiled.saved
-        assert [(row.name, row.module) for row in made.plan.rows] == [(row.name, row.module) for row in compiled.rows]
+        assert [(row.name, row.module) for row in made.plan.rows] == [
+            (row.name, row.module) for row in compiled.rows
+        ]
 
 
 def test_every_graph_that_knows_its_modules_obeys_paths() -> None:
     model, inputs = net()
-    assert set(fxckpt.rewrite(make_fx(model)(*inputs), save_only("attn_out")).plan.saved) == set(ATTENTION.split())
-    with pytest.raises(fxckpt.PolicyMatchesNothing, match="The graph says of no op which module made it"):
-        fxckpt.rewrite(make_fx(lambda x, w: (x @ w).sin().sum())(torch.randn(2, 2), w := torch.ones(2, 2, requires_grad=True)), save("a"))(
-            torch.randn(2, 2), w
-        )
+    assert set(fxckpt.rewrite(make_fx(model)(*inputs), save_only("attn_out")).plan.saved) == set(
+        ATTENTION.split()
+    )
+    with pytest.raises(
+        fxckpt.PolicyMatchesNothing, match="The graph says of no op which module made it"
+    ):
+        fxckpt.rewrite(
+            make_fx(lambda x, w: (x @ w).sin().sum())(
+                torch.randn(2, 2), w := torch.ones(2, 2, requires_grad=True)
+            ),
+            save("a"),
+        )(torch.randn(2, 2), w)
 
 
 # Composition.
@@ -203,8 +230,12 @@ BOTH = {
 }
 
 
-@pytest.mark.parametrize(("combine", "table"), [(Policy.__or__, EITHER), (Policy.__and__, BOTH)], ids=["either", "both"])
-def test_two_answers_make_one(combine: Callable[[Policy, Policy], Policy], table: dict[Any, tuple[Any, ...]]) -> None:
+@pytest.mark.parametrize(
+    ("combine", "table"), [(Policy.__or__, EITHER), (Policy.__and__, BOTH)], ids=["either", "both"]
+)
+def test_two_answers_make_one(
+    combine: Callable[[Policy, Policy], Policy], table: dict[Any, tuple[Any, ...]]
+) -> None:
     for a in ANSWERS:
         for b, expected in zip(ANSWERS, table[a], strict=True):
             made = combine(fixed(a), fixed(b))
@@ -216,8 +247,16 @@ def test_two_answers_make_one(combine: Callable[[Policy, Policy], Policy], table
 
 
 def test_the_first_that_answers_decides_and_the_opposite_turns_answers_round() -> None:
-    assert [decided(first_match(fixed(None), fixed(a), fixed(MUST_SAVE))) for a in ANSWERS[:4]] == list(ANSWERS[:4])
-    assert [decided(~fixed(a)) for a in ANSWERS] == [MUST_RECOMPUTE, PREFER_RECOMPUTE, PREFER_SAVE, MUST_SAVE, None]
+    assert [
+        decided(first_match(fixed(None), fixed(a), fixed(MUST_SAVE))) for a in ANSWERS[:4]
+    ] == list(ANSWERS[:4])
+    assert [decided(~fixed(a)) for a in ANSWERS] == [
+        MUST_RECOMPUTE,
+        PREFER_RECOMPUTE,
+        PREFER_SAVE,
+        MUST_SAVE,
+        None,
+    ]
 
 
 def tanh_alone(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy | None:
@@ -236,8 +275,12 @@ def tanh_alone(ctx: object, op: object, *args: object, **kwargs: object) -> Chec
     ],
     ids=["or", "or, the other way", "or ops", "and", "first", "a list"],
 )
-def test_torch_s_forms_compose_and_none_leaves_a_value_open(policy: Any, expected: str, joint: Joint) -> None:
-    _, plan = planner_of(None, policy, "roofline").plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)
+def test_torch_s_forms_compose_and_none_leaves_a_value_open(
+    policy: Any, expected: str, joint: Joint
+) -> None:
+    _, plan = planner_of(None, policy, "roofline").plan(
+        joint.module, num_fwd_outputs=joint.num_fwd_outputs
+    )
     assert set(plan.saved) == set(expected.split())
 
 
@@ -248,13 +291,22 @@ def test_policies_are_values() -> None:
             assert hash(policy) == hash(pickle.loads(pickle.dumps(policy)))
             assert "object at" not in repr(policy)
     assert save("a") == save("a") != recompute("a")
-    assert repr(first_match(save("a") | save_matmuls, ~sqrt_n)) == "first_match((save('a') | save_matmuls), ~sqrt_n)"
+    assert (
+        repr(first_match(save("a") | save_matmuls, ~sqrt_n))
+        == "first_match((save('a') | save_matmuls), ~sqrt_n)"
+    )
 
 
 def test_sqrt_n_of_a_chain_is_chen_s() -> None:
     """Sixteen equal values in a chain: four spans, and what crosses their three boundaries is saved."""
-    chain = [Value(aten.sin.default, bytes=4, position=i, reads=(i - 1,) if i else ()) for i in range(16)]
-    assert [i for i, answer in enumerate(decide_all(sqrt_n, chain)) if answer is MUST_SAVE] == [3, 7, 11]
+    chain = [
+        Value(aten.sin.default, bytes=4, position=i, reads=(i - 1,) if i else ()) for i in range(16)
+    ]
+    assert [i for i, answer in enumerate(decide_all(sqrt_n, chain)) if answer is MUST_SAVE] == [
+        3,
+        7,
+        11,
+    ]
     assert decide_all(sqrt_n, []) == []
     assert decide_all(sqrt_n, chain[:1]) == [PREFER_RECOMPUTE]
 
@@ -273,9 +325,15 @@ def test_a_policy_is_asked_once_a_value_of_the_forward() -> None:
     assert not any("cos" in str(value.op) for value in asked)
     tanh = [value for value in asked if value.op is aten.tanh.default]
     assert [(v.occurrence, v.module, v.shape, v.dtype, v.bytes) for v in tanh] == [
-        (i, f"layers.{i}", (2, 8, 2 * WIDTH), torch.float32, 2 * 8 * 2 * WIDTH * 4) for i in range(2)
+        (i, f"layers.{i}", (2, 8, 2 * WIDTH), torch.float32, 2 * 8 * 2 * WIDTH * 4)
+        for i in range(2)
     ]
-    assert all(v.source.startswith("test_policies.py:") and v.args[0].shape == v.shape and v.output.shape == v.shape for v in tanh)
+    assert all(
+        v.source.startswith("test_policies.py:")
+        and v.args[0].shape == v.shape
+        and v.output.shape == v.shape
+        for v in tanh
+    )
     attention = [value for value in asked if "attn_out" in value.names]
     assert [v.module for v in attention] == ["layers.0.attn", "layers.1.attn"]
     products = [value for value in asked if value.op is aten.addmm.default]
@@ -305,7 +363,12 @@ class Where(Policy):
 
 
 def test_of_equally_good_plans_a_budget_takes_the_preferred_one() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Sigmoid()) for _ in range(6)))
+    model = nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Sigmoid())
+            for _ in range(6)
+        )
+    )
     x = torch.randn(64, 32)
     budget = int(0.95 * fxckpt.plan(model, x).peak_bytes)
     for layer in ("0", "1"):
@@ -322,20 +385,33 @@ def test_a_clash_names_both_policies_the_value_and_its_module() -> None:
     with pytest.raises(fxckpt.PolicyConflict) as info:
         fxckpt.plan(model, *inputs, policy=policy)
     text = str(info.value)
-    for part in ("save('layers.*.attn')", "recompute('layers.0')", "addmm (aten.addmm.default, float32[16, 16])", "'layers.0.attn.qkv'"):
+    for part in (
+        "save('layers.*.attn')",
+        "recompute('layers.0')",
+        "addmm (aten.addmm.default, float32[16, 16])",
+        "'layers.0.attn.qkv'",
+    ):
         assert part in text
-    first = fxckpt.plan(model, *inputs, policy=first_match(save("layers.*.attn"), recompute("layers.0")))
+    first = fxckpt.plan(
+        model, *inputs, policy=first_match(save("layers.*.attn"), recompute("layers.0"))
+    )
     assert "addmm" in first.saved
 
 
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        (save("layer.*.attn"), r"no module that computes fits 'layer.\*.attn'. Did you mean 'layers.\*.attn'"),
+        (
+            save("layer.*.attn"),
+            r"no module that computes fits 'layer.\*.attn'. Did you mean 'layers.\*.attn'",
+        ),
         (recompute("attn"), r"did you mean '\*\*.attn'"),
         (block_boundaries("blocks.*"), "no module that computes fits"),
         (save_only("attnout"), "no value is named 'attnout'. Did you mean 'attn_out'"),
-        (save_ops(aten.mm), "save_ops.aten.mm. matches no op of the graph. Did you mean 'aten.addmm'"),
+        (
+            save_ops(aten.mm),
+            "save_ops.aten.mm. matches no op of the graph. Did you mean 'aten.addmm'",
+        ),
         (save("nowhere") | save_matmuls, "no module that computes fits 'nowhere'"),
     ],
 )
@@ -356,7 +432,9 @@ def test_a_pattern_may_match_in_one_graph_of_several() -> None:
             torch._dynamo.graph_break()
             return self.second(y).sin()
 
-    backend = fxckpt.Backend(policy=block_boundaries("second") | recompute("first"), inner="aot_eager")
+    backend = fxckpt.Backend(
+        policy=block_boundaries("second") | recompute("first"), inner="aot_eager"
+    )
     torch.compile(Broken(), backend=backend)(torch.randn(2, 8)).sum().backward()
     assert len(backend.plans) == 2
 
@@ -372,7 +450,10 @@ def test_a_pattern_may_match_in_one_graph_of_several() -> None:
         (lambda: save_all | save, r"call it, as in policy=save\('layers.\*.attn'\)"),
         (lambda: save_all | 3, "policy=3 is not a policy"),
         (lambda: save_all & None, "policy=None is not a policy"),
-        (lambda: as_policy([aten.mm.default, 3]), "policy=3 is not a policy|To save what this op gives"),
+        (
+            lambda: as_policy([aten.mm.default, 3]),
+            "policy=3 is not a policy|To save what this op gives",
+        ),
         (lambda: every(0), "a whole number from 1 up"),
         (lambda: save(), r"Example: save\('layers.\*.attn'\)"),
         (lambda: save_only(3), "give one or more texts"),
@@ -380,8 +461,14 @@ def test_a_pattern_may_match_in_one_graph_of_several() -> None:
         (lambda: save_ops(), "at least one op"),
         (lambda: first_match(), "at least one policy"),
         (lambda: sqrt_n.decide(Value(aten.mm.default)), r"call bind\(values\) first"),
-        (lambda: fxckpt.rewrite(Net(), lambda *_: 3, example_inputs=(torch.randn(2, 8, WIDTH),)), "the policy returned 3"),
-        (lambda: fxckpt.rewrite(Net(), tanh_alone, example_inputs=(torch.randn(2, 8, WIDTH),)), "no other policy to decide"),
+        (
+            lambda: fxckpt.rewrite(Net(), lambda *_: 3, example_inputs=(torch.randn(2, 8, WIDTH),)),
+            "the policy returned 3",
+        ),
+        (
+            lambda: fxckpt.rewrite(Net(), tanh_alone, example_inputs=(torch.randn(2, 8, WIDTH),)),
+            "no other policy to decide",
+        ),
     ],
 )
 def test_what_is_no_policy_is_named(make: Callable[[], object], says: str) -> None:
@@ -414,7 +501,11 @@ def test_a_name_survives_every_trace_and_leaves_no_op_behind() -> None:
     made = fxckpt.rewrite(f, save_only("z"), example_inputs=(x,))
     made(x).backward()
     assert made.plan.saved == ("mul",)
-    assert not any(node.target is named for half in (made.forward_graph, made.backward_graph) for node in half.graph.nodes)
+    assert not any(
+        node.target is named
+        for half in (made.forward_graph, made.backward_graph)
+        for node in half.graph.nodes
+    )
     expected = torch.autograd.grad((x.sin() * 2).cos().sum(), x)
     assert torch.equal(x.grad, *expected)
 
@@ -447,7 +538,9 @@ def test_a_name_of_an_input_has_nothing_to_decide_about() -> None:
     x, w = torch.randn(3, 3), torch.randn(3, 3, requires_grad=True)
     for label in "xw":
         for source in (f, fx.symbolic_trace(f)):
-            with pytest.raises(fxckpt.PolicyMatchesNothing, match=f"'{label}' names an input of the graph"):
+            with pytest.raises(
+                fxckpt.PolicyMatchesNothing, match=f"'{label}' names an input of the graph"
+            ):
                 fxckpt.rewrite(source, save_only(label), example_inputs=(x, w))
     assert fxckpt.rewrite(f, save_only("*"), example_inputs=(x, w)).plan.saved == ("mm",)
 

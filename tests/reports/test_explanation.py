@@ -40,8 +40,13 @@ def plan(curve: fxckpt.Frontier) -> fxckpt.Plan:
 def test_filters_compose_and_say_what_is_hidden(plan: fxckpt.Plan) -> None:
     shown = plan.explain()
     attention = shown.filter(decision="recomputed", module="*.attn", op="clone*")
-    assert attention.rows and all(r.runs > 0 and ".attn" in r.module and r.op == "clone" for r in attention.rows)
-    assert shown.filter(module="model.transformer.h.1").rows == shown.filter(module="model.transformer.h.1*").rows
+    assert attention.rows and all(
+        r.runs > 0 and ".attn" in r.module and r.op == "clone" for r in attention.rows
+    )
+    assert (
+        shown.filter(module="model.transformer.h.1").rows
+        == shown.filter(module="model.transformer.h.1*").rows
+    )
     assert len(shown.filter(least_bytes=2**15).rows) < len(shown.rows)
     assert f"and {len(plan.rows) - 1} more values" in str(shown.top(1))
 
@@ -97,13 +102,18 @@ def test_states_and_outputs_have_their_own_words(plan: fxckpt.Plan) -> None:
         return h, (h * h).sum()
 
     plan = fxckpt.plan(step, torch.randn(64, 64, requires_grad=True))
-    assert plan.explain().why("mm") == "saved: a forward output, alive anyway; the backward reads it at no cost"
+    assert (
+        plan.explain().why("mm")
+        == "saved: a forward output, alive anyway; the backward reads it at no cost"
+    )
 
 
 def test_a_difference_lists_what_changes_and_nothing_else(curve: fxckpt.Frontier) -> None:
     tight, loose = curve.plans[0], curve.plans[-1]
     change = tight.diff(loose)
-    assert {(b or a).name for b, a in change.rows if (b or a)} >= set(tight.recomputed) - set(loose.recomputed)
+    assert {(b or a).name for b, a in change.rows if (b or a)} >= set(tight.recomputed) - set(
+        loose.recomputed
+    )
     assert "not needed" in str(change) and f"{len(change.rows)} values" in str(change)
     assert "the same decisions" in str(tight.diff(tight))
     other = fxckpt.plan(nn.Linear(4, 4), torch.randn(2, 4))
@@ -115,7 +125,9 @@ def test_every_form_carries_the_same_rows(plan: fxckpt.Plan) -> None:
     shown = plan.explain().top(5)
     as_json = json.loads(shown.to_json())
     as_csv = list(csv.DictReader(io.StringIO(shown.to_csv())))
-    assert [r["name"] for r in as_json] == [r["name"] for r in as_csv] == [r.name for r in shown.rows]
+    assert (
+        [r["name"] for r in as_json] == [r["name"] for r in as_csv] == [r.name for r in shown.rows]
+    )
     assert [int(r["bytes"]) for r in as_csv] == [r.bytes for r in shown.rows]
     assert as_json[0]["why"] == shown.why(shown.rows[0].name)
     assert shown.to_markdown().count("| addmm") == sum(r.op == "addmm" for r in shown.rows)
@@ -133,7 +145,10 @@ def test_saved_values_read_like_jaxs(plan: fxckpt.Plan) -> None:
     listed = plan.explain().saved_values()
     assert sum(v.bytes for v in listed.values) == plan.saved_bytes
     lines = str(listed).splitlines()
-    assert any("f32[4,4,48,48]" in line and "output of _softmax from modeling_gpt2.py:" in line for line in lines)
+    assert any(
+        "f32[4,4,48,48]" in line and "output of _softmax from modeling_gpt2.py:" in line
+        for line in lines
+    )
     assert any("from the input primals_" in line for line in lines)
 
 
@@ -141,7 +156,10 @@ def test_saved_values_of_a_filtered_explanation_are_what_is_left(plan: fxckpt.Pl
     shown = plan.explain()
     assert shown.filter(decision="saved").saved_values() == shown.saved_values()
     within = shown.filter(module="*.h.1").saved_values().values
-    assert within and all(".h.1" in v.module and v.origin.startswith(("output of", "generator state of")) for v in within)
+    assert within and all(
+        ".h.1" in v.module and v.origin.startswith(("output of", "generator state of"))
+        for v in within
+    )
     (named,) = shown.filter(name="primals_1").saved_values().values
     assert named.origin == "from the input primals_1"
     assert not shown.filter(decision="recomputed").saved_values().values
@@ -149,7 +167,9 @@ def test_saved_values_of_a_filtered_explanation_are_what_is_left(plan: fxckpt.Pl
 
 
 def test_what_is_no_plan_and_what_is_no_name(plan: fxckpt.Plan) -> None:
-    with pytest.raises(fxckpt.InvalidOption, match=r"diff\(None\): that is no plan. Give another plan"):
+    with pytest.raises(
+        fxckpt.InvalidOption, match=r"diff\(None\): that is no plan. Give another plan"
+    ):
         plan.diff(None)  # type: ignore[arg-type]
     with pytest.raises(fxckpt.InvalidOption, match="3 is not the name of a value"):
         plan.explain().why(3)  # type: ignore[arg-type]
@@ -171,9 +191,14 @@ def test_modules_keep_the_names_they_have() -> None:
     with fxckpt.record_regions() as regions:
         fxckpt.checkpoint(heads, torch.randn(4, 8), policy=fxckpt.policies.save_matmuls)
     for plan in (fxckpt.plan(heads, torch.randn(4, 8)), regions[0].plan):
-        assert {row.module for row in plan.rows if row.op == "_softmax"} == {f"heads.{name}.1" for name in names}
+        assert {row.module for row in plan.rows if row.op == "_softmax"} == {
+            f"heads.{name}.1" for name in names
+        }
         for name in names:
-            assert {row.module for row in plan.explain().filter(module=f"heads.{name}").rows} <= {f"heads.{name}.0", f"heads.{name}.1"}
+            assert {row.module for row in plan.explain().filter(module=f"heads.{name}").rows} <= {
+                f"heads.{name}.0",
+                f"heads.{name}.1",
+            }
             assert plan.explain().filter(module=f"heads.{name}").rows
     kept = fxckpt.plan(heads, torch.randn(4, 8), policy=fxckpt.policies.save("heads.x[1]"))
     assert "heads.x[1].1" in {row.module for row in kept.rows if row.reason is fxckpt.Reason.POLICY}
@@ -185,7 +210,9 @@ def test_the_timeline_adds_up_and_names_the_peak(plan: fxckpt.Plan) -> None:
     peak = timeline.at(timeline.peak_tick)
     assert sum(h.bytes for h in peak) == plan.peak_bytes
     assert max(tick.uncheckpointed_bytes for tick in timeline.ticks) == plan.baseline_peak_bytes
-    assert {h.name for h in timeline.held if h.holder is Holder.SAVED} == set(plan.saved) - _outputs(plan)
+    assert {h.name for h in timeline.held if h.holder is Holder.SAVED} == set(
+        plan.saved
+    ) - _outputs(plan)
     assert "peak " in str(timeline) and timeline.ticks[timeline.peak_tick].name in str(timeline)
 
 
@@ -203,7 +230,9 @@ def test_a_plan_without_its_step_still_reports(plan: fxckpt.Plan) -> None:
     bare = replace(plan, step=None)
     assert bare == plan
     assert str(bare.explain()) == str(plan.explain())
-    assert bare.explain().why("_softmax") == "saved: cheaper to save than to recompute at this budget"
+    assert (
+        bare.explain().why("_softmax") == "saved: cheaper to save than to recompute at this budget"
+    )
     assert json.loads(bare.explain().to_json())
     with pytest.raises(fxckpt.InvalidOption, match="does not carry the graph"):
         bare.timeline()
@@ -215,7 +244,11 @@ def test_a_model_of_another_kind_is_explained() -> None:
     plan = fxckpt.plan(model.train(), *inputs, budget=0.9)
     timeline = plan.timeline()
     assert [sum(live) for live in zip(*timeline.stack.values(), strict=True)] == list(plan.profile)
-    assert all(row.source and row.name in plan.step.by_name for row in plan.rows if row.reason is not fxckpt.Reason.RNG_STATE)
+    assert all(
+        row.source and row.name in plan.step.by_name
+        for row in plan.rows
+        if row.reason is not fxckpt.Reason.RNG_STATE
+    )
     assert len(plan.explain().table()) == len(plan.rows)
 
 
@@ -225,7 +258,9 @@ def test_json_leaves_the_step_behind(plan: fxckpt.Plan) -> None:
 
 
 def test_rows_are_filtered_by_reason_or_its_words() -> None:
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)))
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3))
+    )
     explained = fxckpt.plan(model, torch.randn(64, 8), budget=0.8).explain()
     reason = explained.rows[0].reason
     assert explained.filter(reason=reason).rows == explained.filter(reason=reason.value).rows != ()
@@ -239,7 +274,9 @@ def test_the_readme_looks_inside_a_plan_as_it_says(monkeypatch: pytest.MonkeyPat
 
     model, inputs = gpt2()
     plan = fxckpt.plan(model, **inputs, budget="924MiB", cost=Roofline(100e12, 1.5e12, 0.0))
-    found = re.search(r"## Look inside\n.*?```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    found = re.search(
+        r"## Look inside\n.*?```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL
+    )
     assert found is not None
     exec(found[1], {"plan": plan, "other_plan": plan})
     asked = re.search(r'why\("(\w+)"\)\n# (.*)', found[1])

@@ -33,7 +33,10 @@ COST = Roofline(2e11, 1e10, 0.0)
 
 @pytest.fixture(scope="module")
 def curve() -> fxckpt.Frontier:
-    blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(4))
+    blocks = (
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
+        for _ in range(4)
+    )
     return fxckpt.frontier(nn.Sequential(*blocks), torch.randn(2048, 64), points=5, cost=COST)
 
 
@@ -44,10 +47,14 @@ def embedded(text: str) -> dict[str, Any]:
     return found
 
 
-def test_the_page_carries_everything_and_asks_for_nothing(curve: fxckpt.Frontier, tmp_path: Path) -> None:
+def test_the_page_carries_everything_and_asks_for_nothing(
+    curve: fxckpt.Frontier, tmp_path: Path
+) -> None:
     path = curve.to_html(tmp_path / "page.html", chosen=curve.plans[1], title="<b>")
     text = path.read_text()
-    assert "<title>&lt;b&gt;</title>" in text and "<!--" not in re.sub(r"<script>.*?</script>", "", text, flags=re.S)
+    assert "<title>&lt;b&gt;</title>" in text and "<!--" not in re.sub(
+        r"<script>.*?</script>", "", text, flags=re.S
+    )
     assert not re.search(r"<(?:script|link|img)[^>]*(?:src|href)=", text)
     assert "default-src 'none'" in text
     data = embedded(text)
@@ -59,7 +66,9 @@ def test_the_data_adds_up_to_the_profile(curve: fxckpt.Frontier) -> None:
     data = html.data(curve.plans)
     for plan, drawn in zip(curve.plans, data["plans"], strict=True):
         held, live = drawn["held"], [0] * len(plan.profile)
-        for storage, first, more, nbytes in zip(held["storage"], held["first"], held["last"], held["bytes"], strict=True):
+        for storage, first, more, nbytes in zip(
+            held["storage"], held["first"], held["last"], held["bytes"], strict=True
+        ):
             for at in range(first, first + more + 1):
                 live[at] += nbytes if storage < 0 else data["nodes"]["storage_bytes"][storage]
         assert live == list(plan.profile)
@@ -80,8 +89,12 @@ def test_the_same_plans_make_the_same_page(curve: fxckpt.Frontier) -> None:
 
 def test_the_libraries_are_those_that_were_vendored() -> None:
     folder = resources.files("fxckpt.reports").joinpath("web", "vendor")
-    listed = dict(reversed(line.split()) for line in folder.joinpath("SHA256SUMS").read_text().splitlines())  # type: ignore[misc]
-    assert {name for name in html.SCRIPTS + html.STYLES if name.startswith("vendor/")} == {f"vendor/{name}" for name in listed}
+    listed = dict(
+        reversed(line.split()) for line in folder.joinpath("SHA256SUMS").read_text().splitlines()
+    )  # type: ignore[misc]
+    assert {name for name in html.SCRIPTS + html.STYLES if name.startswith("vendor/")} == {
+        f"vendor/{name}" for name in listed
+    }
     for name, digest in listed.items():
         assert hashlib.sha256(folder.joinpath(name).read_bytes()).hexdigest() == digest
 
@@ -89,10 +102,27 @@ def test_the_libraries_are_those_that_were_vendored() -> None:
 def chain(length: int) -> fxckpt.Plan:
     """A plan of ``length`` nodes that saves all: ops in a row, and their gradients."""
     half = length // 2
-    ops = tuple(Op(f"f{i}", Side.FORWARD, 1e-6, 1, (i - 1,) if i else (), (i,)) for i in range(half))
-    backward = tuple(Op(f"b{j}", Side.BACKWARD, 1e-6, 1, (half - 1 - j, *((half + j - 1,) if j else ())), (half + j,)) for j in range(half))
-    storages = (*(Storage(f"f{i}", 1024, i) for i in range(half)), *(Storage(f"b{j}", 1024, IN_BACKWARD) for j in range(half)))
-    program = Program(ops, (*backward, Op("output", Side.BACKWARD, 0.0, 0, (2 * half - 1,), ())), storages, ())
+    ops = tuple(
+        Op(f"f{i}", Side.FORWARD, 1e-6, 1, (i - 1,) if i else (), (i,)) for i in range(half)
+    )
+    backward = tuple(
+        Op(
+            f"b{j}",
+            Side.BACKWARD,
+            1e-6,
+            1,
+            (half - 1 - j, *((half + j - 1,) if j else ())),
+            (half + j,),
+        )
+        for j in range(half)
+    )
+    storages = (
+        *(Storage(f"f{i}", 1024, i) for i in range(half)),
+        *(Storage(f"b{j}", 1024, IN_BACKWARD) for j in range(half)),
+    )
+    program = Program(
+        ops, (*backward, Op("output", Side.BACKWARD, 0.0, 0, (2 * half - 1,), ())), storages, ()
+    )
 
     def label(at: int) -> NodeLabel:
         is_backward = at >= half
@@ -100,7 +130,17 @@ def chain(length: int) -> fxckpt.Plan:
         inputs = (at - 1,) if 0 < at != half else (half - 1,) if at else ()
         name = f"b{at - half}" if is_backward else f"f{at}"
         return NodeLabel(
-            name, NodeKind.OP, "aten.mm", f"model.layers.{layer}.mlp", "model.py:1", (16, 16), "float32", inputs, (at,), is_backward, False
+            name,
+            NodeKind.OP,
+            "aten.mm",
+            f"model.layers.{layer}.mlp",
+            "model.py:1",
+            (16, 16),
+            "float32",
+            inputs,
+            (at,),
+            is_backward,
+            False,
         )
 
     step = GraphSnapshot(program, tuple(label(at) for at in range(2 * half)))
@@ -112,12 +152,22 @@ def chain(length: int) -> fxckpt.Plan:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip(
-        "playwright.sync_api", reason="the page is tried in a browser, which takes playwright (pip install playwright)"
+        "playwright.sync_api",
+        reason="the page is tried in a browser, which takes playwright (pip install playwright)",
     )
-    path = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
+    path = next(
+        (
+            p
+            for name in ("chromium", "chromium-browser", "google-chrome")
+            if (p := shutil.which(name))
+        ),
+        None,
+    )
     with playwright.sync_playwright() as started:
         if path is None and not Path(started.chromium.executable_path).exists():
-            pytest.skip("the page is tried in a browser, and there is no Chromium: install the package chromium")
+            pytest.skip(
+                "the page is tried in a browser, and there is no Chromium: install the package chromium"
+            )
         launched = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield launched
         launched.close()
@@ -133,7 +183,14 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
         tab = context.new_page()
         tab.on("console", lambda message: complaints.append(message.text))
         tab.on("pageerror", lambda error: complaints.append(str(error)))
-        tab.on("request", lambda request: None if request.url.startswith(("file:", "data:", "blob:")) else complaints.append(request.url))
+        tab.on(
+            "request",
+            lambda request: (
+                None
+                if request.url.startswith(("file:", "data:", "blob:"))
+                else complaints.append(request.url)
+            ),
+        )
         tab.goto(path.as_uri())
         tab.wait_for_selector("body[data-ready=yes]")
         return tab
@@ -156,7 +213,9 @@ def press(tab: Any, name: str, *, times: int = 1) -> None:
 
 
 @pytest.mark.browser
-def test_a_click_shows_the_reason_and_the_readers(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+def test_a_click_shows_the_reason_and_the_readers(
+    curve: fxckpt.Frontier, opened: Any, tmp_path: Path
+) -> None:
     plan = curve.plans[1]
     tab = opened(curve.to_html(tmp_path / "page.html", chosen=plan))
     assert "uncheckpointed peak" in tab.inner_text("#panel")
@@ -165,11 +224,15 @@ def test_a_click_shows_the_reason_and_the_readers(curve: fxckpt.Frontier, opened
         panel = tab.inner_text("#panel")
         assert plan.explain().why(name) in panel
         readers = plan.explain().readers(name)
-        assert all(reader in panel for reader in (*readers.backward, *readers.forward, *readers.recompute))
+        assert all(
+            reader in panel for reader in (*readers.backward, *readers.forward, *readers.recompute)
+        )
 
 
 @pytest.mark.browser
-def test_the_slider_changes_colours_and_figures(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+def test_the_slider_changes_colours_and_figures(
+    curve: fxckpt.Frontier, opened: Any, tmp_path: Path
+) -> None:
     tight, loose = curve.plans[0], curve.plans[-1]
     name = next(n for n in tight.recomputed if n in loose.saved)
     tab = opened(curve.to_html(tmp_path / "page.html", chosen=tight))
@@ -191,13 +254,21 @@ def test_search_unfolds_what_it_finds(curve: fxckpt.Frontier, opened: Any, tmp_p
     tab.fill("#search", name)
     tab.keyboard.press("Enter")
     assert tab.inner_text("#panel h2") == name
-    assert tab.evaluate("name => fxpage.graph.cy.getElementById('n' + fxpage.model.position.get(name)).length", name) == 1
+    assert (
+        tab.evaluate(
+            "name => fxpage.graph.cy.getElementById('n' + fxpage.model.position.get(name)).length",
+            name,
+        )
+        == 1
+    )
     tab.fill("#search", "nothing has this name")
     assert "nothing has that name" in tab.inner_text("#found")
 
 
 @pytest.mark.browser
-def test_the_timeline_tells_what_is_live_and_a_value_when_it_lives(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+def test_the_timeline_tells_what_is_live_and_a_value_when_it_lives(
+    curve: fxckpt.Frontier, opened: Any, tmp_path: Path
+) -> None:
     plan = curve.plans[1]
     tab = opened(curve.to_html(tmp_path / "page.html", chosen=plan))
     box = tab.locator("#timeline .u-over").bounding_box()
@@ -214,7 +285,9 @@ def test_the_timeline_tells_what_is_live_and_a_value_when_it_lives(curve: fxckpt
 
 
 @pytest.mark.browser
-def test_a_double_click_unfolds_and_folds(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+def test_a_double_click_unfolds_and_folds(
+    curve: fxckpt.Frontier, opened: Any, tmp_path: Path
+) -> None:
     tab = opened(curve.to_html(tmp_path / "page.html", chosen=curve.plans[1]))
     tab.click("#fold")
     shown = "() => fxpage.tree.visible().length"
@@ -247,7 +320,12 @@ class Viewed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.heads = nn.ModuleDict({f"head[{k}]": nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for k in range(3)})
+        self.heads = nn.ModuleDict(
+            {
+                f"head[{k}]": nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+                for k in range(3)
+            }
+        )
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         for head in self.heads.values():
@@ -261,7 +339,9 @@ def viewed() -> fxckpt.Frontier:
 
 
 @pytest.mark.browser
-def test_no_reason_denies_the_readers_beside_it(viewed: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+def test_no_reason_denies_the_readers_beside_it(
+    viewed: fxckpt.Frontier, opened: Any, tmp_path: Path
+) -> None:
     tab = opened(viewed.to_html(tmp_path / "page.html"))
     said = """plan => Array.from({ length: fxpage.model.count }, (_, i) => {
         const { model } = fxpage, { forward, backward } = model.readers(i);
@@ -274,13 +354,17 @@ def test_no_reason_denies_the_readers_beside_it(viewed: fxckpt.Frontier, opened:
             is_denied = "does not need" in why or "does not read" in why or "not needed" in why
             assert not (is_denied and backward), why
             views += (
-                [(is_denied, backward + again > 0)] if kind == list(NodeKind).index(NodeKind.VIEW) and why.startswith("a view: ") else []
+                [(is_denied, backward + again > 0)]
+                if kind == list(NodeKind).index(NodeKind.VIEW) and why.startswith("a view: ")
+                else []
             )
     assert {(True, False), (False, True)} == set(views)
 
 
 @pytest.mark.browser
-def test_modules_with_brackets_are_found(viewed: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+def test_modules_with_brackets_are_found(
+    viewed: fxckpt.Frontier, opened: Any, tmp_path: Path
+) -> None:
     tab = opened(viewed.to_html(tmp_path / "page.html"))
     tab.fill("#search", "head[1]")
     assert "heads.head[1].0" in tab.inner_text("#found")
@@ -290,10 +374,16 @@ def test_modules_with_brackets_are_found(viewed: fxckpt.Frontier, opened: Any, t
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1400, 1000, 600])
 def test_the_header_fits(viewed: fxckpt.Frontier, opened: Any, tmp_path: Path, width: int) -> None:
-    tab = opened(viewed.to_html(tmp_path / "page.html", title="a title that is longer than the page is wide " * 4))
+    tab = opened(
+        viewed.to_html(
+            tmp_path / "page.html", title="a title that is longer than the page is wide " * 4
+        )
+    )
     tab.set_viewport_size({"width": width, "height": 900})
     assert tab.evaluate("() => document.documentElement.scrollWidth") == width
     for part in ("#slider", "#plan-title", "#search"):
         box = tab.locator(part).bounding_box()
         assert box["width"] > 50 and box["x"] + box["width"] <= width
-    assert tab.evaluate("() => { const e = document.getElementById('plan-title'); return e.scrollWidth === e.clientWidth; }")
+    assert tab.evaluate(
+        "() => { const e = document.getElementById('plan-title'); return e.scrollWidth === e.clientWidth; }"
+    )

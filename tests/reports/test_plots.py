@@ -15,7 +15,9 @@ matplotlib.use("Agg")
 
 @pytest.fixture(scope="module")
 def curve() -> fxckpt.Frontier:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+    )
     return fxckpt.frontier(model, torch.randn(1024, 64), points=5, cost=Roofline(2e11, 1e10, 0.0))
 
 
@@ -32,7 +34,9 @@ def labels(axes: object) -> list[str]:
 
 
 @pytest.mark.parametrize("over", ["ops", "time"])
-def test_memory_has_its_parts_the_budget_and_what_it_would_have_been(curve: fxckpt.Frontier, over: str) -> None:
+def test_memory_has_its_parts_the_budget_and_what_it_would_have_been(
+    curve: fxckpt.Frontier, over: str
+) -> None:
     plan = curve.plans[1]
     axes = plan.plot_memory(over=over)
     assert {"saved", "recomputed", "gradients", "budget", "uncheckpointed"} <= set(labels(axes))
@@ -50,14 +54,18 @@ def test_memory_over_something_else(curve: fxckpt.Frontier) -> None:
 def test_the_frontier_marks_the_plan_and_its_peers(curve: fxckpt.Frontier) -> None:
     from fxckpt.reports.tradeoff import Peer
 
-    axes = curve.plot(chosen=curve.plans[2], peers=[Peer("by hand", curve.plans[3].peak_bytes, 0.4)])
+    axes = curve.plot(
+        chosen=curve.plans[2], peers=[Peer("by hand", curve.plans[3].peak_bytes, 0.4)]
+    )
     assert {"this plan", "by hand", "least possible time"} <= set(labels(axes))
     assert "%" in axes.get_ylabel() and "MiB" in axes.get_xlabel()
     assert axes.get_ylim()[1] > 40
 
 
 def test_the_frontier_refuses_a_plan_of_another_model(curve: fxckpt.Frontier) -> None:
-    with pytest.raises(fxckpt.InvalidOption, match=r"plot\(chosen=...\): that plan is of another graph"):
+    with pytest.raises(
+        fxckpt.InvalidOption, match=r"plot\(chosen=...\): that plan is of another graph"
+    ):
         curve.plot(chosen=fxckpt.plan(nn.Linear(4, 4), torch.randn(2, 4)))
     with pytest.raises(fxckpt.InvalidOption, match="that is no plan"):
         curve.plot(chosen=0)  # type: ignore[arg-type]
@@ -69,13 +77,19 @@ def test_a_dollar_in_a_name_is_no_formula(curve: fxckpt.Frontier) -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.parts = nn.ModuleDict({r"$\bad$": nn.Sequential(nn.Linear(64, 64), nn.Tanh()), "$a$": nn.Softmax(-1)})
+            self.parts = nn.ModuleDict(
+                {r"$\bad$": nn.Sequential(nn.Linear(64, 64), nn.Tanh()), "$a$": nn.Softmax(-1)}
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.parts["$a$"](self.parts[r"$\bad$"](x)).square()
 
     plan = fxckpt.plan(Named(), torch.randn(256, 64), cost=Roofline(2e11, 1e10, 0.0, r"$\bad$"))
-    for axes in (plan.plot_modules(), plan.plot_memory(over="time"), curve.plot(peers=[Peer(r"$\bad$", 2**20, 0.1)])):
+    for axes in (
+        plan.plot_modules(),
+        plan.plot_memory(over="time"),
+        curve.plot(peers=[Peer(r"$\bad$", 2**20, 0.1)]),
+    ):
         axes.figure.canvas.draw()
         shown = [*axes.get_yticklabels(), axes.xaxis.label, *axes.get_legend().get_texts()]
         assert [text for text in shown if r"$\bad$" in text.get_text()]
@@ -87,7 +101,9 @@ def test_modules_are_bars_in_the_models_order(curve: fxckpt.Frontier) -> None:
     assert axes is given
     names = [text.get_text() for text in axes.get_yticklabels()]
     assert [n for n in names if n.isdigit()] == ["0", "1", "2", "3"]
-    assert sum(bar.get_width() for bar in axes.containers[0]) * 2**20 == pytest.approx(curve.plans[1].saved_bytes)
+    assert sum(bar.get_width() for bar in axes.containers[0]) * 2**20 == pytest.approx(
+        curve.plans[1].saved_bytes
+    )
 
 
 def test_a_plans_own_frontier_contains_it(curve: fxckpt.Frontier) -> None:

@@ -34,7 +34,9 @@ def weights(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tup
     return tuple(torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes)
 
 
-def trained(function: Callable[..., Any]) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
+def trained(
+    function: Callable[..., Any],
+) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
     """A function of an input and two square weights."""
     return lambda: (function, (torch.randn(32, WIDTH), *weights((WIDTH, WIDTH), (WIDTH, WIDTH))))
 
@@ -91,13 +93,25 @@ def looped(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return state
 
 
-FUNCTIONS = (two_outputs, views_out, shared, unused_weight, in_place, integers, halves, sparse_loss, looped)
+FUNCTIONS = (
+    two_outputs,
+    views_out,
+    shared,
+    unused_weight,
+    in_place,
+    integers,
+    halves,
+    sparse_loss,
+    looped,
+)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_functions(function: Callable[..., Any]) -> None:
     adds_up_differently = function in (views_out, halves)
-    same_at_every_budget(trained(function), reference=UNCHECKPOINTED if adds_up_differently else "eager")
+    same_at_every_budget(
+        trained(function), reference=UNCHECKPOINTED if adds_up_differently else "eager"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
@@ -105,7 +119,12 @@ def test_dtypes(dtype: torch.dtype) -> None:
     def f(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return ((x @ a).tanh().sin() @ b).cos()
 
-    plans = same_at_every_budget(lambda: (f, (torch.randn(32, WIDTH, dtype=dtype), *weights(*[(WIDTH, WIDTH)] * 2, dtype=dtype))))
+    plans = same_at_every_budget(
+        lambda: (
+            f,
+            (torch.randn(32, WIDTH, dtype=dtype), *weights(*[(WIDTH, WIDTH)] * 2, dtype=dtype)),
+        )
+    )
     assert plans[-1].schedule
 
 
@@ -142,7 +161,11 @@ class LowRank(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("make", [frozen_but_the_last, lambda: (LowRank(), (torch.randn(32, WIDTH),))], ids=["frozen", "low rank"])
+@pytest.mark.parametrize(
+    "make",
+    [frozen_but_the_last, lambda: (LowRank(), (torch.randn(32, WIDTH),))],
+    ids=["frozen", "low rank"],
+)
 def test_frozen_weights(make: Callable[[], Any]) -> None:
     same_at_every_budget(make)
 
@@ -160,7 +183,13 @@ def test_nested_arguments() -> None:
         return Pair(h, (h * pair.right).cos() if options["twice"] else h)
 
     same_at_every_budget(
-        lambda: (f, (Pair(torch.randn(8, WIDTH), torch.randn(8, WIDTH)), {"weights": [*weights((WIDTH, WIDTH))], "twice": True}))
+        lambda: (
+            f,
+            (
+                Pair(torch.randn(8, WIDTH), torch.randn(8, WIDTH)),
+                {"weights": [*weights((WIDTH, WIDTH))], "twice": True},
+            ),
+        )
     )
 
 
@@ -174,7 +203,12 @@ def test_tensor_subclasses(budget: float | None) -> None:
             layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), 2 * layer.weight.detach()))
         x = TwoTensor(torch.randn(32, WIDTH), torch.randn(32, WIDTH))
         (torch.compile(model, backend=backend) if backend else model)(x).square().mean().backward()
-        return {f"{n} {part}": getattr(p.grad, part) for n, p in model.named_parameters() if "weight" in n for part in "ab"}
+        return {
+            f"{n} {part}": getattr(p.grad, part)
+            for n, p in model.named_parameters()
+            if "weight" in n
+            for part in "ab"
+        }
 
     backend = fxckpt.Backend(budget=budget, inner="aot_eager")
     assert differing(run(None), run(backend)) == []
@@ -217,7 +251,9 @@ def test_a_budget_over_sizes_without_a_bound_is_said_not_to_hold() -> None:
     model, (x,) = fresh(lambda: (Blocks(), (torch.randn(64, WIDTH),)))
     torch._dynamo.decorators.mark_unbacked(x, 0)
     with pytest.warns(UserWarning, match="cannot be promised"):
-        torch.compile(model, backend=fxckpt.Backend(budget=10**6, inner="aot_eager"))(x).sum().backward()
+        torch.compile(model, backend=fxckpt.Backend(budget=10**6, inner="aot_eager"))(
+            x
+        ).sum().backward()
 
 
 def test_sizes_that_depend_on_data() -> None:
@@ -226,7 +262,9 @@ def test_sizes_that_depend_on_data() -> None:
         chosen = h[h[:, 0] > 0]
         return (chosen @ b).sin().sum() + h.cos().sum()
 
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+    with torch._dynamo.config.patch(
+        capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True
+    ):
         same_at_every_budget(trained(f), (None, 0.9, FLOOR))
 
 
@@ -251,7 +289,9 @@ def step(budget: object) -> tuple[nn.Module, Callable[..., Tensor], Tensor]:
 class TestWaysToDifferentiate:
     """Each gives what eager gives."""
 
-    def same(self, budget: object, use: Callable[[nn.Module, Callable[..., Tensor], Tensor], Any]) -> None:
+    def same(
+        self, budget: object, use: Callable[[nn.Module, Callable[..., Tensor], Tensor], Any]
+    ) -> None:
         seen = []
         for b in ("eager", budget):
             model, forward, x = step(b)
@@ -261,7 +301,9 @@ class TestWaysToDifferentiate:
         assert seen[0] and differing(*seen) == []
 
     def test_autograd_grad(self, budget: object) -> None:
-        self.same(budget, lambda m, f, x: torch.autograd.grad(f(x).square().sum(), list(m.parameters())))
+        self.same(
+            budget, lambda m, f, x: torch.autograd.grad(f(x).square().sum(), list(m.parameters()))
+        )
 
     def test_a_retained_graph(self, budget: object) -> None:
         def use(model: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> None:
@@ -305,6 +347,8 @@ def test_torch_func_grad_inside(budget: object) -> None:
 
 def test_second_derivatives_are_refused_as_torch_refuses_them() -> None:
     model, forward, x = step(0.8)
-    (first,) = torch.autograd.grad(forward(x).square().sum(), [model.layers[0].weight], create_graph=True)
+    (first,) = torch.autograd.grad(
+        forward(x).square().sum(), [model.layers[0].weight], create_graph=True
+    )
     with pytest.raises(RuntimeError, match="double backward"):
         first.sum().backward()

@@ -49,7 +49,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attn, self.drop = Attention(), nn.Dropout(0.1)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.attn(self.norm1(x)))
@@ -78,7 +80,9 @@ def resnet() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return ResNet(8, 2), (torch.randn(4, 3, 16, 16), torch.randint(0, 10, (4,)))
 
 
-def by_dynamo(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
+def by_dynamo(
+    model: nn.Module, inputs: tuple[Tensor, ...]
+) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
     """What Dynamo hands to a backend: parameters and buffers are inputs as well."""
     found: list[Any] = []
 
@@ -90,7 +94,9 @@ def by_dynamo(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[fx.GraphMod
     return found[0]
 
 
-ROUTES: dict[str, Callable[[nn.Module, tuple[Tensor, ...]], tuple[nn.Module, tuple[Tensor, ...]]]] = {
+ROUTES: dict[
+    str, Callable[[nn.Module, tuple[Tensor, ...]], tuple[nn.Module, tuple[Tensor, ...]]]
+] = {
     "module": lambda model, inputs: (model, inputs),
     "symbolic_trace": lambda model, inputs: (fx.symbolic_trace(model), inputs),
     "make_fx": lambda model, inputs: (make_fx(model)(*inputs), inputs),
@@ -100,10 +106,14 @@ ROUTES: dict[str, Callable[[nn.Module, tuple[Tensor, ...]], tuple[nn.Module, tup
 
 
 @pytest.mark.parametrize(
-    ("make", "options"), [(gpt, {"budget": 0.75}), (resnet, {"policy": policies.recompute_all})], ids=["gpt", "resnet"]
+    ("make", "options"),
+    [(gpt, {"budget": 0.75}), (resnet, {"policy": policies.recompute_all})],
+    ids=["gpt", "resnet"],
 )
 @pytest.mark.parametrize("route", ROUTES)
-def test_the_step_is_the_same_by_every_route_and_its_peak_is_the_plan_s(make: Callable[[], Any], options: Any, route: str) -> None:
+def test_the_step_is_the_same_by_every_route_and_its_peak_is_the_plan_s(
+    make: Callable[[], Any], options: Any, route: str
+) -> None:
     torch.manual_seed(0)
     source, inputs = ROUTES[route](*make())
     start = copy.deepcopy(source.state_dict())
@@ -129,7 +139,10 @@ def test_the_backward_does_the_work_that_the_plan_says() -> None:
             loss.backward()
         return int(counter.get_total_flops())
 
-    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))), torch.randn(64, 16)
+    model, x = (
+        nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))),
+        torch.randn(64, 16),
+    )
     made = fxckpt.rewrite(fx.symbolic_trace(model), policies.recompute_all)
     made(x).sum().backward()
     assert flops(made, x) - flops(model, x) == made.plan.recompute_flops > 0
@@ -140,15 +153,22 @@ def test_the_backward_does_the_work_that_the_plan_says() -> None:
 
 def stack() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in range(2)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in range(2))
+    )
 
 
-SOURCES: dict[str, Callable[[nn.Module], nn.Module]] = {"module": lambda model: model, "graph": fx.symbolic_trace}
+SOURCES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "module": lambda model: model,
+    "graph": fx.symbolic_trace,
+}
 either = pytest.mark.parametrize("of", SOURCES.values(), ids=SOURCES)
 
 
 @either
-def test_parameters_buffers_and_keys_are_those_of_the_source(of: Callable[[nn.Module], nn.Module]) -> None:
+def test_parameters_buffers_and_keys_are_those_of_the_source(
+    of: Callable[[nn.Module], nn.Module],
+) -> None:
     source = of(stack())
     made = fxckpt.rewrite(source)
     assert isinstance(made, fx.GraphModule)
@@ -188,7 +208,9 @@ def test_what_happens_to_the_state_takes_effect(of: Callable[[nn.Module], nn.Mod
     x = x.double()
     plain.double(), made.double()
     agree()
-    assert {name: b.tolist() for name, b in made.named_buffers()} == {name: b.tolist() for name, b in plain.named_buffers()}
+    assert {name: b.tolist() for name, b in made.named_buffers()} == {
+        name: b.tolist() for name, b in plain.named_buffers()
+    }
 
 
 @either
@@ -208,7 +230,11 @@ def test_a_signature_is_planned_once(of: Callable[[nn.Module], nn.Module]) -> No
     assert len(made.plans) == 1
     for size in (4, 5, 4, 6, 5):
         made(torch.randn(size, 8)).sum().backward()
-    assert [row.shape[0] for plan in made.plans for row in plan.rows if row.name == "addmm"] == [4, 5, 6]
+    assert [row.shape[0] for plan in made.plans for row in plan.rows if row.name == "addmm"] == [
+        4,
+        5,
+        6,
+    ]
     assert made.eval()(torch.randn(4, 8)).requires_grad
     assert len(made.plans) == 4
 
@@ -240,21 +266,32 @@ def test_a_pickle_brings_its_plan(route: str) -> None:
     assert again.forward_graph.code == made.forward_graph.code
 
 
-@pytest.mark.parametrize("copied", [lambda made: pickle.loads(pickle.dumps(made)), copy.deepcopy], ids=["pickle", "deepcopy"])
+@pytest.mark.parametrize(
+    "copied",
+    [lambda made: pickle.loads(pickle.dumps(made)), copy.deepcopy],
+    ids=["pickle", "deepcopy"],
+)
 def test_the_input_checks_of_an_export_are_copied(copied: Callable[[Any], Any]) -> None:
     x, dims = torch.randn(4, 8), {"input": {0: torch.export.Dim("n", min=3, max=64)}}
-    exported = torch.export.export(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (x,), dynamic_shapes=dims).module()
+    exported = torch.export.export(
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (x,), dynamic_shapes=dims
+    ).module()
     made = copied(copied(fxckpt.rewrite(exported, policies.recompute_all)))
     made(torch.randn(64, 8)).sum().backward()
     assert torch.equal(torch.compile(made, backend="eager", fullgraph=True)(x), exported(x))
     with pytest.raises(fxckpt.CaptureError, match=r"Guard failed: input.size\(\)\[0\] <= 64"):
         made(torch.randn(65, 8))
-    with torch.no_grad(), pytest.raises(AssertionError, match=r"Guard failed: input.size\(\)\[0\] >= 3"):
+    with (
+        torch.no_grad(),
+        pytest.raises(AssertionError, match=r"Guard failed: input.size\(\)\[0\] >= 3"),
+    ):
         made(torch.randn(2, 8))
 
 
 def test_input_checks_made_by_another_python_are_refused() -> None:
-    with pytest.raises(fxckpt.CaptureError, match=r"pickled under Python 3\.1(.|\n)*check_guards=False"):
+    with pytest.raises(
+        fxckpt.CaptureError, match=r"pickled under Python 3\.1(.|\n)*check_guards=False"
+    ):
         Guards(b"", (3, 1)).load()
 
 
@@ -263,7 +300,10 @@ def twice(module: nn.Module, args: Any, out: Tensor) -> Tensor:
 
 
 def test_a_pickle_of_a_graph_keeps_its_hooks_and_attributes() -> None:
-    made, x = fxckpt.rewrite(fx.symbolic_trace(stack().eval()), policies.recompute_all), torch.randn(4, 8)
+    made, x = (
+        fxckpt.rewrite(fx.symbolic_trace(stack().eval()), policies.recompute_all),
+        torch.randn(4, 8),
+    )
     made.register_forward_hook(twice)
     made.get_submodule("0.0").register_forward_hook(twice)
     made.scale = 3.0
@@ -281,7 +321,12 @@ def test_a_pickle_is_read_in_a_new_process(tmp_path: Any) -> None:
         "print(m.plan.digest, len(m.plans), sum(p.grad.sum().item() for p in m.parameters()));"
         "m(torch.randn(6, 8)); print(m.plan.rows[0].module)"
     )
-    run = subprocess.run([sys.executable, "-c", program, str(tmp_path / "made.pt")], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "made.pt")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     torch.manual_seed(1)
     made(x).square().sum().backward()
@@ -295,8 +340,12 @@ def test_print_readable_names_what_is_saved_and_what_runs_again() -> None:
     made(torch.randint(0, 50, (4, 24)))
     text = made.print_readable(print_output=False)
     assert "# saved for the backward: " + ", ".join(made.plan.saved) in text
-    assert all(f"{name}_recompute" in text for name in made.plan.recomputed if name.startswith("gelu"))
-    assert made.forward_graph.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
+    assert all(
+        f"{name}_recompute" in text for name in made.plan.recomputed if name.startswith("gelu")
+    )
+    assert made.forward_graph.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.addmm.default
+    )
     saved = {node.name for node in made.backward_graph.graph.find_nodes(op="placeholder")}
     assert set(made.plan.saved) <= saved
 
@@ -306,7 +355,12 @@ def test_torch_compile_goes_through_it(of: Callable[[nn.Module], nn.Module]) -> 
     x = torch.randn(4, 8)
     expected = outcome(model := stack(), model, (x,))
     made = fxckpt.rewrite(of(stack()), policies.recompute_all)
-    assert differing(expected, outcome(made, torch.compile(made, backend="aot_eager", fullgraph=True), (x,))) == []
+    assert (
+        differing(
+            expected, outcome(made, torch.compile(made, backend="aot_eager", fullgraph=True), (x,))
+        )
+        == []
+    )
 
 
 def test_fx_takes_it_for_the_graph_that_it_is() -> None:
@@ -332,7 +386,9 @@ class Odd(nn.Module):
         super().__init__()
         self.lin = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor, *more: Tensor, scale: float = 2.0, flag: bool = False, **named: Tensor) -> Result:
+    def forward(
+        self, x: Tensor, *more: Tensor, scale: float = 2.0, flag: bool = False, **named: Tensor
+    ) -> Result:
         y = self.lin(x).sin() * scale
         for t in (*more, *named.values()):
             y = y + t
@@ -343,7 +399,12 @@ def test_arguments_and_results_of_any_form() -> None:
     x, a, b = torch.randn(4, 8), torch.randn(4, 8), torch.randn(4, 8)
     model = Odd()
     made = fxckpt.rewrite(model, policies.recompute_all)
-    for args, kwargs in (((x,), {}), ((x, a), {"scale": 3.0}), ((x,), {"flag": True, "b": b}), ((x, a, b), {"named": a})):
+    for args, kwargs in (
+        ((x,), {}),
+        ((x, a), {"scale": 3.0}),
+        ((x,), {"flag": True, "b": b}),
+        ((x, a, b), {"named": a}),
+    ):
         expected, got = model(*args, **kwargs), made(*args, **kwargs)
         assert isinstance(got, Result)
         assert torch.equal(got.loss, expected.loss)
@@ -490,13 +551,17 @@ def test_a_module_s_own_way_to_save_itself_is_kept() -> None:
     [
         nn.utils.spectral_norm,
         lambda m: prune.custom_from_mask(m, "weight", torch.eye(8)),
-        lambda m: m.register_full_backward_hook(lambda module, grads, _: tuple(2 * g for g in grads)),
+        lambda m: m.register_full_backward_hook(
+            lambda module, grads, _: tuple(2 * g for g in grads)
+        ),
         lambda m: m.register_forward_hook(lambda module, args, out: 2 * out),
     ],
     ids=["spectral_norm", "prune", "full backward hook", "forward hook"],
 )
 @either
-def test_hooks_of_the_module_itself_take_effect(of: Callable[[nn.Module], nn.Module], change: Callable[[nn.Module], object]) -> None:
+def test_hooks_of_the_module_itself_take_effect(
+    of: Callable[[nn.Module], nn.Module], change: Callable[[nn.Module], object]
+) -> None:
     plain, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
     made = fxckpt.rewrite(of(copy.deepcopy(plain)), policies.recompute_all)
     for module in (plain, made):
@@ -538,7 +603,10 @@ def test_torch_s_other_ways_to_run_or_clean_a_graph(of: Callable[[nn.Module], nn
 def test_a_module_that_is_called_twice_has_one_path() -> None:
     lin = nn.Linear(4, 4)
     model, x = nn.Sequential(lin, nn.Tanh(), lin, nn.Tanh()), torch.randn(2, 4)
-    for made in (fxckpt.rewrite(model, policies.save("1"), example_inputs=(x,)), fxckpt.rewrite(model, policies.save("1"))):
+    for made in (
+        fxckpt.rewrite(model, policies.save("1"), example_inputs=(x,)),
+        fxckpt.rewrite(model, policies.save("1")),
+    ):
         made(x).sum().backward()
         assert "tanh" in made.plan.saved
 
@@ -552,7 +620,9 @@ def exchange(m: nn.Module) -> None:
 
 def edit(m: nn.Module) -> None:
     if isinstance(m, fx.GraphModule):
-        m.graph.find_nodes(op="call_module", target="1")[0].replace_all_uses_with(m.graph.find_nodes(op="call_module", target="0")[0])
+        m.graph.find_nodes(op="call_module", target="1")[0].replace_all_uses_with(
+            m.graph.find_nodes(op="call_module", target="0")[0]
+        )
         m.recompile()
 
 
@@ -564,13 +634,20 @@ def edit(m: nn.Module) -> None:
         lambda m: setattr(m.get_submodule("1"), "p", 0.0),
         lambda m: m.get_submodule("1").eval(),
         lambda m: m.get_submodule("0").register_forward_hook(lambda module, args, out: 3 * out),
-        lambda m: m.get_submodule("0").register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+        lambda m: m.get_submodule("0").register_forward_pre_hook(
+            lambda module, args: (2 * args[0],)
+        ),
     ],
     ids=["another submodule", "another graph", "an attribute", "a mode", "a hook", "a pre-hook"],
 )
 @either
-def test_what_changes_in_the_source_is_seen(of: Callable[[nn.Module], nn.Module], change: Callable[[nn.Module], object]) -> None:
-    source, x = of(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))), torch.randn(4, 8)
+def test_what_changes_in_the_source_is_seen(
+    of: Callable[[nn.Module], nn.Module], change: Callable[[nn.Module], object]
+) -> None:
+    source, x = (
+        of(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))),
+        torch.randn(4, 8),
+    )
     made = fxckpt.rewrite(source, policies.recompute_all)
     for _ in range(2):
         torch.manual_seed(0)
@@ -582,7 +659,9 @@ def test_what_changes_in_the_source_is_seen(of: Callable[[nn.Module], nn.Module]
 
 def test_what_nobody_reads_is_no_reason_to_trace_again() -> None:
     source, x = fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh())), torch.randn(4, 8)
-    source.get_submodule("0").register_forward_hook(lambda module, args, out: setattr(module, "seen", out))
+    source.get_submodule("0").register_forward_hook(
+        lambda module, args, out: setattr(module, "seen", out)
+    )
     made = fxckpt.rewrite(source)
     made(x)
     seen = source.get_submodule("0").seen
@@ -626,7 +705,12 @@ def test_an_inner_compiler_gets_both_halves() -> None:
         halves.append(gm)
         return gm.forward
 
-    made = fxckpt.rewrite(fx.symbolic_trace(stack()), policies.save_matmuls, inner=inner, example_inputs=(torch.randn(4, 8),))
+    made = fxckpt.rewrite(
+        fx.symbolic_trace(stack()),
+        policies.save_matmuls,
+        inner=inner,
+        example_inputs=(torch.randn(4, 8),),
+    )
     made(torch.randn(4, 8)).sum().backward()
     assert len(halves) == 2
 
@@ -639,7 +723,9 @@ def test_rewriting_again_changes_nothing() -> None:
     made = fxckpt.rewrite(fx.symbolic_trace(stack()), policies.save_matmuls, example_inputs=(x,))
     assert fxckpt.rewrite(made) is made
     assert fxckpt.rewrite(made, policies.save_matmuls, example_inputs=(x,)).plan == made.plan
-    twice = fxckpt.rewrite(fxckpt.rewrite(made, made.plan, example_inputs=(x,)), made.plan, example_inputs=(x,))
+    twice = fxckpt.rewrite(
+        fxckpt.rewrite(made, made.plan, example_inputs=(x,)), made.plan, example_inputs=(x,)
+    )
     assert twice.plan == made.plan
     assert twice.forward_graph.code == made.forward_graph.code
 
@@ -682,7 +768,10 @@ def test_a_plan_moves_from_one_way_of_capture_to_another(make: Callable[[], Any]
         loss_of(made(*given)).backward()
         for tensor in (*model.parameters(), *source.parameters(), *given):
             tensor.grad = None
-        assert fxckpt.measure_peak(lambda made=made, given=given: loss_of(made(*given)).backward()) == plan.peak_bytes
+        assert (
+            fxckpt.measure_peak(lambda made=made, given=given: loss_of(made(*given)).backward())
+            == plan.peak_bytes
+        )
         own = fxckpt.rewrite(source, budget=0.8, example_inputs=given).plan
         assert own.digest == plan.digest
 
@@ -693,13 +782,18 @@ def test_graphs_that_differ_in_more_than_the_order_of_inputs_stay_two() -> None:
 
     assert of(lambda x, y: (x @ y).sin().sum()) == of(lambda x, y: (y @ x).sin().sum())
     assert of(lambda x, y: (x @ y + x).sin().sum()) != of(lambda x, y: (x @ y + y).sin().sum())
-    assert of(lambda x, y: (x @ y).sin().sum()) != of(lambda x, y: (x @ x).sin().sum() + 0 * y.sum())
+    assert of(lambda x, y: (x @ y).sin().sum()) != of(
+        lambda x, y: (x @ x).sin().sum() + 0 * y.sum()
+    )
 
 
 def test_a_stored_plan_is_compared_as_any_other() -> None:
     x = torch.randn(4, 8)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU())
-    one, other = (fxckpt.plan(model, x, policy=policy) for policy in (policies.save_all, policies.recompute_all))
+    one, other = (
+        fxckpt.plan(model, x, policy=policy)
+        for policy in (policies.save_all, policies.recompute_all)
+    )
     stored = fxckpt.Plan.from_json(one.to_json())
     expected = str(one.diff(other))
     assert "recomputed" in expected
@@ -711,12 +805,18 @@ def test_a_stored_plan_is_compared_as_any_other() -> None:
 
 def test_a_plan_written_before_there_was_a_field_says_its_default() -> None:
     plan = fxckpt.plan(stack(), torch.randn(4, 8))
-    figures = {name: value for name, value in json.loads(plan.to_json()).items() if name not in ("form", "checksum", "lets_go")}
+    figures = {
+        name: value
+        for name, value in json.loads(plan.to_json()).items()
+        if name not in ("form", "checksum", "lets_go")
+    }
     digest = hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()
     older = {"form": "fxckpt plan 1", "checksum": digest[:16], **figures}
     assert fxckpt.Plan.from_json(json.dumps(older)) == plan
     with pytest.raises(fxckpt.InvalidPlan, match="'rows'"):
-        fxckpt.Plan.from_json(json.dumps({name: value for name, value in older.items() if name != "rows"}))
+        fxckpt.Plan.from_json(
+            json.dumps({name: value for name, value in older.items() if name != "rows"})
+        )
 
 
 def test_a_text_that_is_no_plan_is_refused() -> None:
@@ -737,12 +837,25 @@ def test_a_text_that_is_no_plan_is_refused() -> None:
 
 def test_a_plan_that_was_changed_by_hand_is_refused() -> None:
     x = torch.randn(4, 8)
-    plan = fxckpt.rewrite(fx.symbolic_trace(stack()), policies.recompute_all, example_inputs=(x,)).plan
-    for schedule in ((fxckpt.Recompute("nothing", "output"),), (fxckpt.Recompute("addmm", "nowhere"),)):
+    plan = fxckpt.rewrite(
+        fx.symbolic_trace(stack()), policies.recompute_all, example_inputs=(x,)
+    ).plan
+    for schedule in (
+        (fxckpt.Recompute("nothing", "output"),),
+        (fxckpt.Recompute("addmm", "nowhere"),),
+    ):
         with pytest.raises(fxckpt.InvalidPlan, match="changed by hand"):
-            fxckpt.rewrite(fx.symbolic_trace(stack()), dataclasses.replace(plan, schedule=schedule), example_inputs=(x,))
+            fxckpt.rewrite(
+                fx.symbolic_trace(stack()),
+                dataclasses.replace(plan, schedule=schedule),
+                example_inputs=(x,),
+            )
     with pytest.raises(fxckpt.VerifyError, match="which the plan does not save"):
-        fxckpt.rewrite(fx.symbolic_trace(stack()), dataclasses.replace(plan, schedule=plan.schedule[1:], saved=()), example_inputs=(x,))
+        fxckpt.rewrite(
+            fx.symbolic_trace(stack()),
+            dataclasses.replace(plan, schedule=plan.schedule[1:], saved=()),
+            example_inputs=(x,),
+        )
 
 
 # Errors.
@@ -762,12 +875,18 @@ def test_what_cannot_be_rewritten_is_named() -> None:
         with pytest.raises(fxckpt.InvalidOption, match=says):
             fxckpt.rewrite(wrong)  # type: ignore[arg-type]
     with pytest.raises(fxckpt.CaptureError, match="module '0' is an LSTM"):
-        fxckpt.rewrite(fx.symbolic_trace(nn.Sequential(nn.LSTM(2, 2))), example_inputs=(torch.randn(3, 2),))
-    with pytest.raises(fxckpt.InvalidOption, match=r"example_inputs do not fit: too many positional arguments"):
+        fxckpt.rewrite(
+            fx.symbolic_trace(nn.Sequential(nn.LSTM(2, 2))), example_inputs=(torch.randn(3, 2),)
+        )
+    with pytest.raises(
+        fxckpt.InvalidOption, match=r"example_inputs do not fit: too many positional arguments"
+    ):
         fxckpt.rewrite(fx.symbolic_trace(stack()), example_inputs=(torch.randn(4, 8), 3))
     with pytest.raises(fxckpt.CaptureError, match="the module does not run on these inputs"):
         fxckpt.rewrite(fx.symbolic_trace(stack()), example_inputs=(torch.randn(4, 7),))
-    with pytest.raises(fxckpt.CaptureError, match="the model does not run on these inputs: RuntimeError"):
+    with pytest.raises(
+        fxckpt.CaptureError, match="the model does not run on these inputs: RuntimeError"
+    ):
         fxckpt.rewrite(stack(), example_inputs=(torch.randn(4, 7),))
     with pytest.raises(fxckpt.CaptureError, match="nothing was planned yet"):
         fxckpt.rewrite(stack()).plan  # noqa: B018
@@ -789,7 +908,10 @@ def test_a_module_that_breaks_the_graph_is_refused() -> None:
 
 
 def test_a_joint_graph_gets_explicit_recompute() -> None:
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8)
+    model, x = (
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU()),
+        torch.randn(4, 8),
+    )
     joint = capture_joint(model, (x,), {}).module
     before = joint.code
     made = fxckpt.rewrite(joint, policies.recompute_all)
@@ -802,7 +924,11 @@ def test_a_joint_graph_gets_explicit_recompute() -> None:
     assert fxckpt.rewrite(made) is made
     assert fxckpt.rewrite(made, made.plan).code == made.code
     for twin in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert (twin.code, twin.plan, twin.forward_graph.code) == (made.code, made.plan, made.forward_graph.code)
+        assert (twin.code, twin.plan, twin.forward_graph.code) == (
+            made.code,
+            made.plan,
+            made.forward_graph.code,
+        )
 
 
 def test_a_joint_graph_s_halves_are_a_partition_for_aot_autograd() -> None:

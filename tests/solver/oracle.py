@@ -28,7 +28,9 @@ def exhaustive(program: Program, limit: int) -> float | None:
     tables, own = program.tables, backward_own_profile(program)
     outputs = int(tables.bytes[tables.is_output].sum())
     steps = itertools.count()
-    queue: list[tuple[float, int, _State]] = [(0.0, next(steps), state) for state in _starts(program, limit)]
+    queue: list[tuple[float, int, _State]] = [
+        (0.0, next(steps), state) for state in _starts(program, limit)
+    ]
     done: set[_State] = set()
     heapq.heapify(queue)
 
@@ -48,12 +50,19 @@ def exhaustive(program: Program, limit: int) -> float | None:
             if held(there) + own[j] + int(tables.workspace_bytes[len(program.ops) + j]) <= limit:
                 after.append((spent, _State(j + 1, there, ran)))
         for i, op in enumerate(program.ops):
-            if op.no_recompute is not None or not all(s in there or tables.is_output[s] for s in op.needs):
+            if op.no_recompute is not None or not all(
+                s in there or tables.is_output[s] for s in op.needs
+            ):
                 continue
             more = there | {s for s in op.writes if not tables.is_output[s]}
             before_op = own[j] - int(tables.written_bytes[len(program.ops) + j])
-            if held(more) + before_op + int(tables.workspace_bytes[i] + tables.replay_bytes[i]) <= limit:
-                after.append((spent + (op.seconds if i in ran else 0.0), _State(j, more, ran | {i})))
+            if (
+                held(more) + before_op + int(tables.workspace_bytes[i] + tables.replay_bytes[i])
+                <= limit
+            ):
+                after.append(
+                    (spent + (op.seconds if i in ran else 0.0), _State(j, more, ran | {i}))
+                )
         for seconds, state in after:
             heapq.heappush(queue, (seconds, next(steps), state))
     return None
@@ -62,10 +71,16 @@ def exhaustive(program: Program, limit: int) -> float | None:
 def _starts(program: Program, limit: int) -> Iterator[_State]:
     """Yield what may be at hand after the forward, within ``limit``."""
     tables = program.tables
-    savable = [s for s, storage in enumerate(program.storages) if storage.producer != -2 and storage.is_savable and not storage.is_output]
+    savable = [
+        s
+        for s, storage in enumerate(program.storages)
+        if storage.producer != -2 and storage.is_savable and not storage.is_output
+    ]
     for n in range(len(savable) + 1):
         for saved in itertools.combinations(savable, n):
             simulation = simulate(program, Schedule(saved, (), ()))
             if max(simulation.profile[: simulation.forward_ops], default=0) <= limit:
                 ran = frozenset(i for i in forward_ops(program, saved) if not tables.is_forward[i])
-                yield _State(0, frozenset(saved), ran | frozenset(np.flatnonzero(tables.is_forward).tolist()))
+                yield _State(
+                    0, frozenset(saved), ran | frozenset(np.flatnonzero(tables.is_forward).tolist())
+                )

@@ -21,12 +21,23 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
     ops: list[Op] = []
     count = draw(st.integers(1, max_ops))
     for i in range(count):
-        reads = tuple(sorted(draw(st.sets(st.integers(0, len(storages) - 1), max_size=3)))) if storages else ()
+        reads = (
+            tuple(sorted(draw(st.sets(st.integers(0, len(storages) - 1), max_size=3))))
+            if storages
+            else ()
+        )
         reads = tuple(s for s in reads if storages[s].producer != FORWARD_ONLY)
         writes = []
         for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
             writes.append(len(storages))
-            storages.append(Storage(f"v{len(storages)}", draw(st.integers(0, 20)), i, is_output=draw(st.integers(0, 9)) == 0))
+            storages.append(
+                Storage(
+                    f"v{len(storages)}",
+                    draw(st.integers(0, 20)),
+                    i,
+                    is_output=draw(st.integers(0, 9)) == 0,
+                )
+            )
         state = None
         no_recompute = Reason.EFFECT if draw(st.integers(0, 9)) == 0 else None
         if no_recompute is None and draw(st.integers(0, 5)) == 0:
@@ -34,11 +45,32 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
             storages.append(Storage(f"v{writes[0]}.rng_state", STATE_BYTES, FORWARD_ONLY))
         seconds = float(draw(st.integers(0, 9)))
         workspace = draw(st.sampled_from([0, 0, 5]))
-        ops.append(Op(f"f{i}", Side.FORWARD, seconds, int(seconds), reads, tuple(writes), no_recompute, state, workspace))
-    is_needed = {s for op in ops if op.side is Side.FORWARD for s in op.reads} | {i for i, s in enumerate(storages) if s.is_output}
+        ops.append(
+            Op(
+                f"f{i}",
+                Side.FORWARD,
+                seconds,
+                int(seconds),
+                reads,
+                tuple(writes),
+                no_recompute,
+                state,
+                workspace,
+            )
+        )
+    is_needed = {s for op in ops if op.side is Side.FORWARD for s in op.reads} | {
+        i for i, s in enumerate(storages) if s.is_output
+    }
     for i in reversed(range(count)):
-        if not is_needed & set(ops[i].writes) and ops[i].no_recompute is None and ops[i].rng_state is None and draw(st.booleans()):
-            ops[i] = Op(f"f{i}", Side.EITHER, ops[i].seconds, ops[i].flops, ops[i].reads, ops[i].writes)
+        if (
+            not is_needed & set(ops[i].writes)
+            and ops[i].no_recompute is None
+            and ops[i].rng_state is None
+            and draw(st.booleans())
+        ):
+            ops[i] = Op(
+                f"f{i}", Side.EITHER, ops[i].seconds, ops[i].flops, ops[i].reads, ops[i].writes
+            )
         elif ops[i].side is Side.FORWARD:
             is_needed |= set(ops[i].reads)
     values = [i for i, s in enumerate(storages) if s.producer >= 0]
@@ -49,7 +81,17 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
         reads = set(draw(st.lists(st.sampled_from(near), max_size=3))) | set(own[-1:])
         storages.append(Storage(f"g{j}", draw(st.integers(0, 20)), IN_BACKWARD))
         own.append(len(storages) - 1)
-        backward.append(Op(f"b{j}", Side.BACKWARD, 1.0, 1, tuple(sorted(reads)), (own[-1],), workspace_bytes=draw(st.sampled_from([0, 5]))))
+        backward.append(
+            Op(
+                f"b{j}",
+                Side.BACKWARD,
+                1.0,
+                1,
+                tuple(sorted(reads)),
+                (own[-1],),
+                workspace_bytes=draw(st.sampled_from([0, 5])),
+            )
+        )
     tangents = []
     for i in range(draw(st.sampled_from([0, 1, 1, 2]))):
         tangents.append(len(storages))
@@ -86,18 +128,30 @@ def interpret(program: Program, schedule: Schedule) -> Outcome:
     forward: list[Event] = []
     for i in order:
         op = program.ops[i]
-        forward.append((set(op.reads), set(op.writes) | ({op.rng_state} & kept), op.workspace_bytes))
+        forward.append(
+            (set(op.reads), set(op.writes) | ({op.rng_state} & kept), op.workspace_bytes)
+        )
     backward: list[Event] = []
     for j, op in enumerate(program.backward):
-        for o in [o for o, before in zip(schedule.runs, schedule.before, strict=True) if before == j]:
+        for o in [
+            o for o, before in zip(schedule.runs, schedule.before, strict=True) if before == j
+        ]:
             again = program.ops[o]
             assert again.no_recompute is None
             times[o] += 1
-            backward.append((set(again.needs), set(again.writes), again.workspace_bytes + STATE_BYTES * (again.rng_state is not None)))
+            backward.append(
+                (
+                    set(again.needs),
+                    set(again.writes),
+                    again.workspace_bytes + STATE_BYTES * (again.rng_state is not None),
+                )
+            )
         backward.append((set(op.reads), set(op.writes), op.workspace_bytes))
     first, live = _play(program, forward, set(), kept, set(), 0)
     second, _ = _play(program, backward, live - outputs | set(program.tangents), set(), outputs, 0)
-    return Outcome(first + second, sum((n - 1) * program.ops[o].seconds for o, n in times.items() if n > 1))
+    return Outcome(
+        first + second, sum((n - 1) * program.ops[o].seconds for o, n in times.items() if n > 1)
+    )
 
 
 def _forward_order(program: Program, schedule: Schedule) -> list[int]:
@@ -111,7 +165,9 @@ def _forward_order(program: Program, schedule: Schedule) -> list[int]:
     return sorted(needed)
 
 
-def _play(program: Program, events: list[Event], live: set[int], kept: set[int], held: set[int], base: int) -> tuple[list[int], set[int]]:
+def _play(
+    program: Program, events: list[Event], live: set[int], kept: set[int], held: set[int], base: int
+) -> tuple[list[int], set[int]]:
     """Play events; ``kept`` never die, ``held`` are beside what is live from the start."""
     size = [s.bytes for s in program.storages]
     base += sum(size[s] for s in held)

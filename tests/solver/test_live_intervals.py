@@ -24,10 +24,14 @@ def test_the_parts_add_up_to_the_profile(data: st.DataObject, program: Program) 
 
 
 @given(data=st.data(), program=programs())
-def test_the_uncheckpointed_profile_keeps_its_peak_over_the_ops_of_another(data: st.DataObject, program: Program) -> None:
+def test_the_uncheckpointed_profile_keeps_its_peak_over_the_ops_of_another(
+    data: st.DataObject, program: Program
+) -> None:
     schedule, baseline = emit(program, data.draw(decisions(program))), save_all(program)
     profile = simulate(program, baseline).profile
     over = aligned(moments(program, schedule), moments(program, baseline), profile)
     assert len(over) == len(simulate(program, schedule).profile)
     assert max(over) == max(profile)
-    assert aligned(moments(program, baseline), moments(program, baseline), profile)[-1] == profile[-1]
+    assert (
+        aligned(moments(program, baseline), moments(program, baseline), profile)[-1] == profile[-1]
+    )

@@ -16,9 +16,20 @@ from tests.solver.programs import interpret, programs
 def two_values() -> Program:
     """Two values of ten bytes, made in one and in nine seconds."""
     return Program(
-        ops=(Op("cheap", Side.FORWARD, 1.0, 1, (), (0,)), Op("dear", Side.FORWARD, 9.0, 9, (), (1,))),
-        backward=(Op("b0", Side.BACKWARD, 1.0, 1, (1,), (2,)), Op("b1", Side.BACKWARD, 1.0, 1, (0,), (3,))),
-        storages=(Storage("cheap", 10, 0), Storage("dear", 10, 1), Storage("g0", 1, IN_BACKWARD), Storage("g1", 1, IN_BACKWARD)),
+        ops=(
+            Op("cheap", Side.FORWARD, 1.0, 1, (), (0,)),
+            Op("dear", Side.FORWARD, 9.0, 9, (), (1,)),
+        ),
+        backward=(
+            Op("b0", Side.BACKWARD, 1.0, 1, (1,), (2,)),
+            Op("b1", Side.BACKWARD, 1.0, 1, (0,), (3,)),
+        ),
+        storages=(
+            Storage("cheap", 10, 0),
+            Storage("dear", 10, 1),
+            Storage("g0", 1, IN_BACKWARD),
+            Storage("g1", 1, IN_BACKWARD),
+        ),
         tangents=(),
     )
 
@@ -26,7 +37,9 @@ def two_values() -> Program:
 @pytest.mark.parametrize(("limit", "seconds"), [(21, 0.0), (20, 1.0), (11, 1.0), (10, None)])
 def test_both_know_the_answer_of_two_values(limit: int, seconds: float | None) -> None:
     assert exhaustive(two_values(), limit) == seconds
-    assert optimum(two_values(), limit).seconds == (None if seconds is None else pytest.approx(seconds))
+    assert optimum(two_values(), limit).seconds == (
+        None if seconds is None else pytest.approx(seconds)
+    )
 
 
 @given(program=programs(max_ops=4), share=st.floats(0.0, 1.0))
@@ -42,9 +55,13 @@ def test_an_order_within_stages_only_restricts(program: Program, share: float) -
         assert any_order <= in_order.seconds + 1e-6
 
 
-@pytest.mark.parametrize("search", [PriceSearch(), PriceSearch(exact_size=0)], ids=["exact", "heuristic"])
+@pytest.mark.parametrize(
+    "search", [PriceSearch(), PriceSearch(exact_size=0)], ids=["exact", "heuristic"]
+)
 @given(program=programs(max_ops=5), share=st.floats(0.0, 1.0))
-def test_the_planner_finds_the_optimum_of_tiny_programs(search: PriceSearch, program: Program, share: float) -> None:
+def test_the_planner_finds_the_optimum_of_tiny_programs(
+    search: PriceSearch, program: Program, share: float
+) -> None:
     found = search(program, lambda baseline: int(share * baseline))
     limit = int(share * found.baseline.simulation.peak_bytes)
     best = exhaustive(program, limit)
@@ -59,7 +76,12 @@ def test_the_planner_finds_the_optimum_of_tiny_programs(search: PriceSearch, pro
 
 def test_an_op_on_either_side_is_refused() -> None:
     program = two_values()
-    either = Program((Op("cheap", Side.EITHER, 1.0, 1, (), (0,)), program.ops[1]), program.backward, program.storages, ())
+    either = Program(
+        (Op("cheap", Side.EITHER, 1.0, 1, (), (0,)), program.ops[1]),
+        program.backward,
+        program.storages,
+        (),
+    )
     with pytest.raises(ValueError, match="in_forward"):
         optimum(either, 100)
     assert optimum(in_forward(either), 21).seconds == 0.0

@@ -24,7 +24,14 @@ from fxckpt.solver.stages import StageBoundaries
 from tests.solver.oracle import exhaustive
 from tests.solver.programs import interpret, programs
 
-SEARCH = PriceSearch(stage_counts=(2, 5), small_factors=(1.0, 4.0), floor_prices=2, refined=2, shakes=(0.9,), restarts=3)
+SEARCH = PriceSearch(
+    stage_counts=(2, 5),
+    small_factors=(1.0, 4.0),
+    floor_prices=2,
+    refined=2,
+    shakes=(0.9,),
+    restarts=3,
+)
 
 
 @st.composite
@@ -34,7 +41,9 @@ def decisions(draw: st.DrawFn, program: Program) -> StageAssignment:
     free = [i for i, op in enumerate(program.ops) if op.no_recompute is None]
     values = range(len(program.storages))
     kept = [frozenset(draw(st.sets(st.sampled_from(values)))) for _ in starts]
-    runs = [frozenset(draw(st.sets(st.sampled_from(free)) if free else st.just(set()))) for _ in starts]
+    runs = [
+        frozenset(draw(st.sets(st.sampled_from(free)) if free else st.just(set()))) for _ in starts
+    ]
     return StageAssignment(starts, tuple(kept), tuple(runs))
 
 
@@ -63,7 +72,9 @@ def test_filling_takes_time_off_and_stays_inside(data: st.DataObject, program: P
 
 
 @given(data=st.data(), program=programs(), share=st.floats(0.0, 1.0))
-def test_trimming_makes_legal_schedules(data: st.DataObject, program: Program, share: float) -> None:
+def test_trimming_makes_legal_schedules(
+    data: st.DataObject, program: Program, share: float
+) -> None:
     schedule = emit(program, data.draw(decisions(program)))
     before = simulate(program, schedule)
     trimmed = Evict(int(share * before.peak_bytes))(program, schedule, before)
@@ -75,9 +86,20 @@ def test_trimming_makes_legal_schedules(data: st.DataObject, program: Program, s
 def test_trimming_gives_up_what_is_cheapest_to_make_again() -> None:
     """Two values of ten bytes are saved; at a limit of twelve the one that takes a second is made again, not the one that takes nine."""
     program = Program(
-        ops=(Op("cheap", Side.FORWARD, 1.0, 1, (), (0,)), Op("dear", Side.FORWARD, 9.0, 9, (), (1,))),
-        backward=(Op("b0", Side.BACKWARD, 1.0, 1, (1,), (2,)), Op("b1", Side.BACKWARD, 1.0, 1, (0,), (3,))),
-        storages=(Storage("cheap", 10, 0), Storage("dear", 10, 1), Storage("g0", 1, IN_BACKWARD), Storage("g1", 1, IN_BACKWARD)),
+        ops=(
+            Op("cheap", Side.FORWARD, 1.0, 1, (), (0,)),
+            Op("dear", Side.FORWARD, 9.0, 9, (), (1,)),
+        ),
+        backward=(
+            Op("b0", Side.BACKWARD, 1.0, 1, (1,), (2,)),
+            Op("b1", Side.BACKWARD, 1.0, 1, (0,), (3,)),
+        ),
+        storages=(
+            Storage("cheap", 10, 0),
+            Storage("dear", 10, 1),
+            Storage("g0", 1, IN_BACKWARD),
+            Storage("g1", 1, IN_BACKWARD),
+        ),
         tangents=(),
     )
     everything = save_all(program)
@@ -92,8 +114,13 @@ def test_bound_holds_whatever_the_range_of_times(dear: float) -> None:
     """An op of ``dear`` seconds beside three of microseconds: rounding of the cut's capacities must not end up in the bound."""
     cheap = [Op(f"c{i}", Side.FORWARD, 1e-6, 1, (), (i,)) for i in range(3)]
     ops = (*cheap, Op("dear", Side.FORWARD, dear, 1, (), (3,)))
-    storages = tuple(Storage(f"v{i}", 4, i) for i in range(4)) + tuple(Storage(f"g{i}", 1, IN_BACKWARD) for i in range(4))
-    backward = tuple(Op(f"b{i}", Side.BACKWARD, 1e-6, 1, (3 - i, *((3 + i,) if i else ())), (4 + i,)) for i in range(4))
+    storages = tuple(Storage(f"v{i}", 4, i) for i in range(4)) + tuple(
+        Storage(f"g{i}", 1, IN_BACKWARD) for i in range(4)
+    )
+    backward = tuple(
+        Op(f"b{i}", Side.BACKWARD, 1e-6, 1, (3 - i, *((3 + i,) if i else ())), (4 + i,))
+        for i in range(4)
+    )
     program = Program(ops, backward, storages, ())
     for limit in range(5, 20):
         best = exhaustive(program, limit)
@@ -154,7 +181,9 @@ def test_bound_is_below_every_schedule_of_one_stage(program: Program) -> None:
 @given(program=programs())
 def test_no_plan_peaks_below_the_bound(program: Program) -> None:
     found = SEARCH(program, lambda baseline: 0)
-    assert found.floor_bound_bytes <= max(interpret(program, found.floor.schedule).profile, default=0)
+    assert found.floor_bound_bytes <= max(
+        interpret(program, found.floor.schedule).profile, default=0
+    )
 
 
 @given(program=programs(), points=st.integers(2, 6))
@@ -162,7 +191,10 @@ def test_along_a_frontier_time_only_falls(program: Program, points: int) -> None
     frontier = SEARCH.frontier(program, functools.partial(evenly_spaced, points))
     found = [f.best for f in frontier]
     assert all(f.best.simulation.peak_bytes <= f.limit for f in frontier)
-    assert all(a.simulation.extra_seconds >= b.simulation.extra_seconds for a, b in itertools.pairwise(found))
+    assert all(
+        a.simulation.extra_seconds >= b.simulation.extra_seconds
+        for a, b in itertools.pairwise(found)
+    )
     assert all(f.bound.seconds <= f.best.simulation.extra_seconds + 1e-6 for f in frontier)
 
 
@@ -171,7 +203,11 @@ def test_along_a_frontier_time_only_falls(program: Program, points: int) -> None
 def test_any_colouring_makes_legal_schedules(program: Program, colors: int) -> None:
     cut = StagedCut(colors=colors)
     layout = cut.lay_out(program, StageBoundaries(program).stages(5))
-    for prices, decided in zip(choices := [[p] * (len(layout.starts) + 1) for p in (0.1, 1.0, 10.0)], cut(layout, choices), strict=True):
+    for prices, decided in zip(
+        choices := [[p] * (len(layout.starts) + 1) for p in (0.1, 1.0, 10.0)],
+        cut(layout, choices),
+        strict=True,
+    ):
         assert decided == cut(layout, [prices])[0]
         for decisions in decided:
             interpret(program, emit(program, decisions))
@@ -187,7 +223,11 @@ def test_same_plan_in_any_process() -> None:
     )
     seen = {
         subprocess.run(
-            [sys.executable, "-c", program], check=True, capture_output=True, env={**os.environ, "PYTHONHASHSEED": seed}, timeout=120
+            [sys.executable, "-c", program],
+            check=True,
+            capture_output=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            timeout=120,
         ).stdout
         for seed in ("1", "2")
     }

@@ -10,7 +10,11 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch._inductor import config, ir
-from torch._inductor.codegen.wrapper import EfficientPeakEstimate, buffer_reuse_key, can_match_buffer_size
+from torch._inductor.codegen.wrapper import (
+    EfficientPeakEstimate,
+    buffer_reuse_key,
+    can_match_buffer_size,
+)
 from torch._inductor.scheduler import NopKernelSchedulerNode, OutputNode, SchedulerNode
 from torch._inductor.virtualized import V
 
@@ -34,7 +38,9 @@ class _Schedule:
     def __init__(self, graph: Any) -> None:
         self.graph, self.scheduler = graph, graph.scheduler
         self.renamed = graph.scheduler.mutation_real_name
-        self.made_by = {b.get_name(): i for i, n in enumerate(graph.scheduler.nodes) for b in n.get_outputs()}
+        self.made_by = {
+            b.get_name(): i for i, n in enumerate(graph.scheduler.nodes) for b in n.get_outputs()
+        }
         self.parts: dict[str, list[str]] = defaultdict(list)
         """Per call of a library: the buffers that are what it returns, taken or not, which live as long as its name."""
         for buffer in graph.buffers:
@@ -61,12 +67,18 @@ class _Schedule:
                 inside = rows | (frozenset(self._removed(node)) - returned)
                 taken = dict(self._taken_over(node, inside, rows))
                 self.in_place.update(taken)
-                self.unaligned.update(written for written, read in taken.items() if read in self.unaligned)
-                self.written_over.extend((i, _bytes(self.scheduler.name_to_buf[name].node)) for name in taken)
+                self.unaligned.update(
+                    written for written, read in taken.items() if read in self.unaligned
+                )
+                self.written_over.extend(
+                    (i, _bytes(self.scheduler.name_to_buf[name].node)) for name in taken
+                )
                 for dep in node.read_writes.reads:
                     if not getattr(dep, "is_fake", False):
                         # The code lets go of what a conditional is the last to read in the first of its branches alone.
-                        self._touch(dep.name, len(nodes) if isinstance(node.node, Conditional) else i)
+                        self._touch(
+                            dep.name, len(nodes) if isinstance(node.node, Conditional) else i
+                        )
                 for buffer in node.get_outputs():
                     if buffer.get_name() not in inside:
                         self._write(i, buffer, pool)
@@ -78,21 +90,33 @@ class _Schedule:
         kept, end = frozenset(map(self._root, (*returned, *self._never_freed()))), len(nodes)
         return LoweredHalf(
             tuple(_origins(node) for node in nodes),
-            {i: self._inside(i, bodies) for i, node in enumerate(nodes) if (bodies := _bodies(node))},
+            {
+                i: self._inside(i, bodies)
+                for i, node in enumerate(nodes)
+                if (bodies := _bodies(node))
+            },
             {i: _library_call(node.node) for i, node in enumerate(nodes) if _is_library_call(node)},
             (
-                *((n, size, first, end if n in kept else max(self.last.get(n, first), first)) for n, (size, first) in self.born.items()),
+                *(
+                    (n, size, first, end if n in kept else max(self.last.get(n, first), first))
+                    for n, (size, first) in self.born.items()
+                ),
                 *self._answers(),
             ),
             tuple(self.written_over),
             {name: self.last.get(name, -1) for name in self.graph.graph_input_names},
-            tuple(None if n is None else (self._root(n), _strides(o)) for n, o in zip(self.outputs, self.graph.graph_outputs, strict=True)),
+            tuple(
+                None if n is None else (self._root(n), _strides(o))
+                for n, o in zip(self.outputs, self.graph.graph_outputs, strict=True)
+            ),
         )
 
     def _inside(self, i: int, bodies: Sequence[Any]) -> int:
         """Return what the bodies that a kernel runs allocate at most beyond what is taken of what they return; they return the rest as well."""
         taken = sum(
-            size for name, (size, first) in self.born.items() if first == i and isinstance(V.graph.get_buffer(name), ir.MultiOutput)
+            size
+            for name, (size, first) in self.born.items()
+            if first == i and isinstance(V.graph.get_buffer(name), ir.MultiOutput)
         )
         # Each round of a loop returns anew what it takes of the round before.
         taken = 0 if isinstance(self.scheduler.nodes[i].node, ir.WhileLoop) else taken
@@ -108,7 +132,9 @@ class _Schedule:
     def _never_freed(self) -> Iterator[str]:
         """Yield what stays until the half returns, and its parts: a size that is returned was found in it, or it may be a caller's."""
         for name, buffer in self.scheduler.name_to_buf.items():
-            if name in V.graph.never_reuse_buffers or any(isinstance(user.node, OutputNode) for user in buffer.users):
+            if name in V.graph.never_reuse_buffers or any(
+                isinstance(user.node, OutputNode) for user in buffer.users
+            ):
                 yield from (name, *self.parts.get(name, ()))
 
     def _touch(self, name: str, i: int) -> None:
@@ -120,7 +146,12 @@ class _Schedule:
     def _free(self, name: str, i: int, returned: Collection[str], pool: _Pool) -> None:
         """Leave a buffer's memory to the next that is as large, as the wrapper's planning does."""
         buffer = self.scheduler.name_to_buf.get(name)
-        if buffer is None or name in returned or name in self.in_place.values() or name in V.graph.never_reuse_buffers:
+        if (
+            buffer is None
+            or name in returned
+            or name in self.in_place.values()
+            or name in V.graph.never_reuse_buffers
+        ):
             return
         is_own = (name in self.born or name in self.in_place) and name not in self.unaligned
         if is_own and buffer.can_free() and not buffer.node.get_inputs_that_alias_output():
@@ -131,7 +162,11 @@ class _Schedule:
         while True:
             name = self.renamed.get(name, name)
             buffer = self.scheduler.name_to_buf.get(name)
-            below = [] if buffer is None or name in self.renamed else buffer.node.get_inputs_that_alias_output()
+            below = (
+                []
+                if buffer is None or name in self.renamed
+                else buffer.node.get_inputs_that_alias_output()
+            )
             if below:
                 name = below[0]
             elif name in self.in_place:
@@ -142,13 +177,24 @@ class _Schedule:
     def _write(self, i: int, buffer: Any, pool: _Pool) -> None:
         name, made = buffer.get_name(), buffer.node
         root = self._root(name)
-        if isinstance(made.layout, ir.NonOwningLayout) and root in self.scheduler.name_to_buf and root not in self.born:
+        if (
+            isinstance(made.layout, ir.NonOwningLayout)
+            and root in self.scheduler.name_to_buf
+            and root not in self.born
+        ):
             # The first part of a concatenation has the whole of it allocated.
             self._write(i, self.scheduler.name_to_buf[root], pool)
-        if root != name or name in self.born or isinstance(made.layout, (ir.NoneLayout, ir.MultiOutputLayout)):
+        if (
+            root != name
+            or name in self.born
+            or isinstance(made.layout, (ir.NoneLayout, ir.MultiOutputLayout))
+        ):
             for part in self.parts.get(name, ()):
                 # What nobody takes of what is returned is there until the name is dropped.
-                if part not in self.made_by and not V.graph.get_buffer(part).get_inputs_that_alias_output():
+                if (
+                    part not in self.made_by
+                    and not V.graph.get_buffer(part).get_inputs_that_alias_output()
+                ):
                     self.born[part] = (_bytes(V.graph.get_buffer(part)), i)
             self._touch(name, i)
             return
@@ -156,7 +202,11 @@ class _Schedule:
             self.in_place[name] = reused
             self._touch(name, i)
             return
-        first = self.made_by.get(str(made.inputs[0].get_name()), i) if isinstance(made, ir.MultiOutput) else i  # type: ignore[union-attr]
+        first = (
+            self.made_by.get(str(made.inputs[0].get_name()), i)
+            if isinstance(made, ir.MultiOutput)
+            else i
+        )  # type: ignore[union-attr]
         self.born[name] = (_bytes(made), first)
 
     def _removed(self, node: Any) -> Iterator[str]:
@@ -173,15 +223,21 @@ class _Schedule:
         Loops that share only their outer levels are kernels of their own; between them is a row of a buffer, if it is written and read row by row.
         """
         loops = _loops(node)
-        if len(loops) > 1 and all(len(_ranges(loop)) == node.outer_loop_fusion_depth + 1 for loop in loops):
+        if len(loops) > 1 and all(
+            len(_ranges(loop)) == node.outer_loop_fusion_depth + 1 for loop in loops
+        ):
             users = node.get_nodes()
             for each in users:
                 if not each.is_reduction() and len(each.get_outputs()) == 1:
                     (buffer,) = each.get_outputs()
-                    if all(user.node in users for user in buffer.users) and _is_row_by_row(each, buffer):
+                    if all(user.node in users for user in buffer.users) and _is_row_by_row(
+                        each, buffer
+                    ):
                         yield buffer.get_name()
 
-    def _taken_over(self, node: Any, inside: Collection[str], rows: Collection[str]) -> Iterator[tuple[str, str]]:
+    def _taken_over(
+        self, node: Any, inside: Collection[str], rows: Collection[str]
+    ) -> Iterator[tuple[str, str]]:
         """Yield (written, read) buffers where a kernel writes over what it reads for the last time.
 
         The rules of ``SchedulerNode.decide_inplace_update``, which asks the same while code is made. That a value inside the kernel will need no
@@ -201,7 +257,14 @@ class _Schedule:
                     or buffer.get_name() in rows
                 ):
                     continue
-                found = next((n for n in self._dying(each, buffer, kernel) if n not in taken.values() and n not in rows), None)
+                found = next(
+                    (
+                        n
+                        for n in self._dying(each, buffer, kernel)
+                        if n not in taken.values() and n not in rows
+                    ),
+                    None,
+                )
                 if found is not None:
                     taken[buffer.get_name()] = found
         for name in taken.keys() - inside:
@@ -216,7 +279,12 @@ class _Schedule:
         for dep in node.read_writes.reads:
             donated = self.scheduler.name_to_donated_buffer.get(dep.name)
             read = donated or self.scheduler.name_to_buf.get(dep.name)
-            if read is None or read.node is None or dep.name in self.outputs or dep.name in V.graph.never_reuse_buffers:
+            if (
+                read is None
+                or read.node is None
+                or dep.name in self.outputs
+                or dep.name in V.graph.never_reuse_buffers
+            ):
                 continue
             if _is_made_elsewhere(read):
                 continue
@@ -227,7 +295,9 @@ class _Schedule:
                 len(users) == 1
                 and users[0].node is node
                 and users[0].can_inplace
-                and not isinstance(layout, (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE))
+                and not isinstance(
+                    layout, (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE)
+                )
                 and can_match_buffer_size(read.node, written.node)
                 and self._is_read_alike(read, kernel)
             ):
@@ -236,7 +306,12 @@ class _Schedule:
     def _is_read_alike(self, buffer: Any, kernel: Collection[str]) -> bool:
         """Return whether all of a kernel that touches a buffer touches the same place of it at a time."""
         readers = [u.node for u in buffer.users if u.node.get_name() in kernel]
-        touched = {dep for reader in readers for dep in reader.read_writes.reads_and_writes() if dep.name == buffer.get_name()}
+        touched = {
+            dep
+            for reader in readers
+            for dep in reader.read_writes.reads_and_writes()
+            if dep.name == buffer.get_name()
+        }
         return len(touched) <= 1
 
 
@@ -249,7 +324,9 @@ class _Pool:
 
     def give(self, buffer: Any, i: int) -> None:
         """Put a buffer in that was last used by kernel ``i``."""
-        self.free[buffer_reuse_key(buffer)].append(SimpleNamespace(node=buffer, scheduler_node_index=i))
+        self.free[buffer_reuse_key(buffer)].append(
+            SimpleNamespace(node=buffer, scheduler_node_index=i)
+        )
 
     def take(self, buffer: Any, i: int) -> str | None:
         """Return the buffer whose memory one that kernel ``i`` fills gets; None for new memory."""
@@ -258,9 +335,17 @@ class _Pool:
             return None
         old: Any = waiting[-1]
         new: Any = SimpleNamespace(node=buffer, scheduler_node_index=i)
-        size = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(buffer), fallback=0) * buffer.get_dtype().itemsize
+        size = (
+            V.graph.sizevars.optimization_hint(
+                V.graph.get_allocation_storage_size(buffer), fallback=0
+            )
+            * buffer.get_dtype().itemsize
+        )
         is_next = old.scheduler_node_index + 1 == i
-        if not is_next and size + self.estimate.peak_between(old, new) > self.estimate.overall_peak_memory:
+        if (
+            not is_next
+            and size + self.estimate.peak_between(old, new) > self.estimate.overall_peak_memory
+        ):
             return None
         waiting.pop()
         self.estimate.update_peak_between(old, new)
@@ -269,7 +354,11 @@ class _Pool:
 
 def _bodies(node: Any) -> list[Any]:
     """Return the lowered graphs that a kernel runs: branches, bodies of loops."""
-    subgraphs = node.node.get_subgraphs() if node.is_extern() and hasattr(node.node, "get_subgraphs") else []
+    subgraphs = (
+        node.node.get_subgraphs()
+        if node.is_extern() and hasattr(node.node, "get_subgraphs")
+        else []
+    )
     return [subgraph.graph for subgraph in subgraphs if subgraph.graph is not None]
 
 
@@ -280,7 +369,9 @@ def _body_bytes(body: Any) -> tuple[int, int]:
         body._update_scheduler()
         found = read_schedule(body)
     during = live_bytes(found)
-    return int((during + [found.inside.get(i, 0) for i in range(len(during))]).max()), int(during[-1])
+    return int((during + [found.inside.get(i, 0) for i in range(len(during))]).max()), int(
+        during[-1]
+    )
 
 
 def _calls(nodes: Sequence[Any]) -> Iterator[list[int]]:
@@ -288,7 +379,12 @@ def _calls(nodes: Sequence[Any]) -> Iterator[list[int]]:
     group: list[int] = []
     for i, node in enumerate(nodes):
         device = node.get_device()
-        is_loop = device is not None and device.type == "cpu" and not node.is_extern() and not node.is_template()
+        is_loop = (
+            device is not None
+            and device.type == "cpu"
+            and not node.is_extern()
+            and not node.is_template()
+        )
         if group and not is_loop:
             yield group
             group = []
@@ -305,7 +401,9 @@ def _is_made_elsewhere(buffer: Any) -> bool:
     made_by = buffer.defining_op
     if isinstance(made_by, NopKernelSchedulerNode):
         return True
-    is_result = made_by is not None and isinstance(made_by.node, (ir.FallbackKernel, ir.MultiOutput))
+    is_result = made_by is not None and isinstance(
+        made_by.node, (ir.FallbackKernel, ir.MultiOutput)
+    )
     return is_result and len(buffer.node.get_inputs_that_alias_output()) > 0
 
 
@@ -324,22 +422,33 @@ def _is_row_by_row(node: Any, buffer: Any) -> bool:
     name, expected, stride = buffer.get_name(), sympy.Integer(0), sympy.Integer(1)
     for variable, size in reversed(node._body.var_ranges.items()):
         expected, stride = expected + stride * variable, stride * size
-    reads = [u.node._body.get_read_expr(name) for u in buffer.users if isinstance(u.node, SchedulerNode)]
-    return bool(buffer.node.get_layout().is_contiguous()) and all(x == expected for x in (node._body.get_write_expr(name), *reads))
+    reads = [
+        u.node._body.get_read_expr(name) for u in buffer.users if isinstance(u.node, SchedulerNode)
+    ]
+    return bool(buffer.node.get_layout().is_contiguous()) and all(
+        x == expected for x in (node._body.get_write_expr(name), *reads)
+    )
 
 
 def _bytes(buffer: Any) -> int:
     """Return what a buffer's allocation takes, at most where its size varies within bounds."""
     return allocated_bytes(
-        _most(V.graph.get_allocation_storage_size(buffer)) * buffer.get_dtype().itemsize, buffer.get_device_or_error().type
+        _most(V.graph.get_allocation_storage_size(buffer)) * buffer.get_dtype().itemsize,
+        buffer.get_device_or_error().type,
     )
 
 
 def _most(size: Any) -> int:
     """Return a size: its upper bound if it has one, else the hint of the compile."""
     expression = sympy.sympify(size)
-    bound = greatest(expression, V.graph.sizevars.shape_env) if expression.free_symbols else int(expression)
-    return int(V.graph.sizevars.optimization_hint(expression, fallback=0)) if bound is None else bound
+    bound = (
+        greatest(expression, V.graph.sizevars.shape_env)
+        if expression.free_symbols
+        else int(expression)
+    )
+    return (
+        int(V.graph.sizevars.optimization_hint(expression, fallback=0)) if bound is None else bound
+    )
 
 
 def _is_library_call(node: Any) -> bool:
@@ -349,8 +458,14 @@ def _is_library_call(node: Any) -> bool:
 
 def _library_call(made: Any) -> tuple[str, tuple[Layout, ...]]:
     """Return the name of the graph's node that a kernel calls a library for, empty if it is not known, and the layouts of its operands."""
-    operands = [operand for operand in made.inputs if isinstance(operand, ir.IRNode) and operand.has_tensor_output()]
-    layouts = tuple((tuple(map(_most, operand.get_size())), _strides(operand)) for operand in operands)
+    operands = [
+        operand
+        for operand in made.inputs
+        if isinstance(operand, ir.IRNode) and operand.has_tensor_output()
+    ]
+    layouts = tuple(
+        (tuple(map(_most, operand.get_size())), _strides(operand)) for operand in operands
+    )
     return (made.fx_node.name if made.fx_node is not None else ""), layouts
 
 
@@ -365,4 +480,8 @@ def _strides(output: Any) -> tuple[int, ...]:
 
 
 def _origins(node: Any) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(o.name for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()))
+    return tuple(
+        dict.fromkeys(
+            o.name for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()
+        )
+    )

@@ -24,9 +24,13 @@ def whole_rows() -> Iterator[None]:
 
     def checked(node: Any, proxies: list[Any], depth: int) -> bool:
         keeps_rows = bool(V.local_buffer_context.local_buffers)
-        if keeps_rows and any(loop.steps != 1 for proxy in proxies for loop in proxy.loop_nest.loops[:depth]):
+        if keeps_rows and any(
+            loop.steps != 1 for proxy in proxies for loop in proxy.loop_nest.loops[:depth]
+        ):
             return False
         return bool(check(node, proxies, depth))
 
-    with mock.patch.object(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", checked):
+    with mock.patch.object(
+        OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", checked
+    ):
         yield

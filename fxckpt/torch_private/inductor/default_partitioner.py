@@ -35,26 +35,37 @@ INDEXING = frozenset(
 def fuses(node: fx.Node) -> bool:
     """Return whether Inductor lowers an op to an element-wise loop that its readers may take into their own."""
     target = node.target
-    return is_view(node) or (isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target._opname in INDEXING))
+    return is_view(node) or (
+        isinstance(target, OpOverload)
+        and (torch.Tag.pointwise in target.tags or target._opname in INDEXING)
+    )
 
 
 def is_view(node: fx.Node) -> bool:
     """Return whether an op returns what it reads, shown otherwise."""
     if not isinstance(node.target, OpOverload):
         return False
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
+    return any(
+        r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns
+    )
 
 
 def default_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) -> frozenset[str]:
     """Return the names of what torch's own partitioner saves of a joint graph, which is left alone."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    forward, _ = min_cut_rematerialization_partition(copied(joint), None, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **given)
+    forward, _ = min_cut_rematerialization_partition(
+        copied(joint), None, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **given
+    )
     (output,) = forward.graph.find_nodes(op="output")
     return frozenset(n.name for n in output.args[0][num_fwd_outputs:] if isinstance(n, fx.Node))
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a graph module that holds the same constants: real tensors, which cannot be copied among fake ones."""
-    constants = (*gm.buffers(), *gm.parameters(), *(value for module in gm.modules() for value in vars(module).values()))
+    constants = (
+        *gm.buffers(),
+        *gm.parameters(),
+        *(value for module in gm.modules() for value in vars(module).values()),
+    )
     return copy.deepcopy(gm, {id(c): c for c in constants if isinstance(c, torch.Tensor)})

@@ -38,4 +38,6 @@ def _submit(kernel_body: str) -> None:
         if isinstance(call, ast.Call) and len(call.args) == 2 and not call.keywords:
             argument_types, source = map(ast.literal_eval, call.args)
             # Inductor keeps this by the source, and finds it when it asks for the same.
-            CppPythonBindingsCodeCache.load_pybinding_async(argument_types, source, submit_fn=AsyncCompile.submit)
+            CppPythonBindingsCodeCache.load_pybinding_async(
+                argument_types, source, submit_fn=AsyncCompile.submit
+            )

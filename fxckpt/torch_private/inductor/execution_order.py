@@ -10,7 +10,9 @@ from typing import Any
 from torch._inductor import custom_graph_pass
 
 # torch 2.11 has one class for passes of graphs and of schedules.
-_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+_SchedulerPass: Any = getattr(
+    custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass
+)
 
 
 class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
@@ -35,12 +37,22 @@ class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
         if any(isinstance(node, FusedSchedulerNode) for node in nodes):
             return nodes  # What is one kernel already has no single place.
         places = _places(nodes, self.mark)
-        own = sorted((order, i) for i, (order, again) in enumerate(places) if again is False and nodes[i].get_outputs())
+        own = sorted(
+            (order, i)
+            for i, (order, again) in enumerate(places)
+            if again is False and nodes[i].get_outputs()
+        )
         if not own:
             return nodes
 
         def wait(node: Any, before: Any) -> None:
-            node.add_fake_dep(WeakDep(before.get_outputs()[0].get_name(), mutating_buf=node.get_first_name(), is_fake=True))
+            node.add_fake_dep(
+                WeakDep(
+                    before.get_outputs()[0].get_name(),
+                    mutating_buf=node.get_first_name(),
+                    is_fake=True,
+                )
+            )
 
         for node, (order, again) in zip(nodes, places, strict=True):
             before = bisect_left(own, (order, -1)) if again else 0
@@ -77,5 +89,11 @@ def _places(nodes: Sequence[Any], mark: str) -> list[tuple[int, bool | None]]:
 
 def _place(node: Any, mark: str) -> tuple[int, bool] | None:
     """Return the greatest mark among the graph's nodes that a scheduler node was made from; of equals the backward's own."""
-    marks = [o.meta[mark] for n in node.get_nodes() if n.node is not None for o in n.node.get_origins() if mark in o.meta]
+    marks = [
+        o.meta[mark]
+        for n in node.get_nodes()
+        if n.node is not None
+        for o in n.node.get_origins()
+        if mark in o.meta
+    ]
     return max(marks, key=lambda m: (m[0], not m[1]), default=None)

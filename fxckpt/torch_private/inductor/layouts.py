@@ -28,14 +28,24 @@ FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
 
 def wants_channels_last(half: fx.GraphModule) -> bool | None:
     """Return whether Inductor is to lay a half's images out channels last: where the half forces it on one; None leaves it to Inductor."""
-    forced = (node.meta["val"] for node in half.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER))
+    forced = (
+        node.meta["val"]
+        for node in half.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER)
+    )
     images = (value for value in forced if value.dim() == 4 and not value.is_contiguous())
-    return True if any(value.is_contiguous(memory_format=torch.channels_last) for value in images) else None
+    return (
+        True
+        if any(value.is_contiguous(memory_format=torch.channels_last) for value in images)
+        else None
+    )
 
 
 def is_convolution(node: fx.Node) -> bool:
     """Return whether an op is a convolution, or its backward, whose operands Inductor may lay out anew."""
-    return node.target in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+    return node.target in (
+        torch.ops.aten.convolution.default,
+        torch.ops.aten.convolution_backward.default,
+    )
 
 
 def channels_last(node: fx.Node) -> fx.Node:
@@ -51,7 +61,9 @@ def channels_last(node: fx.Node) -> fx.Node:
 
 def laid_out(node: fx.Node, layouts: Sequence[Layout]) -> fx.Node | None:
     """Return a call like ``node``, its tensors laid out like that, in their order; itself if they were traced so, None if it is not of those."""
-    args = [arg for arg in pytree.arg_tree_leaves(*node.args, **node.kwargs) if isinstance(arg, fx.Node)]
+    args = [
+        arg for arg in pytree.arg_tree_leaves(*node.args, **node.kwargs) if isinstance(arg, fx.Node)
+    ]
     operands = [arg for arg in args if isinstance(arg.meta.get("val"), torch.Tensor)]
     sizes = [tuple(map(size_hint, operand.meta["val"].shape)) for operand in operands]
     if not isinstance(node.target, OpOverload) or sizes != [size for size, _ in layouts]:

@@ -37,7 +37,12 @@ def free_early(half: fx.GraphModule) -> None:
             node.meta[FREES_EARLY] = True
 
 
-AS_PLANNED = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False, "coordinate_descent_tuning": False}
+AS_PLANNED = {
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+}
 """While a half is only looked at, nothing is timed,"""
 
 UNTOLD = {"trace.enabled": False}
@@ -62,7 +67,12 @@ class Lowerings:
         self.keep_order = keep_order
         self._kept: list[_Kept] = []
 
-    def lower(self, half: fx.GraphModule, donated: Sequence[int] | None, strides: Mapping[str, tuple[int, ...]]) -> LoweredHalf:
+    def lower(
+        self,
+        half: fx.GraphModule,
+        donated: Sequence[int] | None,
+        strides: Mapping[str, tuple[int, ...]],
+    ) -> LoweredHalf:
         """Let Inductor lower and schedule a copy of a half as it would to compile it, and read what it allocates; no code is made.
 
         ``donated`` are the inputs of a backward that it may write over, by position; None for a forward. ``strides`` are those of inputs that do
@@ -79,7 +89,9 @@ class Lowerings:
         is_timed = any(getattr(config, name) != value for name, value in AS_PLANNED.items())
         _mark_visible_outputs(gm, is_backward=donated is not None)
         compile_fx.view_to_reshape(gm)  # type: ignore[attr-defined]
-        with _only_looking(gm, mode, "forward" if donated is None else "backward", self.keep_order) as counted:
+        with _only_looking(
+            gm, mode, "forward" if donated is None else "backward", self.keep_order
+        ) as counted:
             if strides or _writes_what_runs_again(gm):
                 compile_fx.fake_tensor_prop(gm, inputs)  # type: ignore[attr-defined]
             compile_fx.record_original_output_strides(gm)
@@ -88,7 +100,9 @@ class Lowerings:
                 compile_fx._recursive_post_grad_passes(gm, is_inference=False)
             graph, found = _scheduled(gm, inputs, mode.shape_env, donated)
         if not is_timed and not found.inside:
-            self._kept.append(_Kept(identity, _given(inputs, list(donated or ())), configured, graph, counted))
+            self._kept.append(
+                _Kept(identity, _given(inputs, list(donated or ())), configured, graph, counted)
+            )
         return found
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
@@ -102,7 +116,9 @@ class Lowerings:
         lowering: Any = stock[1]
         passed: dict[fx.GraphModule, _Kept] = {}
         configured = inductor_configuration()
-        given_to_gm = _given(example_inputs, list(get_donated_idxs() or ()) if given.get("is_backward") else [])
+        given_to_gm = _given(
+            example_inputs, list(get_donated_idxs() or ()) if given.get("is_backward") else []
+        )
 
         def offered_passes(gm: fx.GraphModule, is_inference: bool = False) -> None:
             kept = self._same(gm, given_to_gm, configured) if not is_inference else None
@@ -121,19 +137,32 @@ class Lowerings:
                     return _handed_over(kept.graph, given)
                 # What compile_fx_inner is told of layouts is in the cache's key, and goes no further.
                 forced = wants_channels_last(gm)
-                return lowering(gm, **(given if forced is None else {**given, "layout_opt": forced}))
+                return lowering(
+                    gm, **(given if forced is None else {**given, "layout_opt": forced})
+                )
 
         offered: list[Any] = [offered_passes, Offered]
         try:
             vars(compile_fx).update(zip(names, offered, strict=True))
-            with config.patch(FREEING_EARLY if any(FREES_EARLY in node.meta for node in gm.graph.nodes) else {}), whole_rows():
-                return compile_fx.compile_fx_inner(gm, example_inputs, **{"layout_opt": wants_channels_last(gm), **given})
+            with (
+                config.patch(
+                    FREEING_EARLY
+                    if any(FREES_EARLY in node.meta for node in gm.graph.nodes)
+                    else {}
+                ),
+                whole_rows(),
+            ):
+                return compile_fx.compile_fx_inner(
+                    gm, example_inputs, **{"layout_opt": wants_channels_last(gm), **given}
+                )
         finally:
             vars(compile_fx).update(zip(names, stock, strict=True))
             is_backward = given.get("is_backward", False)
             self._kept = [kept for kept in self._kept if kept.graph.is_backward != is_backward]
 
-    def compile_alone(self, half: fx.GraphModule, is_backward: bool, strides: Mapping[str, tuple[int, ...]]) -> Any:
+    def compile_alone(
+        self, half: fx.GraphModule, is_backward: bool, strides: Mapping[str, tuple[int, ...]]
+    ) -> Any:
         """Compile a half, which is left alone, to a function of a list that it empties; ``strides`` as for :meth:`lower`."""
         from torch._inductor import config
         from torch._inductor.utils import BoxedBool
@@ -148,25 +177,52 @@ class Lowerings:
         """Return what decides how a graph is lowered, its inputs aside; two that are equal are lowered alike."""
         mark, nodes = self.keep_order.mark if self.keep_order is not None else "", []
         for node in gm.graph.nodes:
-            target = _constant(getattr(gm, node.target)) if node.op == "get_attr" and "." not in node.target else node.target
-            made = pytree.tree_map(_layout, node.meta.get("val")) if node.op in ("placeholder", "call_function") else None
+            target = (
+                _constant(getattr(gm, node.target))
+                if node.op == "get_attr" and "." not in node.target
+                else node.target
+            )
+            made = (
+                pytree.tree_map(_layout, node.meta.get("val"))
+                if node.op in ("placeholder", "call_function")
+                else None
+            )
             # As text, nodes are their names and sizes what they stand for: two sizes cannot be compared without a guard.
-            nodes.append((node.op, node.name, target, str((node.args, node.kwargs)), made, node.meta.get(mark)))
+            nodes.append(
+                (
+                    node.op,
+                    node.name,
+                    target,
+                    str((node.args, node.kwargs)),
+                    made,
+                    node.meta.get(mark),
+                )
+            )
         output = gm.graph.output_node().meta
-        return nodes, output.get("user_visible_output_idxs"), str(output.get("original_output_strides"))
+        return (
+            nodes,
+            output.get("user_visible_output_idxs"),
+            str(output.get("original_output_strides")),
+        )
 
     def _same(self, gm: fx.GraphModule, given: Any, configured: str) -> _Kept | None:
         """Return what was lowered of a graph that Inductor is about to lower; None if nothing was. It is not returned again."""
         identity = self._identity(gm) if self._kept else None
         for kept in self._kept:
-            if kept.identity == identity and kept.given == given and kept.configuration == configured:
+            if (
+                kept.identity == identity
+                and kept.given == given
+                and kept.configuration == configured
+            ):
                 self._kept.remove(kept)
                 return kept
         return None
 
 
 @contextlib.contextmanager
-def _only_looking(gm: fx.GraphModule, mode: Any, half: str, keep_order: KeepExecutionOrder | None) -> Iterator[_Counted]:
+def _only_looking(
+    gm: fx.GraphModule, mode: Any, half: str, keep_order: KeepExecutionOrder | None
+) -> Iterator[_Counted]:
     """Let a half be lowered as in a compile of it, with nothing timed, written or counted by Inductor; hold what it would have counted."""
     from torch._inductor import compile_fx, config
     from torch._inductor.debug import DebugContext
@@ -186,7 +242,9 @@ def _only_looking(gm: fx.GraphModule, mode: Any, half: str, keep_order: KeepExec
         yield counted
 
 
-def _scheduled(gm: fx.GraphModule, inputs: list[Any], shape_env: Any, donated: Sequence[int] | None) -> tuple[Any, LoweredHalf]:
+def _scheduled(
+    gm: fx.GraphModule, inputs: list[Any], shape_env: Any, donated: Sequence[int] | None
+) -> tuple[Any, LoweredHalf]:
     """Return Inductor's lowering of a half after its passes, scheduled, and what is read from that."""
     from torch._inductor import compile_fx, config
     from torch._inductor.decomposition import select_decomp_table
@@ -222,8 +280,16 @@ def _writes_what_runs_again(gm: fx.GraphModule) -> bool:
 
     It asks by the storages of the nodes' values, which those that run again share with the first run until they are propagated anew.
     """
-    ops = (n for n in gm.graph.nodes if n.op == "call_function" and any(name in str(n.target) for name in WRITTEN_IN_PLACE))
-    return any("recompute_of" in each.meta.get("custom", {}) for node in ops for each in (node, *node.all_input_nodes))
+    ops = (
+        n
+        for n in gm.graph.nodes
+        if n.op == "call_function" and any(name in str(n.target) for name in WRITTEN_IN_PLACE)
+    )
+    return any(
+        "recompute_of" in each.meta.get("custom", {})
+        for node in ops
+        for each in (node, *node.all_input_nodes)
+    )
 
 
 def _take_over(gm: fx.GraphModule, passed: fx.GraphModule) -> None:
@@ -289,7 +355,9 @@ def _mark_visible_outputs(gm: fx.GraphModule, *, is_backward: bool) -> None:
     if is_backward and config.bw_outputs_user_visible:
         visible = list(range(len(values)))
     if not is_backward and config.keep_output_stride:
-        visible = [i for i, of in enumerate(output.meta.get("desc", ())) if isinstance(of, PlainAOTOutput)]
+        visible = [
+            i for i, of in enumerate(output.meta.get("desc", ())) if isinstance(of, PlainAOTOutput)
+        ]
     output.meta["user_visible_output_idxs"] = [i for i in visible if isinstance(values[i], fx.Node)]
 
 
@@ -303,7 +371,12 @@ def _given(inputs: Sequence[Any], donated: list[int]) -> Any:
 
 def _constant(value: Any) -> Any:
     """Return what tells a constant of a graph from others: a small one, which may be copied between two looks, by what it holds."""
-    if type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu" and value.numel() <= 1000:
+    if (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        and value.numel() <= 1000
+    ):
         return _layout(value), str(value.tolist())
     return id(value)
 
@@ -319,7 +392,14 @@ def _is_as_lowered(kept: _Kept, given: dict[str, Any]) -> bool:
     """Return whether Inductor lowers with what :class:`Lowerings` lowered with, beside the graph and its inputs."""
     from torch._inductor.decomposition import select_decomp_table
 
-    special = ("cpp_wrapper", "fx_wrapper", "aot_mode", "is_inference", "const_module", "const_output_index")
+    special = (
+        "cpp_wrapper",
+        "fx_wrapper",
+        "aot_mode",
+        "is_inference",
+        "const_module",
+        "const_output_index",
+    )
     return (
         not any(given.get(name) for name in special)
         and given.get("shape_env") is kept.graph._shape_env

@@ -37,14 +37,23 @@ def configuration() -> str:
     """Return Inductor's and AOTAutograd's options as text, ours aside."""
     from torch._functorch import config as functorch
 
-    return repr(sorted((name, repr(value)) for name, value in functorch.get_config_copy().items())) + inductor_configuration()
+    return (
+        repr(sorted((name, repr(value)) for name, value in functorch.get_config_copy().items()))
+        + inductor_configuration()
+    )
 
 
 def inductor_configuration() -> str:
     """Return Inductor's options as text, ours aside."""
     from torch._inductor import config as inductor
 
-    return repr(sorted((name, repr(value)) for name, value in inductor.get_config_copy().items() if name not in PLUGS))
+    return repr(
+        sorted(
+            (name, repr(value))
+            for name, value in inductor.get_config_copy().items()
+            if name not in PLUGS
+        )
+    )
 
 
 def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -53,8 +62,12 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
 
     modes = list_mode_options()
     if mode is not None and (not isinstance(mode, str) or mode not in modes):
-        raise InvalidOption(f"mode={mode!r} is not a mode of torch.compile. Use one of {', '.join(map(repr, modes))}.")
-    if options is not None and not (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
+        raise InvalidOption(
+            f"mode={mode!r} is not a mode of torch.compile. Use one of {', '.join(map(repr, modes))}."
+        )
+    if options is not None and not (
+        isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
+    ):
         raise InvalidOption(
             f"options={options!r} are not Inductor's options by their names. Give a dict. Example: options={{'epilogue_fusion': True}}."
         )
@@ -69,13 +82,19 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
         near = get_close_matches(unknown[0], known, 3)
         raise InvalidOption(
             f"unknown option {unknown[0]!r}: neither fxckpt nor Inductor has it."
-            + (f" Did you mean {' or '.join(map(repr, near))}?" if near else " torch._inductor.config lists Inductor's.")
+            + (
+                f" Did you mean {' or '.join(map(repr, near))}?"
+                if near
+                else " torch._inductor.config lists Inductor's."
+            )
         )
     for name, value in given.items():
         kind = config.get_type(name)  # type: ignore[attr-defined]
         # As torch.compile does: what is in a list or a dict is not looked at.
         if get_origin(kind) is None and not isinstance(value, kind):
-            raise InvalidOption(f"option {name!r} is {value!r}, a {type(value).__name__}: Inductor takes {kind.__name__}.")
+            raise InvalidOption(
+                f"option {name!r} is {value!r}, a {type(value).__name__}: Inductor takes {kind.__name__}."
+            )
     return {**(modes[mode] if mode is not None else {}), **given}
 
 
@@ -112,12 +131,20 @@ def inductor_backend(
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.exc import InductorError, InvalidCxxCompiler, TritonMissing
 
-    patches = {**options, "custom_partitioner_fn": partitioner, "_pre_fusion_custom_pass": keep_order}
-    if any(isinstance(given, torch.Tensor) and given.device.type == "cpu" for given in example_inputs):
+    patches = {
+        **options,
+        "custom_partitioner_fn": partitioner,
+        "_pre_fusion_custom_pass": keep_order,
+    }
+    if any(
+        isinstance(given, torch.Tensor) and given.device.type == "cpu" for given in example_inputs
+    ):
         _begin_to_look_for_instructions(options)
     try:
         with config.patch(enable_autograd_cache=False):
-            return compile_fx(gm, list(example_inputs), inner_compile=compile_half, config_patches=patches)
+            return compile_fx(
+                gm, list(example_inputs), inner_compile=compile_half, config_patches=patches
+            )
     except (InductorError, TritonMissing) as error:
         found = getattr(error, "inner_exception", error)
         if not isinstance(found, (InvalidCxxCompiler, TritonMissing)):

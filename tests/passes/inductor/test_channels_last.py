@@ -17,7 +17,19 @@ def gradients(gradient: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, T
     """The backward of a convolution of ``x.sin()``, which runs again; the sine is returned too."""
     n = x.dim() - 2
     y = x.sin()
-    of_y, of_w, _ = aten.convolution_backward(gradient.neg(), y, w, None, [1] * n, [1] * n, [1] * n, False, [0] * n, 1, [True, True, False])
+    of_y, of_w, _ = aten.convolution_backward(
+        gradient.neg(),
+        y,
+        w,
+        None,
+        [1] * n,
+        [1] * n,
+        [1] * n,
+        False,
+        [0] * n,
+        1,
+        [True, True, False],
+    )
     return of_y * x.cos(), of_w, y
 
 
@@ -33,7 +45,11 @@ def laid_out(*inputs: Tensor, tracing_mode: str = "fake") -> tuple[fx.GraphModul
 
 
 def images(channels: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.randn(2, 4, side, side), torch.randn(2, channels, side, side), torch.randn(4, channels, 3, 3)
+    return (
+        torch.randn(2, 4, side, side),
+        torch.randn(2, channels, side, side),
+        torch.randn(4, channels, 3, 3),
+    )
 
 
 def test_the_gradient_and_the_input_of_a_convolution_are_channels_last() -> None:
@@ -53,7 +69,9 @@ def test_what_is_returned_keeps_its_layout() -> None:
 
 def test_inputs_of_the_backward_lie_as_the_forward_left_them() -> None:
     def weight_gradient(gradient: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        return aten.convolution_backward(gradient, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False])[1]
+        return aten.convolution_backward(
+            gradient, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False]
+        )[1]
 
     gm = make_fx(weight_gradient, tracing_mode="fake")(*images(3, 8))
     to_channels_last(gm)
@@ -62,7 +80,11 @@ def test_inputs_of_the_backward_lie_as_the_forward_left_them() -> None:
 
 @pytest.mark.parametrize(
     ("inputs", "forced"),
-    [(images(1, 8), 1), (images(3, 1), 0), ((torch.randn(2, 4, 8), torch.randn(2, 3, 8), torch.randn(4, 3, 3)), 0)],
+    [
+        (images(1, 8), 1),
+        (images(3, 1), 0),
+        ((torch.randn(2, 4, 8), torch.randn(2, 3, 8), torch.randn(4, 3, 3)), 0),
+    ],
     ids=["one channel", "one pixel", "a signal"],
 )
 def test_what_has_but_one_layout_is_left_alone(inputs: tuple[Tensor, ...], forced: int) -> None:
@@ -78,7 +100,9 @@ def test_sizes_that_vary_are_left_alone() -> None:
 def test_who_looks_at_memory_itself_sees_it_as_it_was() -> None:
     def of_memory(gradient: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         y = x.sin()
-        of_y, of_w, _ = aten.convolution_backward(gradient, y, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
+        of_y, of_w, _ = aten.convolution_backward(
+            gradient, y, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
+        )
         return of_y, of_w, y.view(-1).as_strided((2, 3), (3, 1)).exp(), y * 2
 
     inputs = images(3, 8)
@@ -88,4 +112,7 @@ def test_who_looks_at_memory_itself_sees_it_as_it_was() -> None:
     for made, expected in zip(gm(*inputs), of_memory(*inputs), strict=True):
         torch.testing.assert_close(made, expected)
     (forced,) = gm.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER)
-    assert {user.target for user in forced.users} == {aten.convolution_backward.default, aten.mul.Tensor}
+    assert {user.target for user in forced.users} == {
+        aten.convolution_backward.default,
+        aten.mul.Tensor,
+    }

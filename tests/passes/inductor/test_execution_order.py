@@ -27,4 +27,10 @@ def backward() -> fx.GraphModule:
 
 def test_a_mark_counts_the_own_nodes_before(backward: fx.GraphModule) -> None:
     marks = {node.name: node.meta[ORDER] for node in backward.graph.nodes if ORDER in node.meta}
-    assert marks == {"again_0": (0, True), "own_0": (0, False), "again_1": (1, True), "own_1": (1, False), "last": (2, False)}
+    assert marks == {
+        "again_0": (0, True),
+        "own_0": (0, False),
+        "again_1": (1, True),
+        "own_1": (1, False),
+        "last": (2, False),
+    }

@@ -20,14 +20,21 @@ def x() -> Tensor:
     return torch.randn(64, 64, requires_grad=True)
 
 
-def never_stored(function: Callable[..., Any], *inputs: Tensor, stored: tuple[str, ...] = ()) -> set[str]:
+def never_stored(
+    function: Callable[..., Any], *inputs: Tensor, stored: tuple[str, ...] = ()
+) -> set[str]:
     joint, _ = plain_joint(function, *inputs)
     return {node.name for node in KernelGraph(fuses)(joint.graph, stored)}
 
 
 def facts(function: Callable[..., Any], *inputs: Tensor) -> Facts:
     joint, count = plain_joint(function, *inputs)
-    return collect(joint, num_fwd_outputs=count, cost=checked(FlopCost()), never_stored=KernelGraph(fuses)(joint.graph))
+    return collect(
+        joint,
+        num_fwd_outputs=count,
+        cost=checked(FlopCost()),
+        never_stored=KernelGraph(fuses)(joint.graph),
+    )
 
 
 def chain(a: Tensor, b: Tensor) -> Tensor:
@@ -46,7 +53,9 @@ def test_a_loop_is_taken_into_the_loop_that_reads_it() -> None:
         ("constant_pad_nd", lambda a: torch.nn.functional.pad(a, (1, 1))),
     ],
 )
-def test_what_moves_elements_is_taken_into_the_loop_that_reads_it(name: str, moved: Callable[[Tensor], Tensor]) -> None:
+def test_what_moves_elements_is_taken_into_the_loop_that_reads_it(
+    name: str, moved: Callable[[Tensor], Tensor]
+) -> None:
     assert name in never_stored(lambda a, b: moved(a @ b).sin().sum(), x(), x())
 
 
@@ -60,7 +69,9 @@ def test_what_torch_saves_is_stored() -> None:
 
 def test_a_mask_made_from_nothing_is_not() -> None:
     def masked(a: Tensor) -> Tensor:
-        places = torch.ops.prims.iota(64, start=0, step=1, dtype=torch.int64, device="cpu", requires_grad=False)
+        places = torch.ops.prims.iota(
+            64, start=0, step=1, dtype=torch.int64, device="cpu", requires_grad=False
+        )
         return a.where(places[:, None] <= places, 0.0).softmax(-1).sum()
 
     def masked_by_values(a: Tensor) -> Tensor:
@@ -113,4 +124,6 @@ def test_facts_move_to_a_copy_of_the_graph() -> None:
     copied.graph_copy(joint.graph, {})
     moved = found.moved_to(joint.graph)
     assert moved == found
-    assert {n.name for n in found.moved_to(copied).never_stored} == {n.name for n in found.never_stored}
+    assert {n.name for n in found.moved_to(copied).never_stored} == {
+        n.name for n in found.never_stored
+    }

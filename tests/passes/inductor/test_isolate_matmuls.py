@@ -19,7 +19,9 @@ aten = torch.ops.aten
 
 
 def unfolded(
-    function: Callable[..., Tensor], *inputs: Tensor, mark: Callable[[fx.Graph], None] = lambda graph: None
+    function: Callable[..., Tensor],
+    *inputs: Tensor,
+    mark: Callable[[fx.Graph], None] = lambda graph: None,
 ) -> tuple[fx.GraphModule, bool]:
     """The graph, and whether its sum reads the product through a view."""
     gm = make_fx(function, tracing_mode="fake")(*inputs)
@@ -44,7 +46,9 @@ def test_a_product_whose_large_operands_die_early_is_kept_apart() -> None:
 
 
 def test_a_product_that_is_larger_than_its_operands_is_left_alone() -> None:
-    assert not unfolded(weight_gradient, torch.randn(4, 64), torch.randn(4, 32), torch.randn(32, 64))[1]
+    assert not unfolded(
+        weight_gradient, torch.randn(4, 64), torch.randn(4, 32), torch.randn(32, 64)
+    )[1]
 
 
 def test_a_scalar_stays_a_scalar() -> None:
@@ -55,13 +59,21 @@ def test_a_scalar_stays_a_scalar() -> None:
         head = gradient.t() @ x
         return head + ((gradient @ w).relu() @ w.t()).amax().double() * scalar
 
-    gm, is_apart = unfolded(scaled, torch.randn(64, 4), torch.randn(64, 32), torch.randn(32, 4), torch.tensor(2.0, dtype=torch.float64))
+    gm, is_apart = unfolded(
+        scaled,
+        torch.randn(64, 4),
+        torch.randn(64, 32),
+        torch.randn(32, 4),
+        torch.tensor(2.0, dtype=torch.float64),
+    )
     assert is_apart
     assert gm.graph.output_node().args[0].meta["val"].dtype == torch.float32
 
 
 def test_a_product_right_before_its_sum_is_left_alone() -> None:
-    assert not unfolded(lambda x, y: x.exp() + x.exp().relu() @ y, torch.randn(32, 32), torch.randn(32, 32))[1]
+    assert not unfolded(
+        lambda x, y: x.exp() + x.exp().relu() @ y, torch.randn(32, 32), torch.randn(32, 32)
+    )[1]
 
 
 def gradient_of_a_slice(gradients: Tensor, w: Tensor, zeros: Tensor) -> Tensor:
@@ -71,12 +83,20 @@ def gradient_of_a_slice(gradients: Tensor, w: Tensor, zeros: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("is_never_stored", [True, False])
-def test_a_product_is_kept_apart_from_a_small_part_of_what_no_loop_would_store(*, is_never_stored: bool) -> None:
+def test_a_product_is_kept_apart_from_a_small_part_of_what_no_loop_would_store(
+    *, is_never_stored: bool
+) -> None:
     def mark(graph: fx.Graph) -> None:
         (below,) = graph.find_nodes(op="call_function", target=aten.select_scatter.default)
         below.meta[NEVER_STORED] = is_never_stored
 
-    _, is_apart = unfolded(gradient_of_a_slice, torch.randn(8, 16, 16), torch.randn(16, 16), torch.randn(16, 16), mark=mark)
+    _, is_apart = unfolded(
+        gradient_of_a_slice,
+        torch.randn(8, 16, 16),
+        torch.randn(16, 16),
+        torch.randn(16, 16),
+        mark=mark,
+    )
     assert is_apart == is_never_stored
 
 

@@ -26,15 +26,23 @@ def weights() -> tuple[Tensor, Tensor]:
 
 
 def test_what_matrix_products_alone_read_is_saved_as_their_rows() -> None:
-    forward, backward = halves(lambda x, w, v: (x.exp() @ w).tanh().square().sum(), torch.randn(4, 8, 32), *weights())
+    forward, backward = halves(
+        lambda x, w, v: (x.exp() @ w).tanh().square().sum(), torch.randn(4, 8, 32), *weights()
+    )
     rows = [node.meta["val"].shape for node in saved_views(backward)]
     assert torch.Size([32, 32]) in rows
     assert all(is_extern_kernel(user) for node in saved_views(backward) for user in node.users)
-    assert {node.name for node in saved_views(backward)} <= {str(o) for o in forward.graph.output_node().args[0]}
+    assert {node.name for node in saved_views(backward)} <= {
+        str(o) for o in forward.graph.output_node().args[0]
+    }
 
 
 def test_what_loops_read_too_is_saved_as_it_is() -> None:
-    _, backward = halves(lambda x, w, v: (x.exp() @ w @ v).sum(), torch.randn(4, 8, 32, requires_grad=True), *weights())
+    _, backward = halves(
+        lambda x, w, v: (x.exp() @ w @ v).sum(),
+        torch.randn(4, 8, 32, requires_grad=True),
+        *weights(),
+    )
     assert "exp" in {node.name for node in backward.graph.find_nodes(op="placeholder")}
 
 

@@ -29,7 +29,9 @@ def unflattened(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def dims(gm: fx.GraphModule, target: Any) -> list[int]:
-    return [node.meta["val"].dim() for node in gm.graph.find_nodes(op="call_function", target=target)]
+    return [
+        node.meta["val"].dim() for node in gm.graph.find_nodes(op="call_function", target=target)
+    ]
 
 
 def softmax_gradient(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -37,7 +39,9 @@ def softmax_gradient(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     rows, length, width = x.shape
     kept = length - 1
     flat = x[:, :-1].clone(memory_format=torch.contiguous_format).view(rows * kept, width)
-    return torch.nn.functional.pad(((flat - shift).exp() * scale).view(rows, kept, width), (0, 0, 0, 1))
+    return torch.nn.functional.pad(
+        ((flat - shift).exp() * scale).view(rows, kept, width), (0, 0, 0, 1)
+    )
 
 
 def operands(rows: int = 3, length: int = 5, width: int = 7) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,8 +54,15 @@ def test_element_wise_work_is_done_with_the_dimensions_apart() -> None:
     assert dims(gm, aten.exp.default) == [2]
     names = {node.name for node in gm.graph.find_nodes(op="call_function", target=aten.exp.default)}
     moved = unflattened(gm)
-    assert dims(moved, aten.exp.default) == dims(moved, aten.sub.Tensor) == dims(moved, aten.mul.Tensor) == [3]
-    assert names == {node.name for node in gm.graph.find_nodes(op="call_function", target=aten.exp.default)}
+    assert (
+        dims(moved, aten.exp.default)
+        == dims(moved, aten.sub.Tensor)
+        == dims(moved, aten.mul.Tensor)
+        == [3]
+    )
+    assert names == {
+        node.name for node in gm.graph.find_nodes(op="call_function", target=aten.exp.default)
+    }
 
 
 @given(st.integers(1, 4), st.integers(2, 5), st.integers(1, 4))
@@ -74,7 +85,9 @@ def test_who_reads_the_merged_value_still_does() -> None:
     assert dims(gm, aten.sub.Tensor) == [3]
     (amax,) = gm.graph.find_nodes(op="call_function", target=aten.amax.default)
     assert amax.args[0].meta["val"].shape == (12, 7)
-    assert all(torch.equal(one, other) for one, other in zip(gm(*operands()), expected, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(gm(*operands()), expected, strict=True)
+    )
 
 
 def test_sizes_that_vary_are_kept_apart_too() -> None:
@@ -91,26 +104,56 @@ def test_of_two_merges_the_first_has_the_sizes_for_who_reads_the_merged_value() 
         kept = length - 1
         one = x[:, :-1].clone(memory_format=torch.contiguous_format).view(rows * kept, width).exp()
         total = one.sum(1)
-        other = y[:, :-1].clone(memory_format=torch.contiguous_format).view(y.shape[0] * (y.shape[1] - 1), y.shape[2])
+        other = (
+            y[:, :-1]
+            .clone(memory_format=torch.contiguous_format)
+            .view(y.shape[0] * (y.shape[1] - 1), y.shape[2])
+        )
         return total, (other + one).view(rows, kept, width)
 
     inputs = operands()[0], operands()[0].flip(0)
     for mode in ("fake", "symbolic"):
         gm = unflattened(traced(two, *inputs, mode=mode))
         assert dims(gm, aten.add.Tensor) == [3]
-        assert all(torch.equal(one, other) for one, other in zip(gm(*inputs), two(*inputs), strict=True))
+        assert all(
+            torch.equal(one, other) for one, other in zip(gm(*inputs), two(*inputs), strict=True)
+        )
 
 
 @pytest.mark.parametrize(
     "function",
     [
         pytest.param(lambda x: x.view(15, 7).exp().view(3, 5, 7), id="nothing is sliced"),
-        pytest.param(lambda x: x[:, :-1].clone(memory_format=torch.contiguous_format).view(12, 7).exp(), id="nothing is split"),
-        pytest.param(lambda x: x[:, :-1].clone(memory_format=torch.contiguous_format).view(12, 7).view(3, 4, 7), id="nothing is computed"),
         pytest.param(
-            lambda x: x[:, :-1].clone(memory_format=torch.contiguous_format).view(12, 7).exp().view(4, 3, 7), id="split otherwise"
+            lambda x: x[:, :-1].clone(memory_format=torch.contiguous_format).view(12, 7).exp(),
+            id="nothing is split",
         ),
-        pytest.param(lambda x: x[:, :-1].clone(memory_format=torch.contiguous_format).view(12, 7).cumsum(0).view(3, 4, 7), id="no such op"),
+        pytest.param(
+            lambda x: (
+                x[:, :-1].clone(memory_format=torch.contiguous_format).view(12, 7).view(3, 4, 7)
+            ),
+            id="nothing is computed",
+        ),
+        pytest.param(
+            lambda x: (
+                x[:, :-1]
+                .clone(memory_format=torch.contiguous_format)
+                .view(12, 7)
+                .exp()
+                .view(4, 3, 7)
+            ),
+            id="split otherwise",
+        ),
+        pytest.param(
+            lambda x: (
+                x[:, :-1]
+                .clone(memory_format=torch.contiguous_format)
+                .view(12, 7)
+                .cumsum(0)
+                .view(3, 4, 7)
+            ),
+            id="no such op",
+        ),
     ],
 )
 def test_other_views_stay(function: Callable[[Tensor], Tensor]) -> None:

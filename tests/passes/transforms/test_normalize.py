@@ -26,7 +26,10 @@ def test_equal_calls_are_one() -> None:
 
 
 def test_arguments_of_other_types_differ() -> None:
-    assert calls(lambda x: (x + 1) * (x + 1.0) * (x + True), torch.ones(3)).count("aten.add.Tensor") == 3
+    assert (
+        calls(lambda x: (x + 1) * (x + 1.0) * (x + True), torch.ones(3)).count("aten.add.Tensor")
+        == 3
+    )
 
 
 def test_random_ops_stay() -> None:
@@ -38,7 +41,12 @@ def test_what_a_merged_value_shared_its_storage_with_is_known() -> None:
     """Items and views of the second call belong to the first one now."""
 
     def f(x: Tensor) -> tuple[Tensor, ...]:
-        return x.topk(2).indices * 1, x.topk(2).values.view(4) * 1, x.sin() * 1, x.sin()[0].view(3) * 1
+        return (
+            x.topk(2).indices * 1,
+            x.topk(2).values.view(4) * 1,
+            x.sin() * 1,
+            x.sin()[0].view(3) * 1,
+        )
 
     traced = make_fx(f, tracing_mode="fake")(torch.ones(2, 3))
     normalize(traced)

@@ -48,7 +48,10 @@ def test_the_op_that_differs_is_named(unsteady: Any) -> None:
     model = Unsteady(unsteady)
     backend = fxckpt.Backend(policy=recompute_all, inner="aot_eager", verify="exact")
     loss = torch.compile(model, backend=backend)(torch.randn(8, 16)).sum()
-    with pytest.raises(fxckpt.RecomputeMismatch, match=r"'scale' \(fxckpt_unsteady.scale\) at .*test_exact.py:\d+ gave other values"):
+    with pytest.raises(
+        fxckpt.RecomputeMismatch,
+        match=r"'scale' \(fxckpt_unsteady.scale\) at .*test_exact.py:\d+ gave other values",
+    ):
         loss.backward()
 
 
@@ -58,7 +61,9 @@ def test_without_it_nobody_notices(unsteady: Any) -> None:
     assert any("scale" in name for name in backend.plans[0].recomputed)
 
 
-@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.name in ("gpt2", "resnet")], ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    "entry", [e for e in ENTRIES if e.name in ("gpt2", "resnet")], ids=lambda e: e.name
+)
 def test_real_models_repeat_themselves(entry: Any) -> None:
     plans = same_at_every_budget(entry.make, (0.6, FLOOR), verify="exact")
     assert plans[-1].schedule
@@ -94,11 +99,16 @@ def test_memory_that_is_filled_in_parts_is_no_false_alarm() -> None:
 
 def test_off_it_costs_nothing() -> None:
     make = drawing("dropout")
-    plain, exact = (same_at_every_budget(make, (FLOOR, FLOOR), verify=verify)[-1] for verify in (None, "exact"))
+    plain, exact = (
+        same_at_every_budget(make, (FLOOR, FLOOR), verify=verify)[-1] for verify in (None, "exact")
+    )
     assert plain == exact
 
 
-@pytest.mark.parametrize(("options", "says"), [({"verify": "bits"}, "not a way"), ({"verify": "exact", "inner": "inductor"}, "aot_eager")])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"verify": "bits"}, "not a way"), ({"verify": "exact", "inner": "inductor"}, "aot_eager")],
+)
 def test_what_cannot_be_verified_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(fxckpt.InvalidOption, match=says):
         fxckpt.Backend(**options)
