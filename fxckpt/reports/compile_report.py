@@ -1,4 +1,4 @@
-"""Report of everything that one backend compiled."""
+"""The report of a backend: the plans of all graphs that it compiled, and the graph breaks."""
 
 from __future__ import annotations
 
@@ -10,52 +10,58 @@ from fxckpt.plans.types import Plan
 
 @dataclass(frozen=True)
 class Break:
-    """Where a model broke into graphs, each planned on its own."""
+    """A Dynamo graph break; the graphs on its two sides are planned separately."""
 
     graph: int | None
-    """The graph that ends there, counted from 1; None for one without a backward."""
+    """The graph that ends here, counted from 1; None if it has no backward."""
     reason: str
+    """Dynamo's reason for the break."""
     source: str
+    """The line of the model: ``file.py:12``."""
     bytes: int
-    """What the graph hands on: held until its backward, whatever is planned."""
+    """Bytes of the graph's outputs, which stay live until its backward under any plan."""
 
     def __str__(self) -> str:
-        where = f"graph {self.graph}" if self.graph else "a graph without a backward"
+        graph = f"graph {self.graph}" if self.graph else "a graph without a backward"
         held = (
             f", and its outputs, {format_bytes(self.bytes)}, are held until its backward"
             if self.bytes
             else ""
         )
         at = f" at {self.source}" if self.source else ""
-        return f"graph break: {where} ends{at} ({self.reason}): nothing is planned across it{held}"
+        return f"graph break: {graph} ends{at} ({self.reason}): nothing is planned across it{held}"
 
 
 def outputs_bytes(plan: Plan) -> int:
-    """Return the bytes of what the forward of a plan returns."""
-    return (
-        0 if plan.step is None else sum(s.bytes for s in plan.step.program.storages if s.is_output)
-    )
+    """Return the bytes of the forward's outputs; 0 if the plan carries no graph snapshot."""
+    if plan.step is None:
+        return 0
+    return sum(s.bytes for s in plan.step.program.storages if s.is_output)
 
 
 @dataclass(frozen=True)
 class Report:
-    """The plans of a backend; printed, one table a graph."""
+    """The plans and graph breaks of a backend; printed, one explanation a graph."""
 
     plans: tuple[Plan, ...]
+    """One plan for each compiled graph that has a backward, in the order of compilation."""
     breaks: tuple[Break, ...] = ()
+    """The graph breaks that Dynamo reported."""
 
     def __str__(self) -> str:
         if not self.plans:
             return (
-                "no graph with a backward has been compiled yet: run one forward of the compiled model with gradients enabled. If one was run, "
-                "Dynamo left the model to Python (an RNN, a graph break in a loop): TORCH_LOGS=graph_breaks says where."
+                "no graph with a backward has been compiled yet: run one forward of the compiled "
+                "model with gradients enabled. If one was run, Dynamo left the model to Python "
+                "(an RNN, a graph break in a loop): TORCH_LOGS=graph_breaks says where."
             )
         count = len(self.plans)
-        graphs = [f"graph {i} of {count}\n{plan.explain()}" for i, plan in enumerate(self.plans, 1)]
-        apart = (
-            f"no graph break was seen between these {count} graphs, and each has the whole budget. If they are parts of one step, Dynamo left the "
-            "function that calls them to Python: TORCH_LOGS=graph_breaks says where."
-        )
-        return "\n\n".join(
-            (*graphs, *map(str, self.breaks), *([apart] if count > 1 and not self.breaks else []))
-        )
+        parts = [f"graph {i} of {count}\n{plan.explain()}" for i, plan in enumerate(self.plans, 1)]
+        parts.extend(map(str, self.breaks))
+        if count > 1 and not self.breaks:
+            parts.append(
+                f"no graph break was seen between these {count} graphs, and each has the whole "
+                "budget. If they are parts of one step, Dynamo left the function that calls them "
+                "to Python: TORCH_LOGS=graph_breaks says where."
+            )
+        return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""Difference between two plans of one graph."""
+"""The difference between two plans of one graph."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from fxckpt.utils.units import format_seconds, shorten
 
 @dataclass(frozen=True)
 class Difference:
-    """What changes from one plan to another of the same graph."""
+    """The changes from one plan to another plan of the same graph, made by ``Plan.diff``."""
 
     before: Plan
+    """The plan compared against."""
     after: Plan
+    """The plan that is compared."""
     rows: tuple[tuple[Row | None, Row | None], ...]
-    """Values that are decided otherwise, or run another number of times, the largest first. None: the backward does not need it."""
+    """The (before, after) rows of values whose decision or number of runs changes, largest first.
+
+    None stands for a value that the backward of that plan does not need.
+    """
 
     def table(self) -> Table:
         """Return the changes as a table."""
@@ -35,32 +40,25 @@ class Difference:
             Column("after", "after"),
             Column("why", "why now", lambda v: shorten(v, 110)),
         )
-        words = Narrator(self.after)
+        narrator = Narrator(self.after)
 
         def cells(before: Row | None, after: Row | None) -> tuple[Any, ...]:
             row = after or before
             assert row is not None
-            why = words.why(after) if after is not None else "the backward does not need it"
-            return (row.name, row.op, row.module, row.bytes, _said(before), _said(after), why)
+            why = narrator.why(after) if after is not None else "the backward does not need it"
+            decisions = _decision_text(before), _decision_text(after)
+            return (row.name, row.op, row.module, row.bytes, *decisions, why)
 
         return Table(columns, tuple(cells(*pair) for pair in self.rows))
 
     def summary(self) -> list[tuple[str, str]]:
-        """Return the figures that change as (name, text)."""
+        """Return the figures before and after as (name, text)."""
         a, b = self.before, self.after
+        seconds = (format_seconds(plan.recompute_seconds) for plan in (a, b))
         return [
-            (
-                "peak",
-                f"{format_bytes(a.peak_bytes)} -> {format_bytes(b.peak_bytes)} ({_signed(b.peak_bytes - a.peak_bytes)})",
-            ),
-            (
-                "saved",
-                f"{format_bytes(a.saved_bytes)} -> {format_bytes(b.saved_bytes)} ({_signed(b.saved_bytes - a.saved_bytes)})",
-            ),
-            (
-                "extra time",
-                f"{format_seconds(a.recompute_seconds)} -> {format_seconds(b.recompute_seconds)}",
-            ),
+            ("peak", _bytes_change(a.peak_bytes, b.peak_bytes)),
+            ("saved", _bytes_change(a.saved_bytes, b.saved_bytes)),
+            ("extra time", " -> ".join(seconds)),
             ("changed", f"{len(self.rows)} values"),
         ]
 
@@ -74,23 +72,28 @@ class Difference:
 
 
 def diff(before: Plan, after: Plan) -> Difference:
-    """Return what changes from one plan to another. Raises :class:`InvalidOption` for what is no plan, and for plans of different graphs."""
+    """Return the changes from ``before`` to ``after``.
+
+    Raises :class:`fxckpt.InvalidOption` if ``after`` is not a plan of the same graph.
+    """
     if not isinstance(after, Plan):
         raise InvalidOption(
-            f"diff({after!r}): that is no plan. Give another plan of the same graph: fxckpt.plan(model, *inputs, budget=...)."
+            f"diff({after!r}): that is no plan. "
+            "Give another plan of the same graph: fxckpt.plan(model, *inputs, budget=...)."
         )
     if before.graph != after.graph:
         raise InvalidOption(
-            "these two plans are of different graphs, so their values cannot be compared. Plan the same model with the same input sizes twice."
+            "these two plans are of different graphs, so their values cannot be compared. "
+            "Plan the same model with the same input sizes twice."
         )
-    # A plan that was stored comes without its step; that of the other is the same.
+    # A plan read from JSON carries no snapshot; the other plan's is that of the same graph.
     step = before.step or after.step
     before, after = replace(before, step=step), replace(after, step=step)
     old, new = ({row.name: row for row in plan.rows} for plan in (before, after))
     changed = [
         (old.get(n), new.get(n))
         for n in dict.fromkeys((*old, *new))
-        if _said(old.get(n)) != _said(new.get(n))
+        if _decision_text(old.get(n)) != _decision_text(new.get(n))
     ]
     return Difference(before, after, tuple(sorted(changed, key=lambda pair: -_bytes(*pair))))
 
@@ -99,11 +102,14 @@ def _bytes(before: Row | None, after: Row | None) -> int:
     return max(row.bytes for row in (before, after) if row is not None)
 
 
-def _said(row: Row | None) -> str:
+def _decision_text(row: Row | None) -> str:
     if row is None:
         return "not needed"
     return row.decision.value if row.runs < 2 else f"{row.decision.value} x{row.runs}"
 
 
-def _signed(nbytes: int) -> str:
-    return f"{'-' if nbytes < 0 else '+'}{format_bytes(abs(nbytes))}"
+def _bytes_change(before: int, after: int) -> str:
+    """Return ``"8.0 KiB -> 6.0 KiB (-2.0 KiB)"``."""
+    sign = "-" if after < before else "+"
+    change = f"{sign}{format_bytes(abs(after - before))}"
+    return f"{format_bytes(before)} -> {format_bytes(after)} ({change})"

@@ -1,4 +1,4 @@
-"""Reports: data first, text second."""
+"""The decisions of a plan, one row a value: filter, sort, group and print them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fxckpt.reason import Decision, Reason
 from fxckpt.reports.difference import Difference, diff
 from fxckpt.reports.memory_bar import memory_bar
 from fxckpt.reports.narrate import Narrator, Readers
-from fxckpt.reports.saved_values import SavedValue, SavedValues
+from fxckpt.reports.saved_values import SavedValues, list_saved_values
 from fxckpt.utils.globs import fits, is_inside
 from fxckpt.utils.tables import Column, Table
-from fxckpt.utils.units import format_flops, format_seconds, format_shape, shorten
+from fxckpt.utils.units import format_flops, format_seconds, shorten
 
 KEYS: dict[str, Callable[[Row], Any]] = {
     "bytes": lambda row: -row.bytes,
@@ -33,36 +33,41 @@ KEYS: dict[str, Callable[[Row], Any]] = {
     "op": lambda row: row.op,
     "decision": lambda row: row.decision.value,
 }
-"""What rows are sorted by: figures from large to small, words from A to Z."""
+"""Sort keys of the rows: numbers from large to small, words from A to Z."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A plan explained: its rows as data, and as text when printed.
+    """The rows of a plan, with the reason for each decision.
+
+    Made by :meth:`fxckpt.Plan.explain`. Immutable: :meth:`filter`, :meth:`sort` and :meth:`top`
+    return a new explanation of the same plan. Printing shows the plan's figures, its memory
+    profile and the rows.
 
     >>> import torch, fxckpt
+    >>> from torch import nn
     >>> with torch.device("meta"):
-    ...     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)))
+    ...     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
     >>> plan = fxckpt.plan(model, torch.empty(512, 64, device="meta"), budget=0.7)
-    >>> shown = plan.explain()
-    >>> print(shown.filter(op="addmm").top(1).rows[0].reason)
+    >>> explanation = plan.explain()
+    >>> print(explanation.filter(op="addmm").top(1).rows[0].reason)
     cheaper to save than to recompute at this budget
-    >>> shown.why("addmm")[:36]
+    >>> explanation.why("addmm")[:36]
     'saved: recomputing it needs 0.addmm '
     """
 
     plan: Plan
     rows: tuple[Row, ...]
-    """Largest first."""
+    """The values that the backward needs, largest first."""
     inputs: tuple[NodeLabel, ...] = ()
-    """The graph's inputs that the backward reads, for :meth:`saved_values`; a plan without its step knows none."""
+    """The graph inputs that the backward reads; empty if the plan carries no graph snapshot."""
 
     @cached_property
-    def _reasons(self) -> Narrator:
+    def _narrator(self) -> Narrator:
         return Narrator(self.plan)
 
     def top(self, count: int) -> Explanation:
-        """Return the explanation with its first ``count`` rows: the largest, unless it was sorted otherwise."""
+        """Return the explanation with its first ``count`` rows, the largest unless sorted."""
         return replace(
             self,
             rows=self.rows[: max(0, count)],
@@ -70,7 +75,12 @@ class Explanation:
         )
 
     def sort(self, key: str) -> Explanation:
-        """Return the explanation with its rows in another order, one of :data:`KEYS`. Raises :class:`InvalidOption` for any other."""
+        """Return the explanation with its rows sorted by ``key``.
+
+        ``key`` is ``"bytes"``, ``"seconds"``, ``"flops"`` or ``"runs"`` (largest first), or
+        ``"name"``, ``"module"``, ``"op"`` or ``"decision"`` (alphabetical). Raises
+        :class:`fxckpt.InvalidOption` for any other.
+        """
         if key not in KEYS:
             raise InvalidOption(f"sort({key!r}): rows are sorted by {', '.join(map(repr, KEYS))}.")
         return replace(self, rows=tuple(sorted(self.rows, key=KEYS[key])))
@@ -85,13 +95,17 @@ class Explanation:
         reason: Reason | str | None = None,
         least_bytes: int = 0,
     ) -> Explanation:
-        """Return the explanation with the rows that match all that is given. Raises :class:`InvalidOption` for an unknown decision or reason.
+        """Return the explanation with the rows that match every given criterion.
 
-        ``module``, ``op`` and ``name`` are patterns (``"*.attn"``, ``"*soft*"``); a module's pattern also matches what is inside it. An input of the
-        graph has a name, no bytes of the step, and is made by no module and no op.
+        ``module``, ``op`` and ``name`` are globs (``"*.attn"``, ``"*soft*"``); submodules of a
+        matching module match too. ``decision`` and ``reason`` are enum members or their texts,
+        and ``least_bytes`` is the size of the smallest value to keep. Graph inputs have a name
+        but no module, op, reason or bytes, so a filter on any of these drops them.
+
+        Raises :class:`fxckpt.InvalidOption` for an unknown decision or reason.
         """
-        wanted = None if decision is None else _decision(decision)
-        because = None if reason is None else _reason(reason)
+        wanted = None if decision is None else _parse_decision(decision)
+        because = None if reason is None else _parse_reason(reason)
         kept = tuple(
             row
             for row in self.rows
@@ -102,39 +116,49 @@ class Explanation:
             and (because is None or row.reason is because)
             and row.bytes >= least_bytes
         )
-        leaves_inputs = (
+        keeps_inputs = (
             wanted is not Decision.RECOMPUTED
             and module is op is because is None
             and least_bytes <= 0
         )
         inputs = tuple(
-            i for i in self.inputs if leaves_inputs and (name is None or fits(i.name, name))
+            i for i in self.inputs if keeps_inputs and (name is None or fits(i.name, name))
         )
         return replace(self, rows=kept, inputs=inputs)
 
     def by_module(self, depth: int | None = None) -> Table:
-        """Return bytes and time by module, the largest first; ``depth`` cuts paths to so many parts."""
-        return _grouped(
+        """Return bytes and time by module, largest first.
+
+        ``depth`` truncates module paths to that many components.
+        """
+        return _group_by(
             "module", self.rows, lambda row: ".".join(row.module.split(".")[:depth]) or "(model)"
         )
 
     def by_op(self) -> Table:
-        """Return bytes and time by op, the largest first."""
-        return _grouped("op", self.rows, lambda row: row.op)
+        """Return bytes and time by op, largest first."""
+        return _group_by("op", self.rows, lambda row: row.op)
 
     def by_reason(self) -> Table:
-        """Return bytes and time by reason, the largest first."""
-        return _grouped(
+        """Return bytes and time by reason, largest first."""
+        return _group_by(
             "reason", self.rows, lambda row: f"{row.decision.value}: {row.reason.value}"
         )
 
     def why(self, name: str) -> str:
-        """Return the reason for one value as a sentence. Raises :class:`InvalidOption` for a name the plan does not decide about."""
-        return self._reasons.why(self._row(name))
+        """Return the reason for the decision about the value ``name`` as a sentence.
+
+        Raises :class:`fxckpt.InvalidOption` if the plan has no row of this name.
+        """
+        return self._narrator.why(self._row(name))
 
     def readers(self, name: str) -> Readers:
-        """Return the ops that read a value: in the forward, those of them that run again, and in the backward."""
-        return self._reasons.readers(self._row(name).name)
+        """Return the ops that read the value ``name`` in the forward, recomputation and backward.
+
+        Raises :class:`fxckpt.InvalidOption` if the plan has no row of this name, or carries no
+        graph snapshot.
+        """
+        return self._narrator.readers(self._row(name).name)
 
     def _row(self, name: str) -> Row:
         if not isinstance(name, str):
@@ -144,55 +168,42 @@ class Explanation:
             )
         found = next((row for row in self.plan.rows if row.name == name), None)
         if found is None:
-            near = [row.name for row in self.plan.rows if name in row.name][:5]
-            hint = f"Near it: {', '.join(near)}." if near else "plan.explain() lists them."
+            similar = [row.name for row in self.plan.rows if name in row.name][:5]
+            hint = f"Near it: {', '.join(similar)}." if similar else "plan.explain() lists them."
             raise InvalidOption(f"{name!r} is neither saved nor recomputed by this plan. {hint}")
         return found
 
     def diff(self, other: Plan) -> Difference:
-        """Return what changes from this plan to ``other``. Raises :class:`InvalidOption` for what is not another plan of the same graph."""
+        """Return the changes from this plan to ``other``.
+
+        Raises :class:`fxckpt.InvalidOption` if ``other`` is not a plan of the same graph.
+        """
         return diff(self.plan, other)
 
     def saved_values(self) -> SavedValues:
-        """Return what the backward gets from the forward, one line a value, as ``jax.ad_checkpoint.print_saved_residuals`` lists it.
+        """Return the saved values and inputs among the rows, one line a value.
 
-        Of an explanation that was filtered: what is left of it.
+        The format follows ``jax.ad_checkpoint.print_saved_residuals``.
         """
-        rows = sorted(
-            (r for r in self.rows if r.decision is Decision.SAVED), key=lambda row: -row.bytes
-        )
-        return SavedValues(
-            tuple(
-                SavedValue(format_shape(r.dtype, r.shape), r.bytes, _origin(r), r.source, r.module)
-                for r in rows
-            )
-            + tuple(
-                SavedValue(
-                    format_shape(i.dtype, i.shape),
-                    0,
-                    f"from the input {i.name}",
-                    i.source,
-                    i.module,
-                )
-                for i in self.inputs
-            )
-        )
+        return list_saved_values(self.rows, self.inputs)
 
     def gap(self) -> str:
-        """Say how far from the best possible the plan can be."""
+        """Return the plan's optimality gap in words."""
         plan = self.plan
         if plan.recompute_seconds <= plan.lower_bound_seconds:
             return "this plan is optimal"
         if plan.budget_bytes is None or not plan.step_seconds:
             return "no bound"
-        return f"this plan is within {(plan.recompute_seconds - plan.lower_bound_seconds) / plan.step_seconds:.2%} of the step of it"
+        gap = (plan.recompute_seconds - plan.lower_bound_seconds) / plan.step_seconds
+        return f"this plan is within {gap:.2%} of the step of it"
 
     def next_100_mib(self) -> str:
-        """Say what 100 MiB more would buy."""
+        """Return the time that 100 MiB more would save, in words."""
         plan = self.plan
         if not plan.next_seconds or not plan.step_seconds:
             return "nothing"
-        return f"at most {format_seconds(plan.next_seconds)}, {plan.next_seconds / plan.step_seconds:.2%} of the step"
+        share = plan.next_seconds / plan.step_seconds
+        return f"at most {format_seconds(plan.next_seconds)}, {share:.2%} of the step"
 
     def summary(self) -> list[tuple[str, str]]:
         """Return the plan's figures as (name, text)."""
@@ -210,19 +221,22 @@ class Explanation:
             ("uncheckpointed peak", format_bytes(plan.baseline_peak_bytes)),
             (
                 "floor (least peak found)",
-                f"{format_bytes(plan.floor_bytes)}; no plan is below {format_bytes(plan.floor_bound_bytes)}",
+                f"{format_bytes(plan.floor_bytes)}; "
+                f"no plan is below {format_bytes(plan.floor_bound_bytes)}",
             ),
             (
                 "saved for the backward",
                 f"{format_bytes(plan.saved_bytes)} in {len(plan.saved)} values",
             ),
             (
-                "runs again",
-                f"{len(plan.schedule)} runs of {len(plan.recomputed)} ops, {format_flops(plan.recompute_flops)}",
+                "recomputed",
+                f"{len(plan.schedule)} runs of {len(plan.recomputed)} ops, "
+                f"{format_flops(plan.recompute_flops)}",
             ),
             (
                 "extra time",
-                f"{format_seconds(plan.recompute_seconds)}, {share:.1%} of the step (cost model: {plan.cost})",
+                f"{format_seconds(plan.recompute_seconds)}, {share:.1%} of the step "
+                f"(cost model: {plan.cost})",
             ),
             (
                 "least possible extra time",
@@ -230,43 +244,51 @@ class Explanation:
             ),
             (
                 "price of memory",
-                f"{format_seconds(plan.price)} a MiB at the margin; the next 100 MiB save {self.next_100_mib()}",
+                f"{format_seconds(plan.price)} a MiB at the margin; "
+                f"the next 100 MiB save {self.next_100_mib()}",
             ),
         ]
 
     def table(self) -> Table:
-        """Return the rows as a table; as data it also has each reason in words and who reads the value in the backward."""
+        """Return the rows as a table.
+
+        Its data, beyond the printed columns: each reason as a sentence, and the ops that read the
+        value in the backward.
+        """
         has_step = self.plan.step is not None
 
-        def backward(row: Row) -> str:
+        def backward_readers(row: Row) -> str:
             if not has_step:
                 return ""
-            readers = self._reasons.readers(row.name)
+            readers = self._narrator.readers(row.name)
             return " ".join((*readers.recompute, *readers.backward))
 
         return Table(
             COLUMNS,
-            tuple((*_cells(row), self._reasons.why(row), backward(row)) for row in self.rows),
+            tuple(
+                (*_cells(row), self._narrator.why(row), backward_readers(row)) for row in self.rows
+            ),
         )
 
     def to_markdown(self) -> str:
-        """Return the figures and the rows as Markdown."""
+        """Return the figures and the rows as two Markdown tables."""
         figures = tabulate(self.summary(), ("", ""), tablefmt="github", disable_numparse=True)
         return f"{figures}\n\n{self.table().to_markdown()}"
 
     def to_csv(self) -> str:
-        """Return the rows as comma-separated values: plain bytes, seconds and FLOPs, and the reasons in words."""
+        """Return the rows as CSV, in bytes, seconds and FLOPs, with each reason as a sentence."""
         return self.table().to_csv()
 
     def to_json(self, indent: int | None = None) -> str:
-        """Return the rows as a JSON array: plain bytes, seconds and FLOPs, and the reasons in words."""
+        """Return the rows as a JSON array, in bytes, seconds and FLOPs, with each reason as a
+        sentence."""
         return self.table().to_json(indent)
 
     def to_pandas(self) -> Any:
-        """Return the rows as a pandas frame. Needs pandas, which fxckpt does not install."""
+        """Return the rows as a pandas ``DataFrame``; pandas has to be installed."""
         return self.table().to_pandas()
 
-    def _hidden(self) -> str:
+    def _hidden_note(self) -> str:
         hidden = len(self.plan.rows) - len(self.rows)
         return f"... and {hidden} more values" if hidden > 0 else ""
 
@@ -274,8 +296,8 @@ class Explanation:
         parts = [
             tabulate(self.summary(), tablefmt="plain"),
             memory_bar(self.plan),
-            str(_plain_table(self.rows)),
-            self._hidden(),
+            str(_brief_table(self.rows)),
+            self._hidden_note(),
         ]
         return "\n\n".join(filter(None, parts))
 
@@ -289,13 +311,14 @@ class Explanation:
         )
         bar = html.escape(memory_bar(self.plan))
         shown = self.top(20)
-        table = _plain_table(shown.rows).to_html()
-        return f"<table>{figures}</table>\n<pre>{bar}</pre>\n{table}\n<p>{html.escape(shown._hidden())}</p>"
+        table = _brief_table(shown.rows).to_html()
+        note = html.escape(shown._hidden_note())
+        return f"<table>{figures}</table>\n<pre>{bar}</pre>\n{table}\n<p>{note}</p>"
 
 
 def explain(plan: Plan) -> Explanation:
-    """Return the explanation of a plan."""
-    inputs = Narrator(plan).inputs_read() if plan.step is not None else ()
+    """Return the explanation of ``plan``, all rows, largest first."""
+    inputs = Narrator(plan).backward_inputs() if plan.step is not None else ()
     return Explanation(plan, tuple(sorted(plan.rows, key=lambda row: -row.bytes)), inputs)
 
 
@@ -316,7 +339,7 @@ COLUMNS = (
     Column("backward_readers", "read in the backward by", is_brief=False),
 )
 
-_PLAIN = COLUMNS[:-2]
+_BRIEF_COLUMNS = COLUMNS[:-2]
 
 
 def _cells(row: Row) -> tuple[Any, ...]:
@@ -336,41 +359,38 @@ def _cells(row: Row) -> tuple[Any, ...]:
     )
 
 
-def _plain_table(rows: Iterable[Row]) -> Table:
-    return Table(_PLAIN, tuple(_cells(row) for row in rows))
+def _brief_table(rows: Iterable[Row]) -> Table:
+    """Return the rows as a table without the columns that take a walk over the graph."""
+    return Table(_BRIEF_COLUMNS, tuple(_cells(row) for row in rows))
 
 
-def _reason(reason: Reason | str) -> Reason:
+def _parse_reason(reason: Reason | str) -> Reason:
     try:
         return Reason(reason)
     except ValueError:
         known = ", ".join(r.name for r in Reason)
         raise InvalidOption(
-            f"filter(reason={reason!r}): there is no such reason. Give one of fxckpt.Reason: {known}."
+            f"filter(reason={reason!r}): there is no such reason. "
+            f"Give one of fxckpt.Reason: {known}."
         ) from None
 
 
-def _decision(given: Decision | str) -> Decision:
+def _parse_decision(decision: Decision | str) -> Decision:
     try:
-        return Decision(given)
+        return Decision(decision)
     except ValueError:
         raise InvalidOption(
-            f"decision={given!r}: a value is {' or '.join(repr(d.value) for d in Decision)}."
+            f"decision={decision!r}: a value is {' or '.join(repr(d.value) for d in Decision)}."
         ) from None
 
 
-def _origin(row: Row) -> str:
-    return (
-        f"generator state of {row.op}" if row.reason is Reason.RNG_STATE else f"output of {row.op}"
-    )
-
-
-def _grouped(what: str, rows: Iterable[Row], key: Callable[[Row], str]) -> Table:
+def _group_by(heading: str, rows: Iterable[Row], key: Callable[[Row], str]) -> Table:
+    """Return the totals of the rows that share a ``key``, the most bytes first."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     columns = (
-        Column(what, what, lambda v: shorten(v, 60)),
+        Column(heading, heading, lambda v: shorten(v, 60)),
         Column("saved_bytes", "saved", format_bytes, is_number=True),
         Column("saved_values", "values", is_number=True),
         Column("recomputed_bytes", "recomputed", format_bytes, is_number=True),
@@ -379,22 +399,22 @@ def _grouped(what: str, rows: Iterable[Row], key: Callable[[Row], str]) -> Table
         Column("recompute_seconds", "extra time", format_seconds, is_number=True),
         Column("recompute_flops", "extra FLOPs", format_flops, is_number=True),
     )
-    table = Table(columns, tuple(_sums(name, members) for name, members in groups.items()))
-    return replace(table, rows=tuple(sorted(table.rows, key=lambda r: (-(r[1] + r[3]), r[0]))))
+    totals = (_totals(name, members) for name, members in groups.items())
+    return Table(columns, tuple(sorted(totals, key=lambda r: (-(r[1] + r[3]), r[0]))))
 
 
-def _sums(name: str, rows: list[Row]) -> tuple[Any, ...]:
+def _totals(name: str, rows: list[Row]) -> tuple[Any, ...]:
     saved = [row for row in rows if row.decision is Decision.SAVED]
-    again = [row for row in rows if row.decision is Decision.RECOMPUTED]
-    # What only the backward needs runs there the first time: that is no extra time.
-    extra = [row for row in again if row.reason is not Reason.FREE]
+    recomputed = [row for row in rows if row.decision is Decision.RECOMPUTED]
+    # A value that only the backward needs is computed there for the first time, at no extra time.
+    extra = [row for row in recomputed if row.reason is not Reason.FREE]
     return (
         name,
         sum(row.bytes for row in saved),
         len(saved),
-        sum(row.bytes for row in again),
-        len(again),
-        sum(row.runs for row in again),
+        sum(row.bytes for row in recomputed),
+        len(recomputed),
+        sum(row.runs for row in recomputed),
         sum(row.runs * row.recompute_seconds for row in extra),
         sum(row.runs * row.recompute_flops for row in extra),
     )

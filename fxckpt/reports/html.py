@@ -1,7 +1,9 @@
-"""The page: a plan, its graph and its timeline as one HTML file that needs no network.
+"""The HTML page of one or more plans: the graph by module, the decisions and the timeline.
 
-The graph goes along as data (JSON, compressed, in the page itself), once for all plans of the slider; what is unfolded is drawn in the browser by
-the libraries in ``fxckpt/reports/web/vendor``. Nothing is laid out here, so 20,000 nodes take a second to write.
+One file that needs no network. The graph is embedded once for all plans, as compressed JSON; the
+browser lays out and draws the expanded modules, with the libraries in
+``fxckpt/reports/web/vendor``. Since no layout happens here, a graph of 20,000 nodes is written in
+about a second.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import base64
 import gzip
 import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,9 @@ from fxckpt.plans.types import Plan, schedule_of, snapshot_of_plan
 from fxckpt.reason import Decision
 from fxckpt.reports.explanation import explain
 from fxckpt.reports.narrate import Narrator
-from fxckpt.reports.plots import LOOKS
-from fxckpt.solver.live_intervals import NO_STORAGE, Holder, aligned, lifetimes, moments
-from fxckpt.solver.schedule import save_all
-from fxckpt.solver.simulate import simulate
+from fxckpt.reports.plots import HOLDER_STYLES
+from fxckpt.reports.timeline import uncheckpointed_profile
+from fxckpt.solver.live_intervals import NO_STORAGE, Holder, lifetimes, moments
 from fxckpt.utils.units import format_seconds, format_shape
 
 HOLDERS = tuple(Holder)
@@ -45,9 +46,10 @@ STYLES = ("vendor/uPlot.min.css", "page.css")
 def write(
     plans: Sequence[Plan], path: str | Path, *, chosen: int = 0, title: str = "fxckpt"
 ) -> Path:
-    """Write the page of ``plans``, all of one step, the one at ``chosen`` shown first; return its path.
+    """Write the page of ``plans``, opened at index ``chosen``, and return its path.
 
-    Raises :class:`fxckpt.InvalidOption` for plans of different graphs, and for plans that do not carry their step.
+    Raises :class:`fxckpt.InvalidOption` for plans of different graphs, and for plans that carry no
+    graph snapshot.
     """
     text = render(plans, chosen=chosen, title=title)
     path = Path(path)
@@ -56,7 +58,7 @@ def write(
 
 
 def render(plans: Sequence[Plan], *, chosen: int = 0, title: str = "fxckpt") -> str:
-    """Return the page of ``plans`` as text."""
+    """Return the page of ``plans``, opened at index ``chosen``, as HTML text."""
     packed = base64.b64encode(
         gzip.compress(json.dumps(data(plans, chosen), separators=(",", ":")).encode(), 6, mtime=0)
     ).decode()
@@ -81,35 +83,41 @@ def _asset(name: str) -> str:
 
 
 def data(plans: Sequence[Plan], chosen: int = 0) -> dict[str, Any]:
-    """Return what the page is drawn from, as plain values."""
+    """Return the data that the page draws, as values of JSON.
+
+    Raises :class:`fxckpt.InvalidOption` for plans of different graphs, and for plans that carry no
+    graph snapshot.
+    """
     step = snapshot_of_plan(plans[0])
     if any(snapshot_of_plan(plan).labels != step.labels for plan in plans):
         raise InvalidOption(
-            "these plans are of different graphs; a page shows plans of one, for example those of a frontier: frontier(...).to_html(path)."
+            "these plans are of different graphs; a page shows plans of one, "
+            "for example those of a frontier: frontier(...).to_html(path)."
         )
     return {
-        "nodes": _nodes(step),
+        "nodes": _node_columns(step),
         "holders": [
-            {"name": h.value, "label": LOOKS[h].label, "color": LOOKS[h].color} for h in HOLDERS
+            {"name": h.value, "label": HOLDER_STYLES[h].label, "color": HOLDER_STYLES[h].color}
+            for h in HOLDERS
         ],
-        "plans": [_plan(step, plan) for plan in plans],
+        "plans": [_plan_data(step, plan) for plan in plans],
         "chosen": chosen,
     }
 
 
-class _Texts:
-    """Texts that many nodes share, each once, by number."""
+class _StringTable:
+    """Interns strings: each distinct one gets an index."""
 
     def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
+        self.indices: dict[str, int] = {}
 
     def __call__(self, text: str) -> int:
-        return self.numbers.setdefault(text, len(self.numbers))
+        return self.indices.setdefault(text, len(self.indices))
 
 
-def _nodes(step: GraphSnapshot) -> dict[str, Any]:
-    """Return the joint graph's nodes by column."""
-    texts = _Texts()
+def _node_columns(step: GraphSnapshot) -> dict[str, Any]:
+    """Return the nodes of the joint graph, one list a column."""
+    texts = _StringTable()
     storages = step.program.storages
     position = {label.name: i for i, label in enumerate(step.labels)}
     work = {op.name: (op.seconds, op.flops) for op in (*step.program.ops, *step.program.backward)}
@@ -132,9 +140,9 @@ def _nodes(step: GraphSnapshot) -> dict[str, Any]:
         "storages": [label.storages for label in step.labels],
         "backward": [int(label.is_backward) for label in step.labels],
         "bytes": [own_bytes(label) for label in step.labels],
-        "seconds": [_short(work.get(label.name, (0.0, 0))[0]) for label in step.labels],
+        "seconds": [_round(work.get(label.name, (0.0, 0))[0]) for label in step.labels],
         "flops": [work.get(label.name, (0.0, 0))[1] for label in step.labels],
-        "texts": list(texts.numbers),
+        "texts": list(texts.indices),
         "kinds": [kind.value for kind in NodeKind],
         "owner": [position[label.name] for label in step.owners],
         "storage_names": step.storage_names,
@@ -142,18 +150,17 @@ def _nodes(step: GraphSnapshot) -> dict[str, Any]:
     }
 
 
-def _short(seconds: float) -> float:
-    """Three digits are enough to look at."""
+def _round(seconds: float) -> float:
+    """Return ``seconds`` rounded to the three significant digits that the page shows."""
     return float(f"{seconds:.3g}")
 
 
-def _plan(step: GraphSnapshot, plan: Plan) -> dict[str, Any]:
+def _plan_data(step: GraphSnapshot, plan: Plan) -> dict[str, Any]:
+    """Return the figures, decisions and live intervals of one plan."""
     program, schedule = step.program, schedule_of(plan)
-    order, baseline = moments(program, schedule), save_all(program)
-    without = aligned(order, moments(program, baseline), simulate(program, baseline).profile)
-    intervals = lifetimes(program, schedule)
+    order, intervals = moments(program, schedule), lifetimes(program, schedule)
     position = {label.name: i for i, label in enumerate(step.labels)}
-    words = Narrator(plan)
+    narrator = Narrator(plan)
     share = plan.recompute_seconds / plan.step_seconds if plan.step_seconds else 0.0
     budget = (
         "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
@@ -165,14 +172,14 @@ def _plan(step: GraphSnapshot, plan: Plan) -> dict[str, Any]:
         "peak": plan.peak_bytes,
         "seconds": format_seconds(plan.recompute_seconds),
         "rows": {
-            row.name: [int(row.decision is Decision.RECOMPUTED), row.runs, words.why(row)]
+            row.name: [int(row.decision is Decision.RECOMPUTED), row.runs, narrator.why(row)]
             for row in plan.rows
         },
         "ops": [position.get(m.op.name, -1) for m in order],
-        "again": _runs(m.is_again for m in order),
+        "again": "".join("1" if m.is_again else "0" for m in order),
         "forward": plan.forward_ops,
         "profile": plan.profile,
-        "uncheckpointed": without,
+        "uncheckpointed": uncheckpointed_profile(program, order),
         "held": {
             "storage": [i.storage for i in intervals],
             "holder": [HOLDERS.index(i.holder) for i in intervals],
@@ -181,7 +188,3 @@ def _plan(step: GraphSnapshot, plan: Plan) -> dict[str, Any]:
             "bytes": [i.bytes if i.storage == NO_STORAGE else -1 for i in intervals],
         },
     }
-
-
-def _runs(flags: Iterable[bool]) -> str:
-    return "".join("1" if flag else "0" for flag in flags)

@@ -1,15 +1,20 @@
-"""Memory over the step as one line of text."""
+"""The memory profile of a plan as a bar chart in text."""
 
 from __future__ import annotations
 
 from fxckpt.budget import format_bytes
 from fxckpt.plans.types import Plan
 
-BARS = " ▁▂▃▄▅▆▇█"
+BLOCKS = " ▁▂▃▄▅▆▇█"
+"""A character cell filled from zero to eight eighths."""
 
 
 def memory_bar(plan: Plan, width: int = 72, height: int = 8) -> str:
-    """Draw live bytes over the step, the forward left of the mark, the budget as a dashed line where there is one."""
+    """Return live bytes over the ops of the step as text of ``width`` by ``height`` cells.
+
+    A ``^`` on the axis marks the end of the forward. A dashed line marks the budget, if it is below
+    twice the peak. Each column shows the maximum over its ops.
+    """
     if not plan.profile:
         return "(no memory profile)"
     steps = len(plan.profile)
@@ -42,4 +47,4 @@ def memory_bar(plan: Plan, width: int = 72, height: int = 8) -> str:
 
 
 def _block(fill: float) -> str:
-    return BARS[max(0, min(8, round(fill * 8)))]
+    return BLOCKS[max(0, min(8, round(fill * 8)))]

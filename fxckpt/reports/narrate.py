@@ -1,7 +1,7 @@
-"""Reasons in words: what a decision weighed, as a sentence, and who needs a value.
+"""Decisions in words: the reason for each, with the recomputation it was weighed against.
 
-The reason itself is made where the decision is made (:class:`fxckpt.plan.Reason`); here it is spelled out with what running the value again
-would take, read from the plan's step.
+The planner records a :class:`fxckpt.Reason` with every decision. Its sentence adds the chain of
+ops that recomputing the value takes, read from the plan's graph snapshot.
 """
 
 from __future__ import annotations
@@ -17,81 +17,83 @@ from fxckpt.reason import Decision, Reason
 from fxckpt.solver.program import Op
 from fxckpt.utils.units import format_flops, format_seconds
 
-LONGEST_CHAIN = 500
-"""Ops after which a chain is only said to be longer. It bounds the time of explaining graphs in which little is saved."""
-FEW = 3
-"""How many ops a sentence names."""
+MAX_CHAIN_OPS = 500
+"""Number of ops at which the walk of a chain stops; bounds the time where little is saved."""
+MAX_NAMED_OPS = 3
+"""Number of ops that a sentence names."""
 
 
 class RecomputeChain(NamedTuple):
-    """What would run again for a value that was not saved, all else as planned."""
+    """The ops that recomputing one value takes, given all other saved values."""
 
     ops: tuple[Op, ...]
-    """In the order of the graph, the value's own op last."""
-    barred: Op | None
-    """One of them that must not run twice and whose value is not at hand; None if all may."""
-    is_whole: bool
-    """False if there are more ops than :data:`LONGEST_CHAIN`."""
+    """The ops in graph order, the value's own op last."""
+    no_recompute_op: Op | None
+    """An op of the chain that may not be recomputed; None if there is none."""
+    is_complete: bool
+    """False if the walk stopped at :data:`MAX_CHAIN_OPS` ops."""
 
     @property
     def seconds(self) -> float:
-        """Time of one run of all."""
+        """Total time of running each op once."""
         return sum(op.seconds for op in self.ops)
 
     @property
     def flops(self) -> int:
-        """FLOPs of one run of all."""
+        """Total FLOPs of running each op once."""
         return sum(op.flops for op in self.ops)
 
 
 class Readers(NamedTuple):
-    """Names of the ops that read a value, through views too, in the order of the graph."""
+    """The names of the ops that read a value, directly or through views, in graph order."""
 
     forward: tuple[str, ...]
+    """Ops of the forward."""
     recompute: tuple[str, ...]
-    """Those of the forward that the backward runs again, and a random op for the state it is replayed under."""
+    """Recomputed ops; for a generator state, the random op that is replayed under it."""
     backward: tuple[str, ...]
+    """Ops of the backward."""
 
 
 @dataclass(frozen=True)
 class Narrator:
-    """Explains one plan's decisions."""
+    """The decisions of one plan in words."""
 
     plan: Plan
 
     @cached_property
     def step(self) -> GraphSnapshot:
-        """The plan's step. Raises :class:`fxckpt.InvalidOption` for a plan without one."""
+        """The plan's graph snapshot; raises :class:`fxckpt.InvalidOption` if there is none."""
         return snapshot_of_plan(self.plan)
 
     @cached_property
-    def _at_hand(self) -> frozenset[int]:
-        """Storages that the backward need not make: saved, or outputs."""
+    def _available(self) -> frozenset[int]:
+        """Storages that the backward need not recompute: saved values and outputs."""
         outputs = (s for s, storage in enumerate(self.step.program.storages) if storage.is_output)
         return frozenset((*(self.step.storage_index[name] for name in self.plan.saved), *outputs))
 
     @cached_property
-    def _again(self) -> frozenset[str]:
+    def _recomputed(self) -> frozenset[str]:
         return frozenset(self.plan.recomputed)
 
     def chain(self, storage: int) -> RecomputeChain:
-        """Return what would run again if ``storage`` were not saved."""
+        """Return the ops that recomputing ``storage`` takes if it is not saved."""
         program = self.step.program
-        at_hand, ops = self._at_hand - {storage}, program.ops
+        available, ops = self._available - {storage}, program.ops
         seen: set[int] = set()
-        barred = None
+        no_recompute_op = None
         stack = [program.storages[storage].producer]
-        while stack and len(seen) <= LONGEST_CHAIN:
+        while stack and len(seen) <= MAX_CHAIN_OPS:
             o = stack.pop()
             if o < 0 or o in seen:
                 continue
             seen.add(o)
-            barred = ops[o] if ops[o].no_recompute is not None else barred
-            stack.extend(program.storages[s].producer for s in ops[o].reads if s not in at_hand)
-        return RecomputeChain(tuple(ops[o] for o in sorted(seen)), barred, not stack)
+            no_recompute_op = ops[o] if ops[o].no_recompute is not None else no_recompute_op
+            stack.extend(program.storages[s].producer for s in ops[o].reads if s not in available)
+        return RecomputeChain(tuple(ops[o] for o in sorted(seen)), no_recompute_op, not stack)
 
     def sources(self, storage: int) -> tuple[str, ...]:
-        """Return the saved values and outputs that a recomputed storage is made from."""
+        """Return the saved values and outputs that ``storage`` is recomputed from."""
         program = self.step.program
         chain = self.chain(storage)
         names = self.step.storage_names
@@ -99,28 +101,30 @@ class Narrator:
             s
             for op in chain.ops
             for s in op.reads
-            if s in self._at_hand and program.storages[s].producer >= 0
+            if s in self._available and program.storages[s].producer >= 0
         )
         return tuple(names[s] for s in read)
 
     def readers(self, name: str) -> Readers:
-        """Return who reads a value, by its node's name."""
+        """Return the ops that read the value of node ``name``."""
         step = self.step
         label = step.by_name.get(name)
-        held = label.storages if label is not None else (step.storage_index[name],)
-        read_by = dict.fromkeys(op.name for s in held for op in step.readers[s])
-        drawing = [
-            op.name for op in step.program.ops if op.rng_state is not None and op.rng_state in held
+        storages = label.storages if label is not None else (step.storage_index[name],)
+        read_by = dict.fromkeys(op.name for s in storages for op in step.readers[s])
+        replayed = [
+            op.name
+            for op in step.program.ops
+            if op.rng_state is not None and op.rng_state in storages
         ]
         forward = tuple(n for n in read_by if n in step.op_index)
         return Readers(
             forward,
-            tuple(n for n in (*drawing, *forward) if n in self._again),
+            tuple(n for n in (*replayed, *forward) if n in self._recomputed),
             tuple(n for n in read_by if n in step.backward_index),
         )
 
     def why(self, row: Row) -> str:
-        """Return the reason of a row as a sentence."""
+        """Return the reason for the decision of ``row`` as a sentence."""
         if self.plan.step is None:
             return f"{row.decision.value}: {row.reason.value}"
         words = (
@@ -130,28 +134,29 @@ class Narrator:
 
     def _why_saved(self, row: Row) -> str:
         if row.reason is Reason.RNG_STATE:
-            return f"the generator's state before {row.op} draws, so that its second run draws the same; {format_bytes(row.bytes)}"
+            return (
+                f"the generator's state before {row.op} draws, "
+                f"so that its second run draws the same; {format_bytes(row.bytes)}"
+            )
         if row.reason is Reason.OUTPUT:
             return f"{row.reason.value}; the backward reads it at no cost"
         if row.reason is not Reason.CHEAPER_TO_SAVE:
             return f"{row.reason.value}; holds {format_bytes(row.bytes)}"
         chain = self.chain(self.step.storage_index[row.name])
-        if not chain.is_whole:
-            return f"recomputing it needs more than {LONGEST_CHAIN} ops, to free {format_bytes(row.bytes)}"
-        needs = f"recomputing it needs {self._named(chain.ops)}"
-        if chain.barred is not None:
-            return f"{needs}, of which {chain.barred.name} must not run twice ({chain.barred.no_recompute}); holds {format_bytes(row.bytes)}"
-        needs += (
-            f"{' and' if len(chain.ops) == 1 else ','} {format_flops(chain.flops)}"
-            if chain.flops
-            else ""
-        )
-        rate = (
-            f" ({format_seconds(chain.seconds / (row.bytes / 2**20))} a MiB)"
-            if row.bytes and chain.seconds
-            else ""
-        )
-        return f"{needs}; costs {format_seconds(chain.seconds)} to free {format_bytes(row.bytes)}{rate}"
+        size = format_bytes(row.bytes)
+        if not chain.is_complete:
+            return f"recomputing it needs more than {MAX_CHAIN_OPS} ops, to free {size}"
+        needs = f"recomputing it needs {self._list_ops(chain.ops)}"
+        if (op := chain.no_recompute_op) is not None:
+            return (
+                f"{needs}, of which {op.name} must not run twice ({op.no_recompute}); holds {size}"
+            )
+        if chain.flops:
+            needs += f"{' and' if len(chain.ops) == 1 else ','} {format_flops(chain.flops)}"
+        rate = ""
+        if row.bytes and chain.seconds:
+            rate = f" ({format_seconds(chain.seconds / (row.bytes / 2**20))} a MiB)"
+        return f"{needs}; costs {format_seconds(chain.seconds)} to free {size}{rate}"
 
     def _why_recomputed(self, row: Row) -> str:
         runs = "once" if row.runs == 1 else f"{row.runs} times"
@@ -169,42 +174,49 @@ class Narrator:
             words if row.reason is Reason.CHEAPER_TO_RECOMPUTE else f"{row.reason.value}; {words}"
         )
 
-    def _named(self, ops: tuple[Op, ...]) -> str:
-        costly = sorted(ops, key=lambda op: -op.seconds)[:FEW]
-        named = list(dict.fromkeys(self.short(op.name) for op in ops if op in costly))
-        more = len(ops) - len(costly)
-        return ", ".join(named) + (
+    def _list_ops(self, ops: tuple[Op, ...]) -> str:
+        """Return the slowest ops by short name, in graph order, and the number of the others."""
+        slowest = sorted(ops, key=lambda op: -op.seconds)[:MAX_NAMED_OPS]
+        names = list(dict.fromkeys(self.short_name(op.name) for op in ops if op in slowest))
+        more = len(ops) - len(slowest)
+        return ", ".join(names) + (
             f" and {more} more op{'s' if more > 1 else ''}" if more > 0 else ""
         )
 
-    def short(self, name: str) -> str:
-        """Return an op as people say it: the last of its module's path and what it does (``attn.softmax``)."""
+    def short_name(self, name: str) -> str:
+        """Return the short name of the node ``name`` (``attn.softmax``), if it has a label."""
         label = self.step.by_name.get(name)
         return name if label is None else short_name(label)
 
-    def inputs_read(self) -> tuple[NodeLabel, ...]:
-        """Return the graph's inputs that the backward reads, itself or through what it runs again. They take no memory of the step."""
-        labels, again = self.step.labels, set(self.plan.recomputed)
-        wanted: set[int] = set()
+    def backward_inputs(self) -> tuple[NodeLabel, ...]:
+        """Return the graph inputs that backward or recomputed ops read.
+
+        They are allocated before the step, so they do not count towards its memory.
+        """
+        labels, recomputed = self.step.labels, set(self.plan.recomputed)
+        read: set[int] = set()
         for label in labels:
-            if label.is_backward or label.name in again:
-                wanted.update(label.inputs)
+            if label.is_backward or label.name in recomputed:
+                read.update(label.inputs)
         for position in range(len(labels) - 1, -1, -1):
-            # A view is made again from what it shows.
+            # The backward takes a view of the base instead of saving the view.
             if (
-                position in wanted
+                position in read
                 and labels[position].kind is NodeKind.VIEW
                 and not labels[position].is_backward
             ):
-                wanted.update(labels[position].inputs)
+                read.update(labels[position].inputs)
         return tuple(
             labels[i]
-            for i in sorted(wanted)
+            for i in sorted(read)
             if labels[i].kind is NodeKind.INPUT and not labels[i].is_backward
         )
 
 
 def short_name(label: NodeLabel) -> str:
-    """Return ``attn.softmax`` for an op ``_softmax`` of module ``h.0.attn``."""
+    """Return the last component of a node's module path and its op.
+
+    An op ``_softmax`` of module ``h.0.attn`` is ``attn.softmax``.
+    """
     op = label.op.split(".")[0].strip("_")
     return ".".join(part for part in (label.module.rpartition(".")[2], op) if part)

@@ -1,7 +1,8 @@
-"""Timeline: what the memory holds at every op of a planned step, value by value, as data."""
+"""The timeline of a plan: the values that are live at every op of the step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from fxckpt.solver.live_intervals import (
     moments,
     stacked,
 )
+from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.simulate import simulate
 from fxckpt.utils.tables import Column, Table
@@ -26,47 +28,61 @@ from fxckpt.utils.units import shorten
 
 
 class Tick(NamedTuple):
-    """One op of the step, in the order in which they run."""
+    """One op of the step, in execution order."""
 
     name: str
+    """The name of the op's node."""
     phase: str
-    """"forward", "backward", or "recompute": a forward op that the backward runs."""
+    """``"forward"``, ``"recompute"`` (a forward op run in the backward) or ``"backward"``."""
     module: str
+    """The path of the op's module."""
     seconds: float
+    """Time by the plan's cost model."""
     bytes: int
-    """Live while it runs."""
+    """Live bytes while the op runs."""
     uncheckpointed_bytes: int
-    """Live while it runs if everything that the backward reads is saved."""
+    """Live bytes at this op if every value that the backward reads is saved."""
 
 
 class Held(NamedTuple):
-    """``bytes`` held by one value from tick ``first`` to tick ``last``, both included."""
+    """The live interval of one value, from tick ``first`` to tick ``last``, both included."""
 
     name: str
-    """The node that owns it; ``"(workspace)"`` for what no node does."""
+    """The node that owns the storage; ``"(workspace)"`` for the workspace of a kernel."""
     module: str
+    """The path of the module that computes it; empty for workspace."""
     holder: Holder
+    """The reason that the bytes are live."""
     first: int
+    """The first tick."""
     last: int
+    """The last tick."""
     bytes: int
+    """The size of the storage."""
     op: str = ""
-    """The op that made it; empty for what no node owns."""
+    """The op that computes it; empty for workspace."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The memory of one step, op by op. Bytes are beyond what was allocated when the step began."""
+    """The memory of a planned step, op by op and value by value.
+
+    Made by :meth:`fxckpt.Plan.timeline`. Bytes are beyond those allocated when the step begins.
+    Printing shows the peak and the values that are live there.
+    """
 
     ticks: tuple[Tick, ...]
+    """The ops of the step in execution order."""
     held: tuple[Held, ...]
-    """Every interval in which a value is live; at each tick their bytes add up to the tick's."""
+    """The live intervals of all values; at each tick their bytes add up to ``tick.bytes``."""
     forward_ticks: int
-    """How many leading ticks belong to the forward."""
+    """The number of leading ticks that belong to the forward."""
     budget_bytes: int | None
+    """The plan's budget."""
 
     @cached_property
     def stack(self) -> dict[Holder, tuple[int, ...]]:
-        """Live bytes at each tick by what holds them."""
+        """Live bytes at each tick, by holder."""
         parts = stacked(
             (LiveInterval(NO_STORAGE, h.holder, h.first, h.last, h.bytes) for h in self.held),
             len(self.ticks),
@@ -75,11 +91,11 @@ class Timeline:
 
     @property
     def peak_tick(self) -> int:
-        """Where the peak is first reached."""
+        """The index of the first tick at the peak."""
         return max(range(len(self.ticks)), key=lambda i: self.ticks[i].bytes) if self.ticks else 0
 
     def at(self, tick: int) -> tuple[Held, ...]:
-        """Return what is live at a tick, largest first."""
+        """Return the values that are live at a tick, largest first."""
         return tuple(
             sorted(
                 (h for h in self.held if h.first <= tick <= h.last),
@@ -88,7 +104,7 @@ class Timeline:
         )
 
     def table(self, tick: int | None = None) -> Table:
-        """Return what is live at a tick, by default at the peak, as a table."""
+        """Return the values that are live at a tick, by default the peak, as a table."""
         here = self.at(self.peak_tick if tick is None else tick)
         columns = (
             Column("name", "value", lambda v: shorten(v, 28)),
@@ -108,7 +124,7 @@ class Timeline:
         return Table(columns, tuple(rows))
 
     def headline(self) -> str:
-        """Say how large the peak is, where it is, and what kinds of things hold it."""
+        """Return the size and place of the peak and the bytes of each holder, in words."""
         if not self.ticks:
             return "nothing runs"
         peak = self.ticks[self.peak_tick]
@@ -124,26 +140,35 @@ class Timeline:
 
 
 def timeline(plan: Plan) -> Timeline:
-    """Return the timeline of a plan. Raises :class:`fxckpt.InvalidOption` for a plan that does not carry its step."""
+    """Return the timeline of ``plan``.
+
+    Raises :class:`fxckpt.InvalidOption` if the plan carries no graph snapshot.
+    """
     step = snapshot_of_plan(plan)
     program, schedule = step.program, schedule_of(plan)
     order = moments(program, schedule)
-    baseline = save_all(program)
-    without = aligned(order, moments(program, baseline), simulate(program, baseline).profile)
+    uncheckpointed = uncheckpointed_profile(program, order)
     ticks = tuple(
-        _tick(step, m, live, other)
-        for m, live, other in zip(order, plan.profile, without, strict=True)
+        _tick(step, moment, live, live_uncheckpointed)
+        for moment, live, live_uncheckpointed in zip(
+            order, plan.profile, uncheckpointed, strict=True
+        )
     )
     held = tuple(_held(step, interval) for interval in lifetimes(program, schedule))
     return Timeline(ticks, held, plan.forward_ops, plan.budget_bytes)
 
 
-def _tick(step: GraphSnapshot, moment: Moment, live: int, without: int) -> Tick:
+def uncheckpointed_profile(program: Program, order: Sequence[Moment]) -> list[int]:
+    """Return the live bytes of the uncheckpointed step, aligned with the ops of a plan."""
+    baseline = save_all(program)
+    return aligned(order, moments(program, baseline), simulate(program, baseline).profile)
+
+
+def _tick(step: GraphSnapshot, moment: Moment, live: int, live_uncheckpointed: int) -> Tick:
     phase = "forward" if moment.is_forward else ("recompute" if moment.is_again else "backward")
     label = step.by_name.get(moment.op.name)
-    return Tick(
-        moment.op.name, phase, label.module if label else "", moment.op.seconds, live, without
-    )
+    module = label.module if label else ""
+    return Tick(moment.op.name, phase, module, moment.op.seconds, live, live_uncheckpointed)
 
 
 def _held(step: GraphSnapshot, interval: LiveInterval) -> Held:

@@ -1,4 +1,4 @@
-"""The frontier: recompute time against peak, from the floor to the uncheckpointed step."""
+"""The frontier: recompute time against peak memory, one plan a budget."""
 
 from __future__ import annotations
 
@@ -20,27 +20,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Point:
-    """One plan of a frontier. Seconds are extra time beyond the uncheckpointed step's."""
+    """The figures of one plan of a frontier."""
 
     budget_bytes: int
+    """The budget; the peak, if the plan was made without one."""
     peak_bytes: int
+    """The plan's peak."""
     saved_bytes: int
+    """Bytes saved for the backward."""
     recompute_seconds: float
+    """Extra time over the uncheckpointed step."""
     lower_bound_seconds: float
-    """No plan of this budget takes less."""
+    """A lower bound on the recompute time of any plan within the budget."""
     share: float
-    """Recompute time over the time of the uncheckpointed step."""
+    """Recompute time divided by the time of the uncheckpointed step."""
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """Plans from the least peak to the uncheckpointed one; recompute time never rises with the budget."""
+    """The plans of one step at increasing budgets, made by :func:`fxckpt.frontier`.
+
+    Recompute time never rises with the budget. Printing shows the table of :meth:`table`.
+
+    >>> import torch, fxckpt
+    >>> from torch import nn
+    >>> with torch.device("meta"):
+    ...     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+    >>> curve = fxckpt.frontier(model, torch.empty(512, 64, device="meta"), points=3)
+    >>> [point.share > 0 for point in curve.rows]
+    [True, True, False]
+    """
 
     plans: tuple[Plan, ...]
+    """The plans, from the least peak to the uncheckpointed step."""
 
     @property
     def rows(self) -> tuple[Point, ...]:
-        """The curve as data, one point a plan."""
+        """The figures of the plans, one point a plan."""
         return tuple(
             Point(
                 plan.budget_bytes or plan.peak_bytes,
@@ -54,7 +70,7 @@ class Frontier:
         )
 
     def table(self) -> Table:
-        """Return the curve as a table."""
+        """Return the points as a table, with the shadow price of memory at each budget."""
         columns = (
             Column("budget_bytes", "budget", format_bytes, is_number=True),
             Column("peak_bytes", "peak", format_bytes, is_number=True),
@@ -87,29 +103,33 @@ class Frontier:
     def plot(
         self, ax: Axes | None = None, *, chosen: Plan | None = None, peers: Sequence[Peer] = ()
     ) -> Axes:
-        """Draw recompute time over peak, with the lower bounds, and return the axes. Needs matplotlib.
+        """Draw recompute time over peak with the lower bounds, and return the axes.
 
-        ``chosen`` is a plan to mark, ``peers`` are other ways to train the same step (:class:`fxckpt.reports.plots.Peer`). Raises :class:`InvalidOption`
-        for a ``chosen`` plan of another graph.
+        ``ax`` are the axes to draw on (new ones by default), ``chosen`` is a plan to mark and
+        ``peers`` are other ways to train the same step (:class:`fxckpt.reports.plots.Peer`).
+        Needs matplotlib. Raises :class:`fxckpt.InvalidOption` if ``chosen`` is not a plan of the
+        same graph.
         """
         from fxckpt.reports import plots
 
         if chosen is not None:
-            self._refuse_foreign(chosen, "plot")
+            self._check_same_graph(chosen, "plot")
         return plots.frontier(self, ax, chosen=chosen, peers=peers)
 
     def to_html(
         self, path: str | Path, *, chosen: Plan | None = None, title: str = "fxckpt"
     ) -> Path:
-        """Write one self-contained page with a slider over these plans, ``chosen`` (or the middle one) shown first; return its path.
+        """Write a self-contained HTML page with a slider over the plans, and return its path.
 
-        A ``chosen`` plan that is not among them joins them. Raises :class:`InvalidOption` for one of another graph.
+        The page opens at ``chosen``, by default the middle plan; a plan that is not part of the
+        frontier is added to the slider. Raises :class:`fxckpt.InvalidOption` if ``chosen`` is not
+        a plan of the same graph.
         """
         from fxckpt.reports import html
 
         plans = self.plans
         if chosen is not None and chosen not in plans:
-            self._refuse_foreign(chosen, "to_html")
+            self._check_same_graph(chosen, "to_html")
             plans = tuple(sorted((*plans, chosen), key=lambda plan: plan.peak_bytes))
         return html.write(
             plans,
@@ -118,14 +138,16 @@ class Frontier:
             title=title,
         )
 
-    def _refuse_foreign(self, chosen: Plan, method: str) -> None:
+    def _check_same_graph(self, chosen: Plan, method: str) -> None:
         if not isinstance(chosen, Plan):
             raise InvalidOption(
-                f"{method}(chosen={chosen!r}): that is no plan. Give one of the frontier's, or fxckpt.plan(model, *inputs)."
+                f"{method}(chosen={chosen!r}): that is no plan. "
+                "Give one of the frontier's, or fxckpt.plan(model, *inputs)."
             )
         if chosen.graph != self.plans[0].graph:
             raise InvalidOption(
-                f"{method}(chosen=...): that plan is of another graph. Give one that was made of the same model and inputs."
+                f"{method}(chosen=...): that plan is of another graph. "
+                "Give one that was made of the same model and inputs."
             )
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

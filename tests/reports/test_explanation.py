@@ -88,7 +88,7 @@ def test_a_chain_ends_at_what_is_at_hand() -> None:
     assert plan.saved == ("exp", "exp_1", "exp_2")
     chain = reasons.chain(reasons.step.storage_index["exp_1"])
     assert [op.name for op in chain.ops] == ["mm_1", "exp_1"]
-    assert chain.flops == 2 * 64**3 and chain.barred is None
+    assert chain.flops == 2 * 64**3 and chain.no_recompute_op is None
     assert reasons.readers("exp_1") == (("mm_2",), (), ("mm_3", "mul_1"))
 
 
