@@ -19,10 +19,9 @@ from torch import fx, nn
 from fxckpt.costs.models import CostModel
 from fxckpt.costs.roofline import Roofline
 from fxckpt.errors import BudgetInfeasible
-from fxckpt.passes.transforms.normalize import normalize
-from fxckpt.passes.transforms.partition import partition
-from fxckpt.passes.transforms.rematerialize import rematerialize
-from fxckpt.planner.capture import Joint, capture_joint
+from fxckpt.passes.graphs import Joint
+from fxckpt.planner.capture import capture_joint
+from fxckpt.planner.pipeline import Emission, emit_halves, prepare
 from fxckpt.planner.planner import Planner
 
 COST = Roofline(100e12, 1.5e12, 0.0)
@@ -48,7 +47,7 @@ class Row:
 def captured(model: nn.Module, inputs: dict[str, object]) -> Joint:
     """Return a normalized joint graph."""
     joint = capture_joint(model, (), inputs)
-    normalize(joint.module)
+    prepare(joint)
     return joint
 
 
@@ -118,8 +117,7 @@ def emitted(joint: Joint, planner: Planner) -> tuple[fx.GraphModule, fx.GraphMod
     """Return the forward and the backward of a plan; ``joint`` is left alone."""
     copied = copy.deepcopy(joint.module)
     facts, plan = planner.plan(copied, num_fwd_outputs=joint.num_fwd_outputs)
-    result = rematerialize(copied, facts, plan, num_fwd_outputs=joint.num_fwd_outputs)
-    return partition(copied, result, num_fwd_outputs=joint.num_fwd_outputs)
+    return emit_halves(Emission(Joint(copied, joint.num_fwd_outputs), facts, plan))
 
 
 def main() -> None:

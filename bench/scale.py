@@ -16,8 +16,8 @@ from tabulate import tabulate
 from fxckpt.costs.models import checked
 from fxckpt.costs.roofline import Roofline
 from fxckpt.passes.analysis.joint import collect
-from fxckpt.passes.transforms.normalize import normalize
 from fxckpt.planner.capture import capture_joint
+from fxckpt.planner.pipeline import prepare
 from fxckpt.solver.search import PriceSearch
 
 COST = Roofline(100e12, 1.5e12, 0.0)
@@ -30,7 +30,7 @@ def main(layers: list[int]) -> None:
     for count in layers:
         model, inputs = llama_style(count)
         joint = capture_joint(model, (), inputs)
-        normalize(joint.module)
+        prepare(joint)
         held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         begin = time.perf_counter()
         facts = collect(joint.module, num_fwd_outputs=joint.num_fwd_outputs, cost=checked(COST))

@@ -16,8 +16,9 @@ from tabulate import tabulate
 from fxckpt.costs.models import CostModel, FlopCost, checked
 from fxckpt.costs.roofline import Roofline
 from fxckpt.passes.analysis.joint import collect
-from fxckpt.passes.transforms.normalize import normalize
-from fxckpt.planner.capture import Joint, capture_joint
+from fxckpt.passes.graphs import Joint
+from fxckpt.planner.capture import capture_joint
+from fxckpt.planner.pipeline import prepare
 from fxckpt.solver.program import IN_BACKWARD, Program
 from fxckpt.solver.search import PriceSearch
 
@@ -119,7 +120,7 @@ def captured(name: str) -> Joint:
     """Return a normalized joint graph."""
     model, inputs = {"gpt2": gpt2, "llama": llama_style}[name]()
     joint = capture_joint(model, (), inputs)
-    normalize(joint.module)
+    prepare(joint)
     return joint
 
 

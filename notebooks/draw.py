@@ -31,8 +31,8 @@ def main() -> None:
 
     import fxckpt
     from fxckpt.costs.roofline import Roofline
-    from fxckpt.passes.transforms.normalize import normalize
     from fxckpt.planner.capture import capture_joint
+    from fxckpt.planner.pipeline import prepare
     from fxckpt.planner.planner import Planner
     from fxckpt.policies import block_boundaries
     from fxckpt.reports.tradeoff import Frontier, Peer
@@ -40,7 +40,7 @@ def main() -> None:
     cost = Roofline(100e12, 1.5e12, 0.0)
     model, inputs = gpt2()
     joint = capture_joint(model, (), inputs)
-    normalize(joint.module)
+    prepare(joint)
     planner = Planner(None, None, cost, measure_workspace=False)
     curve = Frontier(
         planner.frontier(joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=16)

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx
 
+from fxckpt.passes.graphs import Joint
+from fxckpt.planner.pipeline import PREPARE, PREPARE_INDUCTOR, prepare
 from fxckpt.torch_private import capture_whole, trace_joint
 from fxckpt.torch_private.inductor.options import CustomPartitionerFn
+
+
+def normalize(module: fx.GraphModule, *, for_inductor: bool = False) -> None:
+    """Rewrite a joint graph as it is before planning."""
+    prepare(Joint(module, 0), PREPARE_INDUCTOR[:-1] if for_inductor else PREPARE)
 
 
 class Captured(Exception):

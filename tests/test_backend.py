@@ -310,7 +310,7 @@ def test_a_defect_of_the_planner_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     def broken(*args: object, **kwargs: object) -> object:
         raise DataDependentOutputException("aten.item")
 
-    monkeypatch.setattr("fxckpt.planner.planner.normalize", broken)
+    monkeypatch.setattr("fxckpt.planner.planner.prepare", broken)
     with pytest.raises(fxckpt.PlanningFailed, match="defect"):
         torch.compile(Net(2), backend=fxckpt.Backend(inner="aot_eager"))(torch.randn(8, 32))
 

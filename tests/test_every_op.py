@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 import fxckpt
-from fxckpt.passes.transforms.normalize import normalize
 from fxckpt.planner.planner import Planner
+from tests.joints import normalize
 from tests.steps import differing, loss_of
 
 with warnings.catch_warnings():

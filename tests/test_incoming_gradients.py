@@ -76,5 +76,5 @@ def test_where_autograd_holds_it_it_counts_to_the_end(monkeypatch: pytest.Monkey
 
     assert frees_incoming_gradients()
     let_go = peak()
-    monkeypatch.setattr("fxckpt.passes.analysis.joint.frees_incoming_gradients", lambda: False)
+    monkeypatch.setattr("fxckpt.passes.analysis.placement.frees_incoming_gradients", lambda: False)
     assert peak() == let_go + OUTPUT_BYTES

@@ -12,10 +12,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from fxckpt.costs.roofline import GENERIC_GPU
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.graph_memory import emitted_peak
-from fxckpt.passes.transforms.normalize import normalize
 from fxckpt.planner.capture import Joint, capture_joint
 from fxckpt.planner.planner import Planner
 from fxckpt.torch_private import storage_id
+from tests.joints import normalize
 from tests.models.zoo import ENTRIES
 
 

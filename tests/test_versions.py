@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import fxckpt
-from fxckpt import torch_private
 from fxckpt.cli.doctor import examine
 from fxckpt.policies import save_matmuls
 from fxckpt.policies.torch_form import AskedByOp
-from fxckpt.torch_private import versions
+from fxckpt.torch_private import selective_checkpoint, versions
 
 
 class ContextOf211:
@@ -28,7 +27,7 @@ class ContextOf211:
 def test_a_policy_in_torchs_form_reads_what_the_op_gives_where_torchs_context_does_not_hold_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch_private, "SelectiveCheckpointContext", ContextOf211)
+    monkeypatch.setattr(selective_checkpoint, "SelectiveCheckpointContext", ContextOf211)
     shapes: list[torch.Size] = []
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:

@@ -19,8 +19,9 @@ from fxckpt.eager.tape import Call, TensorVersion
 from fxckpt.eager.tape_to_fx import graph_of
 from fxckpt.errors import CaptureError
 from fxckpt.passes.analysis.joint import Facts
+from fxckpt.passes.graphs import Joint
 from fxckpt.passes.meta import CALL, UNTRACKED
-from fxckpt.passes.transforms.normalize import normalize
+from fxckpt.planner.pipeline import prepare
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan
 from fxckpt.reason import Decision
@@ -57,7 +58,7 @@ def region_plan_of(
     if planner.budget is not None:
         bind_to_autograd(joint.graph)
         planner = replace(planner, is_eager=True)
-    normalize(joint)
+    prepare(Joint(joint, num_fwd_outputs))
     facts, plan = planner.plan(joint, num_fwd_outputs=num_fwd_outputs)
     return RegionPlan(
         plan=plan,

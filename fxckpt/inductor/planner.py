@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,15 +31,11 @@ from fxckpt.inductor.plan_cache import PlanCache, key_of
 from fxckpt.passes.analysis.fingerprint import fingerprint
 from fxckpt.passes.analysis.graph_snapshot import snapshot_of
 from fxckpt.passes.analysis.joint import Facts, Workspace
-from fxckpt.passes.inductor.channels_last import to_channels_last
-from fxckpt.passes.inductor.execution_order import mark_execution_order
-from fxckpt.passes.inductor.fusion_model import KernelGraph, is_reduction
-from fxckpt.passes.inductor.isolate_matmuls import isolate_matmuls
-from fxckpt.passes.inductor.preserve_strides import preserve_strides
-from fxckpt.passes.inductor.sink_reshapes import sink_reshapes
+from fxckpt.passes.graphs import Joint
+from fxckpt.passes.inductor.fusion_model import KernelGraph, is_extern_kernel
 from fxckpt.passes.meta import ORDER
-from fxckpt.passes.transforms.normalize import normalize
 from fxckpt.planner.build_plan import build_plan
+from fxckpt.planner.pipeline import EMIT_INDUCTOR, PREPARE_INDUCTOR, Emission, emit_halves, prepare
 from fxckpt.planner.planner import Planner, device_of, infeasible, warn_of_unbounded_sizes
 from fxckpt.plans.log import log_plan
 from fxckpt.plans.snapshot import GraphSnapshot
@@ -91,8 +86,7 @@ class InductorPlanner:
         """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is normalized; raises :class:`BudgetInfeasible`."""
         planner = self.planner
         begin = time.perf_counter()
-        normalize(joint, is_fused=True)
-        sink_reshapes(joint.graph)
+        prepare(Joint(joint, num_fwd_outputs), PREPARE_INDUCTOR)
         # What the trace unpacked its arguments by is not needed here, and torch warns when it is copied.
         joint.graph.set_codegen(fx.graph.CodeGen())
         lines = fingerprint(joint.graph)
@@ -123,16 +117,6 @@ class InductorPlanner:
         return halves
 
 
-def is_extern_kernel(node: fx.Node) -> bool:
-    """Return whether Inductor calls a kernel of a library for an op, rather than write a loop."""
-    return (
-        node.op == "call_function"
-        and not fuses(node)
-        and not is_reduction(node)
-        and node.target is not operator.getitem
-    )
-
-
 def _as_run(joint: fx.GraphModule, workspace: Workspace) -> Workspace:
     """Return the workspace of ops as Inductor is expected to run them: a loop has none, a convolution is likely laid out anew."""
     is_relaid = changes_layout(joint)
@@ -152,18 +136,8 @@ def emitted(
     # A graph remembers the names it once had, and a copy does not: in every process new nodes get the same names, by which caches know them.
     joint = fx.GraphModule(joint, copy.deepcopy(joint.graph))
     facts = facts.moved_to(joint.graph)
-    forward, backward = planner.emit(
-        joint, facts, plan, num_fwd_outputs=num_fwd_outputs, is_extern_kernel=is_extern_kernel
-    )
-    if plan.keeps_order:
-        isolate_matmuls(backward, is_extern_kernel=is_extern_kernel)
-        if changes_layout(forward):
-            to_channels_last(backward)
-        mark_execution_order(backward)
-    preserve_strides(backward)
-    if plan.lets_go:
-        free_early(backward)
-    return forward, backward, plan
+    emission = Emission(Joint(joint, num_fwd_outputs), facts, plan, exact=planner.exact)
+    return (*emit_halves(emission, EMIT_INDUCTOR), plan)
 
 
 class _Fit:

@@ -7,7 +7,6 @@ the compile door sees, so both make the same plan. Works for models on the meta 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +16,11 @@ from torch.utils import _pytree as pytree
 from fxckpt import budget as budgets
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import CaptureError
-from fxckpt.passes.transforms.normalize import normalize
+from fxckpt.passes.graphs import Joint
+from fxckpt.planner.pipeline import prepare
 from fxckpt.planner.planner import planner_of
 from fxckpt.plans.types import Plan
 from fxckpt.torch_private import aot_autograd, boxed, capture_whole, leave_capture
-
-
-@dataclass(frozen=True)
-class Joint:
-    """A captured joint graph; its first ``num_fwd_outputs`` outputs are the forward's."""
-
-    module: fx.GraphModule
-    num_fwd_outputs: int
 
 
 def capture_joint(
@@ -105,6 +97,6 @@ def plan(
         budget, policy, cost, measure_workspace=not is_on_meta(model_or_fn, args, kwargs)
     )
     joint = capture_joint(model_or_fn, args, kwargs)
-    normalize(joint.module)
+    prepare(joint)
     _, plan = planner.plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)
     return plan

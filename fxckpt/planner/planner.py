@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,13 +24,9 @@ from fxckpt.passes.analysis.graph_memory import inner_bytes
 from fxckpt.passes.analysis.graph_snapshot import snapshot_of
 from fxckpt.passes.analysis.joint import Facts, Workspace, collect, no_workspace
 from fxckpt.passes.analysis.policy_values import values_of
-from fxckpt.passes.inductor.save_views import save_views
-from fxckpt.passes.transforms.normalize import normalize
-from fxckpt.passes.transforms.partition import partition
-from fxckpt.passes.transforms.recompute_checks import insert_checks
-from fxckpt.passes.transforms.rematerialize import rematerialize
-from fxckpt.passes.transforms.verify import verify
+from fxckpt.passes.graphs import Joint
 from fxckpt.planner.build_plan import build_plan
+from fxckpt.planner.pipeline import Emission, emit_halves, prepare
 from fxckpt.plans.log import log_frontier, log_known, log_plan
 from fxckpt.plans.types import Plan
 from fxckpt.policies import as_policy
@@ -189,44 +184,9 @@ class Planner:
         self, joint: fx.GraphModule, *, num_fwd_outputs: int
     ) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
         """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is used up."""
-        with _timed("normalize"):
-            normalize(joint)
-        with _timed("plan"):
-            facts, plan = self.plan(joint, num_fwd_outputs=num_fwd_outputs)
-        return (*self.emit(joint, facts, plan, num_fwd_outputs=num_fwd_outputs), plan)
-
-    def emit(
-        self,
-        joint: fx.GraphModule,
-        facts: Facts,
-        plan: Plan,
-        *,
-        num_fwd_outputs: int,
-        is_extern_kernel: Callable[[fx.Node], bool] | None = None,
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the forward and the backward that follow ``plan``. ``joint`` is used up.
-
-        ``is_extern_kernel`` tells of a compiler that lays values out anew which ops it calls as they are.
-        """
-        with _timed("rematerialize"):
-            result = rematerialize(joint, facts, plan, num_fwd_outputs=num_fwd_outputs)
-        if self.exact:
-            result = insert_checks(joint, result, num_fwd_outputs=num_fwd_outputs)
-        if is_extern_kernel is not None:
-            result = save_views(joint, result, is_extern_kernel=is_extern_kernel)
-        with _timed("partition"):
-            forward, backward = partition(joint, result, num_fwd_outputs=num_fwd_outputs)
-        with _timed("verify"):
-            verify(forward, backward, plan)
-        return forward, backward
-
-
-@contextmanager
-def _timed(what: str) -> Iterator[None]:
-    """Log what a pass took."""
-    begin = time.perf_counter()
-    yield
-    log.debug("%s took %.1f ms", what, 1e3 * (time.perf_counter() - begin))
+        given = prepare(Joint(joint, num_fwd_outputs))
+        facts, plan = self.plan(joint, num_fwd_outputs=num_fwd_outputs)
+        return (*emit_halves(Emission(given, facts, plan, exact=self.exact)), plan)
 
 
 def planner_of(

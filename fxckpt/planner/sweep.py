@@ -13,9 +13,9 @@ from tqdm import tqdm
 from fxckpt.budget import Budget, validate
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import InvalidOption
-from fxckpt.passes.transforms.normalize import normalize
 from fxckpt.planner.build_plan import build_plan
 from fxckpt.planner.capture import capture_joint, is_on_meta
+from fxckpt.planner.pipeline import prepare
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.log import log_frontier
 from fxckpt.plans.types import Plan, snapshot_of_plan
@@ -63,7 +63,7 @@ def frontier(
         None, as_policy(policy), cost, measure_workspace=not is_on_meta(model_or_fn, args, kwargs)
     )
     joint = capture_joint(model_or_fn, args, kwargs)
-    normalize(joint.module)
+    prepare(joint)
     with tqdm(total=count, desc="frontier", disable=None) as bar:
         plans = planner.frontier(
             joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=points, tick=bar.update

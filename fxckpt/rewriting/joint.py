@@ -11,10 +11,8 @@ from torch.utils import _pytree as pytree
 from fxckpt.budget import Budget
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import CaptureError
-from fxckpt.passes.transforms.normalize import normalize
-from fxckpt.passes.transforms.partition import partition
-from fxckpt.passes.transforms.rematerialize import rematerialize
-from fxckpt.passes.transforms.verify import verify
+from fxckpt.passes.graphs import Joint
+from fxckpt.planner.pipeline import Emission, emit_halves, prepare
 from fxckpt.planner.planner import planner_of
 from fxckpt.plans.types import Plan
 from fxckpt.rewriting.graph_pickle import Packed, pack, unpack
@@ -94,11 +92,9 @@ def rewrite_joint(
         gm = gm.meta[SOURCE]
     joint = RewrittenJoint(gm, copy.deepcopy(gm.graph))
     num_fwd_outputs, spec = flatten_outputs(joint.graph)
-    normalize(joint)
+    given = prepare(Joint(joint, num_fwd_outputs))
     facts, plan = planner_of(budget, policy, cost).plan(joint, num_fwd_outputs=num_fwd_outputs)
-    result = rematerialize(joint, facts, plan, num_fwd_outputs=num_fwd_outputs)
-    forward, backward = partition(joint, result, num_fwd_outputs=num_fwd_outputs)
-    verify(forward, backward, plan)
+    forward, backward = emit_halves(Emission(given, facts, plan))
     (output,) = joint.graph.find_nodes(op="output")
     output.args = (pytree.tree_unflatten(list(output.args[0]), spec),)
     joint.graph.lint()

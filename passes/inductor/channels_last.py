@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxckpt.ops.properties import is_torchs_own
-from fxckpt.passes.meta import FIRST_RUN_OF, RUNS_AGAIN
+from fxckpt.passes.meta import FIRST_RUN_OF, IS_RECOMPUTE
 from fxckpt.torch_private.inductor.default_partitioner import is_view
 from fxckpt.torch_private.inductor.layouts import FORCE_STRIDE_ORDER
 
@@ -68,7 +68,7 @@ def _forced(value: fx.Node, laid_out: torch.Tensor) -> fx.Node:
     with value.graph.inserting_after(value):
         forced = value.graph.call_function(FORCE_STRIDE_ORDER, (value, list(laid_out.stride())))
     forced.meta.update(
-        (key, of) for key, of in value.meta.items() if key not in (RUNS_AGAIN, FIRST_RUN_OF)
+        (key, of) for key, of in value.meta.items() if key not in (IS_RECOMPUTE, FIRST_RUN_OF)
     )
     forced.meta["val"] = laid_out
     return forced

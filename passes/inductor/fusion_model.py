@@ -12,6 +12,7 @@ are searched with.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.byte_counts import storage_bytes
 from fxckpt.passes.analysis.placement import backward_closure, graph_outputs
 from fxckpt.torch_private import OpOverload, is_symbolic, storage_id
+from fxckpt.torch_private.inductor.default_partitioner import fuses
 
 HEAVY = frozenset(
     ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh", "erf", "inductor_random")
@@ -187,3 +189,13 @@ def _readers(node: fx.Node) -> list[fx.Node]:
             else:
                 found[user] = None
     return list(found)
+
+
+def is_extern_kernel(node: fx.Node) -> bool:
+    """Return whether Inductor calls a kernel of a library for an op, rather than write a loop."""
+    return (
+        node.op == "call_function"
+        and not fuses(node)
+        and not is_reduction(node)
+        and node.target is not operator.getitem
+    )

@@ -20,6 +20,7 @@ from torch import fx
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.byte_counts import storage_bytes
 from fxckpt.passes.analysis.placement import graph_outputs
+from fxckpt.passes.inductor.fusion_model import is_extern_kernel
 from fxckpt.passes.meta import NEVER_STORED
 from fxckpt.torch_private import storage_id
 
@@ -27,7 +28,7 @@ ADD, PRODUCT = torch.ops.aten.add.Tensor, torch.ops.aten.mm.default
 
 
 def isolate_matmuls(
-    backward: fx.GraphModule, *, is_extern_kernel: Callable[[fx.Node], bool]
+    backward: fx.GraphModule, *, is_extern_kernel: Callable[[fx.Node], bool] = is_extern_kernel
 ) -> None:
     """Take products out of sums that come after another library call or add what is never stored, where that frees more than the product takes."""
     graph = backward.graph

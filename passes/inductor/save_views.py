@@ -13,13 +13,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import fx
 
 from fxckpt.ops.properties import tensors
-from fxckpt.passes.meta import RECOMPUTE_OF, RUNS_AGAIN, SHOWS
+from fxckpt.passes.inductor.fusion_model import is_extern_kernel
+from fxckpt.passes.meta import IS_RECOMPUTE, RECOMPUTE_OF, VIEW_OF
 from fxckpt.passes.transforms.rematerialize import Rematerialized
 from fxckpt.torch_private import is_surely_equal, is_symbolic, storage_id
 
 
 def save_views(
-    joint: fx.GraphModule, result: Rematerialized, *, is_extern_kernel: Callable[[fx.Node], bool]
+    joint: fx.GraphModule,
+    result: Rematerialized,
+    *,
+    is_extern_kernel: Callable[[fx.Node], bool] = is_extern_kernel,
 ) -> Rematerialized:
     """Return what the forward must save, a view taken for what a loop makes where the backward's library calls alone read it, and as that."""
     nodes = {node.name: node for node in joint.graph.nodes}
@@ -40,7 +44,7 @@ def _take(value: fx.Node, views: Sequence[tuple[fx.Node, fx.Node]]) -> None:
     again.replace_all_uses_with(view)
     for each, _ in reversed(views):
         each.graph.erase_node(each)
-    view.meta[SHOWS] = value.name
+    view.meta[VIEW_OF] = value.name
 
 
 def _read_as(value: fx.Node, nodes: Mapping[str, fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -53,7 +57,7 @@ def _read_as(value: fx.Node, nodes: Mapping[str, fx.Node]) -> Iterator[tuple[fx.
             if user.op == "output" or user.meta.get("partitioner_tag") == "must_be_in_backward"
         ]
         name = str(readers[0].meta.get(RECOMPUTE_OF)) if len(readers) == 1 else ""
-        if name not in nodes or readers[0].meta.get(RUNS_AGAIN) or not _shows(nodes[name], shown):
+        if name not in nodes or readers[0].meta.get(IS_RECOMPUTE) or not _shows(nodes[name], shown):
             return
         again, shown = readers[0], nodes[name]
         yield again, shown

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from fxckpt.ops.properties import has_hidden_effect, is_known_pure, is_mutating, is_random, tensors
 from fxckpt.passes.analysis.placement import graph_outputs
 from fxckpt.passes.meta import NAME
-from fxckpt.passes.transforms.storage_copies import copy_views_alone, copy_whole_storages, retie
+from fxckpt.passes.transforms.storage_copies import retie
 from fxckpt.torch_private import OpOverload, name_op, storage_id
 
 
@@ -124,17 +124,3 @@ def raise_getitems(graph: fx.Graph) -> None:
             parent = node.args[0]
             if isinstance(parent.target, OpOverload):
                 parent.append(node)
-
-
-def normalize(joint: fx.GraphModule, *, is_fused: bool = False) -> None:
-    """Normalize a joint graph in place, for ops that are called as they are, or where it ``is_fused``, for a compiler that makes kernels of its own."""
-    take_names(joint.graph)
-    eliminate_dead_code(joint.graph)
-    merge_common_subexpressions(joint.graph)
-    raise_getitems(joint.graph)
-    if is_fused:
-        copy_views_alone(joint.graph)
-    else:
-        copy_whole_storages(joint.graph)
-    joint.graph.lint()
-    joint.recompile()

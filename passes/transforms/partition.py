@@ -10,8 +10,6 @@ from torch import fx
 
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.placement import graph_outputs
-from fxckpt.passes.transforms.bind_sizes import bind_sizes
-from fxckpt.passes.transforms.normalize import raise_getitems
 from fxckpt.passes.transforms.rematerialize import Rematerialized
 from fxckpt.torch_private import let_autograd_own, split, storage_id
 
@@ -25,11 +23,6 @@ def partition(
         if shared.isdisjoint(_storages(node)):
             let_autograd_own(node)
     forward, backward = split(joint, result.saved, result.symbolic, num_fwd_outputs=num_fwd_outputs)
-    for half in (forward, backward):
-        raise_getitems(half.graph)
-        bind_sizes(half.graph)
-        half.graph.lint()
-        half.recompile()
     return forward, backward
 
 

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import fxckpt
-from fxckpt.passes.transforms.normalize import normalize
 from fxckpt.planner.capture import Joint, capture_joint
 from fxckpt.planner.planner import planner_of
 from fxckpt.policies import (
@@ -39,6 +38,7 @@ from fxckpt.policies import (
     save_ops,
     sqrt_n,
 )
+from tests.joints import normalize
 from tests.steps import FLOOR, same_at_every_budget
 
 WIDTH = 16

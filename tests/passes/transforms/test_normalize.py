@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import fxckpt
-from fxckpt.passes.transforms.normalize import normalize
 from fxckpt.torch_private import storage_id
+from tests.joints import normalize
 
 
 def calls(f: Callable[..., object], *inputs: Tensor) -> list[str]:

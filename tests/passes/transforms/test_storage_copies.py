@@ -11,13 +11,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxckpt
 from fxckpt.ops.properties import tensors
-from fxckpt.passes.transforms.normalize import normalize
 from fxckpt.passes.transforms.storage_copies import (
     COPIES_STORAGE,
     copy_views_alone,
     copy_whole_storages,
 )
 from fxckpt.torch_private import FakeTensorMode, size_hint, storage_id
+from tests.joints import normalize
 from tests.steps import peak_of
 
 aten = torch.ops.aten
@@ -129,7 +129,7 @@ def test_merged_writes_are_read_where_they_lie() -> None:
     inputs = torch.rand(8, 4, 4), torch.rand(4)
     for is_fused in (False, True):
         traced = make_fx(f, tracing_mode="fake")(*inputs)
-        normalize(traced, is_fused=is_fused)
+        normalize(traced, for_inductor=is_fused)
         _, written, *views = (
             n.meta["val"]
             for n in traced.graph.nodes

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from fxckpt.errors import VerifyError
 from fxckpt.passes.analysis.graph_memory import emitted_peak
-from fxckpt.passes.transforms.normalize import normalize
 from fxckpt.passes.transforms.verify import verify
 from fxckpt.planner.capture import capture_joint
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan
 from fxckpt.torch_private import run_with_rng_state
+from tests.joints import normalize
 
 Halves = tuple[fx.GraphModule, fx.GraphModule, Plan]
 

@@ -1,0 +1,298 @@
+"""Pipeline: every pass of a compile, in order.
+
+A joint graph is prepared (:data:`PREPARE`), planned (:mod:`fxckpt.planner.planner`), and emitted as
+a forward and a backward half that follow the plan (:data:`EMIT`). With Inductor as the inner
+compiler the tuples are :data:`PREPARE_INDUCTOR` and :data:`EMIT_INDUCTOR`. A pass is a frozen value
+with a ``name`` that maps one state to the next: :class:`~fxckpt.passes.graphs.Joint` while
+preparing, :class:`Emission` while emitting. Between any two passes, one hook lints the graphs,
+verifies the halves against the plan and logs the time of the pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from torch import fx
+
+from fxckpt.passes.analysis.joint import Facts
+from fxckpt.passes.graphs import Joint
+from fxckpt.passes.inductor.channels_last import to_channels_last
+from fxckpt.passes.inductor.execution_order import mark_execution_order
+from fxckpt.passes.inductor.fusion_model import is_extern_kernel
+from fxckpt.passes.inductor.isolate_matmuls import isolate_matmuls
+from fxckpt.passes.inductor.preserve_strides import preserve_strides
+from fxckpt.passes.inductor.save_views import save_views
+from fxckpt.passes.inductor.sink_reshapes import sink_reshapes
+from fxckpt.passes.transforms.bind_sizes import bind_sizes
+from fxckpt.passes.transforms.normalize import (
+    eliminate_dead_code,
+    merge_common_subexpressions,
+    raise_getitems,
+    take_names,
+)
+from fxckpt.passes.transforms.partition import partition
+from fxckpt.passes.transforms.recompute_checks import insert_checks
+from fxckpt.passes.transforms.rematerialize import Rematerialized, rematerialize
+from fxckpt.passes.transforms.storage_copies import copy_views_alone, copy_whole_storages
+from fxckpt.passes.transforms.verify import verify
+from fxckpt.plans.types import Plan
+from fxckpt.torch_private.inductor.layouts import changes_layout
+from fxckpt.torch_private.inductor.lowering import free_early
+
+log = logging.getLogger("fxckpt")
+
+State = TypeVar("State")
+
+
+@dataclass(frozen=True)
+class Emission:
+    """A planned joint graph on its way to two halves."""
+
+    joint: Joint
+    facts: Facts
+    plan: Plan
+    exact: bool = False
+    """Whether the backward compares recomputed values with checksums of the forward's."""
+    rematerialized: Rematerialized | None = None
+    """Saved values of the rewritten joint graph; None until it is rematerialized."""
+    halves: tuple[fx.GraphModule, fx.GraphModule] | None = None
+    """Forward and backward; None until the joint graph is partitioned."""
+
+    @property
+    def forward(self) -> fx.GraphModule:
+        """The forward half."""
+        assert self.halves is not None
+        return self.halves[0]
+
+    @property
+    def backward(self) -> fx.GraphModule:
+        """The backward half."""
+        assert self.halves is not None
+        return self.halves[1]
+
+
+class Pass(Protocol[State]):
+    """One step of the pipeline."""
+
+    @property
+    def name(self) -> str:
+        """Name in logs and in ``passes/README.md``."""
+        ...
+
+    def __call__(self, state: State, /) -> State:
+        """Return the state after the pass; its graphs are rewritten in place."""
+        ...
+
+
+@dataclass(frozen=True)
+class OnJoint:
+    """A rewrite of the joint graph before planning."""
+
+    rewrite: Callable[[fx.Graph], object]
+
+    @property
+    def name(self) -> str:
+        """Name of the rewrite."""
+        return self.rewrite.__name__
+
+    def __call__(self, state: Joint, /) -> Joint:
+        """Rewrite the joint graph in place."""
+        self.rewrite(state.module.graph)
+        return state
+
+
+@dataclass(frozen=True)
+class Rematerialize:
+    """Copies what the plan recomputes into the backward."""
+
+    name: str = "rematerialize"
+
+    def __call__(self, state: Emission, /) -> Emission:
+        """Rewrite the joint graph in place."""
+        joint, facts, plan = state.joint, state.facts, state.plan
+        num_fwd_outputs = joint.num_fwd_outputs
+        result = rematerialize(joint.module, facts, plan, num_fwd_outputs=num_fwd_outputs)
+        return replace(state, rematerialized=result)
+
+
+@dataclass(frozen=True)
+class InsertChecks:
+    """Compares recomputed values with checksums of the forward's, where that was asked for."""
+
+    name: str = "insert_checks"
+
+    def __call__(self, state: Emission, /) -> Emission:
+        """Rewrite the joint graph in place."""
+        joint, result = state.joint, state.rematerialized
+        if not state.exact:
+            return state
+        assert result is not None
+        result = insert_checks(joint.module, result, num_fwd_outputs=joint.num_fwd_outputs)
+        return replace(state, rematerialized=result)
+
+
+@dataclass(frozen=True)
+class SaveViews:
+    """Saves a view in place of its base where extern kernels of the backward read that alone."""
+
+    name: str = "save_views"
+
+    def __call__(self, state: Emission, /) -> Emission:
+        """Rewrite the joint graph in place."""
+        assert state.rematerialized is not None
+        result = save_views(
+            state.joint.module, state.rematerialized, is_extern_kernel=is_extern_kernel
+        )
+        return replace(state, rematerialized=result)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Splits the joint graph into the two halves."""
+
+    name: str = "partition"
+
+    def __call__(self, state: Emission, /) -> Emission:
+        """Return the state with the halves; the joint graph is used up."""
+        joint, result = state.joint, state.rematerialized
+        assert result is not None
+        halves = partition(joint.module, result, num_fwd_outputs=joint.num_fwd_outputs)
+        return replace(state, halves=halves)
+
+
+@dataclass(frozen=True)
+class OnHalves:
+    """A rewrite of both halves."""
+
+    rewrite: Callable[[fx.Graph], object]
+
+    @property
+    def name(self) -> str:
+        """Name of the rewrite."""
+        return self.rewrite.__name__
+
+    def __call__(self, state: Emission, /) -> Emission:
+        """Rewrite the halves in place."""
+        for half in (state.forward, state.backward):
+            self.rewrite(half.graph)
+            half.recompile()
+        return state
+
+
+def _always(state: Emission) -> bool:
+    return True
+
+
+def _keeps_order(state: Emission) -> bool:
+    return state.plan.keeps_order
+
+
+def _changes_layout(state: Emission) -> bool:
+    return state.plan.keeps_order and changes_layout(state.forward)
+
+
+def _frees_early(state: Emission) -> bool:
+    return state.plan.lets_go
+
+
+@dataclass(frozen=True)
+class OnBackward:
+    """A rewrite of the backward, of emissions to which it applies."""
+
+    rewrite: Callable[[fx.GraphModule], object]
+    applies: Callable[[Emission], bool] = _always
+
+    @property
+    def name(self) -> str:
+        """Name of the rewrite."""
+        return self.rewrite.__name__
+
+    def __call__(self, state: Emission, /) -> Emission:
+        """Rewrite the backward in place where the rewrite applies."""
+        if self.applies(state):
+            self.rewrite(state.backward)
+        return state
+
+
+PREPARE: tuple[Pass[Joint], ...] = (
+    OnJoint(take_names),
+    OnJoint(eliminate_dead_code),
+    OnJoint(merge_common_subexpressions),
+    OnJoint(raise_getitems),
+    OnJoint(copy_whole_storages),
+)
+"""From AOTAutograd's joint graph to the graph that is planned."""
+
+PREPARE_INDUCTOR: tuple[Pass[Joint], ...] = (
+    *PREPARE[:-1],
+    OnJoint(copy_views_alone),
+    OnJoint(sink_reshapes),
+)
+"""As :data:`PREPARE`, for a compiler that writes kernels of its own."""
+
+EMIT: tuple[Pass[Emission], ...] = (
+    Rematerialize(),
+    InsertChecks(),
+    Partition(),
+    OnHalves(raise_getitems),
+    OnHalves(bind_sizes),
+)
+"""From the planned joint graph to the two halves."""
+
+EMIT_INDUCTOR: tuple[Pass[Emission], ...] = (
+    *EMIT[:2],
+    SaveViews(),
+    *EMIT[2:],
+    OnBackward(isolate_matmuls, _keeps_order),
+    OnBackward(to_channels_last, _changes_layout),
+    OnBackward(mark_execution_order, _keeps_order),
+    OnBackward(preserve_strides),
+    OnBackward(free_early, _frees_early),
+)
+"""As :data:`EMIT`, with the rewrites that keep Inductor's schedule to the plan."""
+
+
+def prepare(joint: Joint, passes: tuple[Pass[Joint], ...] = PREPARE) -> Joint:
+    """Return the joint graph that is planned; the given one is rewritten in place."""
+    joint = _run(passes, joint, _check_joint)
+    joint.module.recompile()
+    return joint
+
+
+def emit_halves(
+    emission: Emission, passes: tuple[Pass[Emission], ...] = EMIT
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the forward and the backward that follow a plan; the joint graph is used up.
+
+    Raises :class:`~fxckpt.errors.VerifyError` where a pass breaks what the plan promises.
+    """
+    emission = _run(passes, emission, _check_emission)
+    return emission.forward, emission.backward
+
+
+def _run(passes: tuple[Pass[State], ...], state: State, check: Callable[[State], None]) -> State:
+    """Run passes in order, and the hook between them."""
+    for step in passes:
+        begin = time.perf_counter()
+        state = step(state)
+        took = time.perf_counter() - begin
+        check(state)
+        log.debug("%s took %.1f ms", step.name, 1e3 * took)
+    return state
+
+
+def _check_joint(joint: Joint) -> None:
+    joint.module.graph.lint()
+
+
+def _check_emission(emission: Emission) -> None:
+    if emission.halves is None:
+        emission.joint.module.graph.lint()
+        return
+    for half in emission.halves:
+        half.graph.lint()
+    verify(*emission.halves, emission.plan)
