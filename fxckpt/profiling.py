@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from fxckpt.passes.meta import RECOMPUTE_OF, RUNS_AGAIN
+from fxckpt.passes.meta import IS_RECOMPUTE, RECOMPUTE_OF
 from fxckpt.torch_private import RECORD_FUNCTION
 
 PREFIX = "fxckpt.recompute "
@@ -25,7 +25,7 @@ def record_runs(half: fx.GraphModule) -> None:
     again = {
         node.name: str(node.meta[RECOMPUTE_OF])
         for node in half.graph.nodes
-        if node.meta.get(RUNS_AGAIN)
+        if node.meta.get(IS_RECOMPUTE)
     }
     if not again:
         return

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 UNTRACKED = "fxckpt_untracked"
-"""Under ``meta["custom"]``: this writes, and grad mode was off."""
+"""Under ``meta["custom"]``: marks a write that ran with grad mode off."""
 
 CALL = "fxckpt_call"
-"""Under ``meta["custom"]``: the number of the call on the tape that a node is."""
+"""Under ``meta["custom"]``: holds the number of the node's call on the tape."""
 
 NAME = "fxckpt_name"
-"""Metadata of an op or an input: what the user calls its value, a tuple of texts."""
+"""Holds the user's names of the value of an op or an input, a tuple of strings."""
 
 RECOMPUTE_OF = "fxckpt_recompute_of"
-"""Metadata of a copy in the backward: the name of the forward node it repeats."""
+"""Marks a copy in the backward; holds the name of the forward node it repeats."""
 
-RUNS_AGAIN = "fxckpt_runs_again"
-"""Metadata of a copy that does work, not of a view."""
+IS_RECOMPUTE = "fxckpt_runs_again"
+"""Marks a copy of an op; copies of views and of items of a tuple lack it."""
 
 NEVER_STORED = "fxckpt_never_stored"
-"""Metadata of a node in the backward that was planned to be no more than a part of the loops that read it."""
+"""Marks a copy that the plan has inlined into the fused kernels that read it."""
 
 FIRST_RUN_OF = "fxckpt_first_run_of"
-"""Metadata of the run that gives out its generator state: the name of the op."""
+"""Marks the forward's call of a random op that also returns the generator state; holds its name."""
 
-DIGEST_OF = "fxckpt_digest_of"
-"""Metadata of what :mod:`~fxckpt.passes.transforms.recompute_checks` adds to a forward and may be saved beside the plan: the name of the op that it is of."""
+CHECKSUM_OF = "fxckpt_digest_of"
+"""Marks a checksum, or filled memory, that may be saved beside the plan; holds its op's name."""
 
 ORDER = "fxckpt_order"
-"""Metadata of a node of the backward: ``(own nodes before it, whether it runs something again)``."""
+"""Holds ``(own nodes before it, whether it is a copy)`` of a node of the backward."""
 
-SHOWS = "fxckpt_shows"
-"""Metadata of a saved view: the name of the value that it shows."""
+VIEW_OF = "fxckpt_shows"
+"""Marks a saved view; holds the name of the value it aliases."""

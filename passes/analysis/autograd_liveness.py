@@ -1,10 +1,11 @@
-"""Eager: what autograd holds while one of its nodes runs, which a compiled backward frees op by op.
+"""Liveness under autograd: in eager mode a node of autograd's graph frees nothing before it ends.
 
-A node of autograd's graph has unpacked all that it saved, and holds its incoming gradient, until the last of its ops is done. So the last op of
-each node reads what any of them read from before it.
+The node has unpacked its saved tensors, and holds them and its incoming gradient until the last of
+its ops is done; a compiled backward frees them op by op. So the last op of each node reads every
+storage that the ops of the node read, except those they write before it.
 
-Expects the facts of a joint graph whose backward nodes say which node of autograd they come from (``meta["seq_nr"]``). Leaves a program with more
-reads.
+Expects the facts of a joint graph whose backward nodes name their autograd node
+(``meta["seq_nr"]``). Leaves the facts alone; the program it returns has more reads.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from fxckpt.solver.program import Op, Program
 
 
 def held_by_nodes(facts: Facts) -> Program:
-    """Return the program with what autograd's nodes hold."""
+    """Return the program whose backward ops free operands at the end of their autograd node."""
     nodes = {node.name: node for node in facts.tangent_closure}
 
-    def node_of(op: Op) -> int | str:
+    def autograd_node(op: Op) -> int | str:
         node = nodes.get(op.name)
         number = None if node is None else node.meta.get("seq_nr")
         return op.name if number is None else int(number)
 
     backward: list[Op] = []
-    for _, ops in groupby(facts.program.backward, key=node_of):
+    for _, ops in groupby(facts.program.backward, key=autograd_node):
         *others, last = ops
         written = {storage for op in others for storage in op.writes}
         before = [

@@ -9,27 +9,30 @@ from fxckpt.ops.properties import tensors
 from fxckpt.torch_private import allocated_bytes, run_with_rng_state, size_hint
 
 RNG_STATE_BYTES = {"cpu": 5056}
-"""Bytes of ``torch.get_rng_state()`` (MT19937 and its cache); every other device type stores seed and offset."""
+"""Bytes of ``torch.get_rng_state()`` by device type (MT19937 and its cache)."""
 
 RNG_STATE_BYTES_OTHER = 16
+"""Bytes of the seed and offset that every other device type stores."""
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes the allocator hands out for a tensor's storage."""
+    """Return the bytes that the allocator hands out for a tensor's storage."""
     return allocated_bytes(size_hint(tensor.untyped_storage().nbytes()), tensor.device.type)
 
 
+def rng_state_bytes(node: fx.Node) -> int:
+    """Return the bytes of the generator state that a random op draws from."""
+    first = next(tensors(node.meta.get("val")), None)
+    device_type = "cpu" if first is None else first.device.type
+    return RNG_STATE_BYTES.get(device_type, RNG_STATE_BYTES_OTHER)
+
+
 def replay_bytes(node: fx.Node) -> int:
-    """Return what the replay of a random op sets aside while it runs: the generator's present state; 0 for any other node."""
+    """Return the bytes that a recomputed random op holds while it runs; 0 for any other node.
+
+    It sets the generator's present state aside, and restores it at the end.
+    """
     state = node.args[0] if node.target is run_with_rng_state else None
-    return (
-        sum(storage_bytes(t) for t in tensors(state.meta["val"]))
-        if isinstance(state, fx.Node)
-        else 0
-    )
-
-
-def _device_type(node: fx.Node) -> str:
-    for tensor in tensors(node.meta.get("val")):
-        return str(tensor.device.type)
-    return "cpu"
+    if not isinstance(state, fx.Node):
+        return 0
+    return sum(storage_bytes(t) for t in tensors(state.meta["val"]))

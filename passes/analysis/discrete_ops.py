@@ -1,8 +1,12 @@
-"""Decisions: ops that turn numbers into choices.
+"""Discrete ops: ops that turn numbers into choices.
 
-A router's ``topk`` that is run again on scores one unit in the last place away may choose another expert, and every shape and sum after it is
-another one. So what decides is kept from the forward: ops that are made to choose (``argmax``, ``sort``, ``nonzero``, ...), and any op that
-makes integers or booleans of numbers where they go on to index something (``(score > 0.5).nonzero()``, ``x[x > 0]``).
+A router's ``topk`` may choose another expert if its scores are recomputed one unit in the last
+place away, and then every later shape and sum differs. So the planner retains discrete results.
+They come from ops that always choose (``argmax``, ``sort``, ``nonzero``, ...), and from any op that
+makes integers or booleans of numbers if these reach an index (``(score > 0.5).nonzero()``,
+``x[x > 0]``).
+
+Expects a graph with ``meta["val"]``. Leaves the graph alone.
 """
 
 from __future__ import annotations
@@ -40,16 +44,13 @@ INDEXING = frozenset(
         "_local_scalar_dense",
     )
 )
-"""Ops whose integer and boolean arguments say where to read or write."""
-
-
-# fmt: on
+"""Ops whose integer and boolean arguments select the elements to read or write."""
 
 
 def discrete_results(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Return the ops of ``graph`` that decide."""
-    found = {n for n in graph.nodes if _packet(n) in CHOOSING}
-    stack = [arg for n in graph.nodes if _packet(n) in INDEXING for arg in n.all_input_nodes]
+    """Return the ops of ``graph`` that make choices."""
+    found = {n for n in graph.nodes if _op_name(n) in CHOOSING}
+    stack = [arg for n in graph.nodes if _op_name(n) in INDEXING for arg in n.all_input_nodes]
     seen: set[fx.Node] = set()
     while stack:
         node = stack.pop()
@@ -62,12 +63,16 @@ def discrete_results(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
-def _packet(node: fx.Node) -> str:
+def _op_name(node: fx.Node) -> str:
+    """Return the name of an ATen op without its overload; empty for any other node."""
     target = node.target
     return target._opname if isinstance(target, OpOverload) and target.namespace == "aten" else ""
 
 
 def _is_discrete(node: fx.Node) -> bool:
-    """Return whether any tensor of a node holds integers or booleans; a size or scalar is not a number that was computed."""
+    """Return whether any tensor of a node holds integers or booleans.
+
+    A node without tensors counts too: a size or a scalar is not computed from numbers.
+    """
     values = list(tensors(node.meta.get("val")))
     return not values or any(not (t.is_floating_point() or t.is_complex()) for t in values)

@@ -1,4 +1,9 @@
-"""Fingerprint: a joint graph as text, one line a node, by which a plan knows the graph it was made for."""
+"""Fingerprint: a joint graph as text, one line a node.
+
+A plan keeps the fingerprint of its graph, and is applied to graphs of the same fingerprint only.
+
+Expects a normalized joint graph. Leaves the graph alone.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +24,28 @@ from fxckpt.torch_private import size_hint
 
 
 def fingerprint(graph: fx.Graph) -> tuple[str, ...]:
-    """Return the lines of a normalized joint graph: name, op, arguments, and shape and dtype of what it gives.
+    """Return the lines of a graph: name, op and arguments of a node, dtype and shape of its value.
 
-    Every way of capture lists inputs in an order of its own, of which a plan says nothing. Here they are called by the order in which ops read
-    them; their gradients, and what the step writes into them at its end, are listed in that order too.
+    The order of the inputs depends on the capture and is no part of a plan. So inputs are numbered
+    in the order in which ops read them; gradients, and the writes into inputs at the end of the
+    step, are listed in that order.
     """
-    called = _called(graph)
+    called = _input_names(graph)
     *body, output = (node for node in graph.nodes if node not in called)
     writes = list(itertools.takewhile(lambda node: _is_last_write(node, called), reversed(body)))
     del body[len(body) - len(writes) :]
     writes.sort(key=lambda node: list(called).index(node.args[0]))
     return (
-        *(f"{name}: {_made(node)}" for node, name in called.items()),
+        *(f"{name}: {_type(node)}" for node, name in called.items()),
         *(f"{node.name}: {_call(node, called)}" for node in body),
-        # Their names count them in the order of the capture.
+        # Their names are left out: they are numbered in the order of the capture.
         *(_call(node, called) for node in writes),
         _output(output, called),
     )
 
 
-def _called(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return what the primals are called, in the order in which they are read; those that nobody reads come last."""
+def _input_names(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Return names for the primals, in the order of their first readers; unread ones come last."""
     primals = {
         node
         for node in graph.find_nodes(op="placeholder")
@@ -52,7 +58,7 @@ def _called(graph: fx.Graph) -> dict[fx.Node, str]:
         for arg in node.all_input_nodes
         if arg in primals
     )
-    unread = sorted(primals - read.keys(), key=lambda node: (_made(node), node.name))
+    unread = sorted(primals - read.keys(), key=lambda node: (_type(node), node.name))
     return {node: f"input_{i}" for i, node in enumerate((*read, *unread), 1)}
 
 
@@ -64,27 +70,27 @@ def _call(node: fx.Node, called: Mapping[fx.Node, str]) -> str:
     if node.op == "get_attr" and (body := _body(node)):
         return f"body {body}"
     if node.op != "call_function":
-        return _made(node)
+        return _type(node)
     named = [f"{key}={_argument(value, called)}" for key, value in node.kwargs.items()]
     target = (
         getattr(node.target, "__name__", "")
         if not hasattr(node.target, "_schema")
         else str(node.target)
     )
-    return f"{target}({', '.join([*(_argument(arg, called) for arg in node.args), *named])}) -> {_made(node)}"
+    arguments = ", ".join([*(_argument(arg, called) for arg in node.args), *named])
+    return f"{target}({arguments}) -> {_type(node)}"
 
 
 def _body(node: fx.Node) -> str:
-    """Return a hash of the subgraph that a higher-order op is given; "" for a tensor."""
+    """Return a hash of a subgraph that is an argument of a higher-order op; "" for a tensor."""
     held = node.graph.owning_module and getattr(node.graph.owning_module, str(node.target), None)
     if not isinstance(held, fx.GraphModule):
         return ""
-    return hashlib.sha256("\n".join(_line(each) for each in held.graph.nodes).encode()).hexdigest()[
-        :16
-    ]
+    lines = "\n".join(_body_line(each) for each in held.graph.nodes)
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
 
-def _line(node: fx.Node) -> str:
+def _body_line(node: fx.Node) -> str:
     return f"{node.name} = {_call(node, {})} {node.args if node.op == 'output' else ''}"
 
 
@@ -93,7 +99,8 @@ def _output(node: fx.Node, called: Mapping[fx.Node, str]) -> str:
     count = len(outputs) - len(called)
     primals = [n for n in node.graph.find_nodes(op="placeholder") if n in called]
     gradients = dict(zip(primals, outputs[count:], strict=True))
-    return f"output: {_argument(outputs[:count], called)}, gradients: {_argument([gradients[n] for n in called], called)}"
+    returned = _argument(outputs[:count], called)
+    return f"output: {returned}, gradients: {_argument([gradients[n] for n in called], called)}"
 
 
 def _argument(value: Any, called: Mapping[fx.Node, str]) -> str:
@@ -103,11 +110,12 @@ def _argument(value: Any, called: Mapping[fx.Node, str]) -> str:
         return f"[{', '.join(_argument(item, called) for item in value)}]"
     if isinstance(value, torch.SymInt):
         return str(size_hint(value))
-    # A generator's address differs from process to process.
+    # The address of a generator differs from process to process.
     return type(value).__name__ if isinstance(value, torch.Generator) else repr(value)
 
 
-def _made(node: fx.Node) -> str:
+def _type(node: fx.Node) -> str:
+    """Return dtype and shape of every tensor of a node; of a size, its hint."""
     value = node.meta.get("val")
     return (
         str(size_hint(value))
@@ -121,23 +129,25 @@ def _tensor(tensor: torch.Tensor) -> str:
 
 
 def refuse_unknown_ops(plan: Plan, facts: Facts) -> None:
-    """Raise :class:`InvalidPlan` for a plan of this graph that runs again what is no op of its forward, or nowhere in its backward."""
-    places = {op.name for op in facts.program.backward}
+    """Raise :class:`~fxckpt.errors.InvalidPlan` for a schedule that does not fit its own graph."""
+    backward = {op.name for op in facts.program.backward}
     for run in plan.schedule:
-        if run.name not in facts.op_node or run.name in places or run.before not in places:
+        if run.name not in facts.op_node or run.name in backward or run.before not in backward:
             raise InvalidPlan(
-                f"the plan runs {run.name!r} again before {run.before!r}: the graph it names has no such op of the forward, or of the backward. "
-                "It was changed by hand: plan again."
+                f"the plan recomputes {run.name!r} before {run.before!r}, but the graph it names "
+                "has no such op in the forward, or none in the backward. The plan was changed by "
+                "hand: plan again."
             )
 
 
 def refuse_another_graph(plan: Plan, lines: tuple[str, ...]) -> None:
-    """Raise :class:`PlanMismatch` unless ``lines`` are those of the graph that ``plan`` was made for, saying what differs."""
+    """Raise :class:`~fxckpt.errors.PlanMismatch` unless ``lines`` are the plan's fingerprint."""
     if plan.graph == lines:
         return
     if not plan.graph:
         raise PlanMismatch(
-            "this plan does not know its graph: it was not made by this version of fxckpt. Plan again."
+            "this plan does not know its graph: it was not made by this version of fxckpt. "
+            "Plan again."
         )
     pairs = zip(plan.graph, lines, strict=False)
     where = next(
@@ -146,7 +156,9 @@ def refuse_another_graph(plan: Plan, lines: tuple[str, ...]) -> None:
     then = plan.graph[where] if where < len(plan.graph) else "nothing more"
     now = lines[where] if where < len(lines) else "nothing more"
     raise PlanMismatch(
-        f"the plan was made for another graph, of {len(plan.graph)} nodes; this one has {len(lines)}. They first differ at node {where}:\n"
+        f"the plan was made for another graph, of {len(plan.graph)} nodes; this one has "
+        f"{len(lines)}. They first differ at node {where}:\n"
         f"  the plan's: {then}\n  this one's: {now}\n"
-        "Give the model and inputs of the shapes that it was planned with, or plan again: rewrite(gm, policy, budget=...)."
+        "Give the model and inputs of the shapes that it was planned with, or plan again: "
+        "rewrite(gm, policy, budget=...)."
     )

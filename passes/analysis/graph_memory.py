@@ -1,12 +1,16 @@
-"""Liveness of emitted graphs, read from their nodes alone: the check on the simulator.
+"""Graph memory: liveness of emitted graphs, read from their nodes alone.
 
-The simulator predicts from a :class:`~fxckpt.passes.analysis.joint.Program`; this reads the forward and backward that were really emitted, variable
-by variable, as generated code runs them: a variable dies after its last use, a storage with its last variable.
+It checks the simulator. The simulator predicts from a :class:`~fxckpt.solver.program.Program`; this
+reads the emitted forward and backward in the order in which generated code runs them. A variable
+dies after its last use, and a storage with its last variable.
+
+Expects graphs with ``meta["val"]``. Leaves them alone.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 
 from torch import fx
 
@@ -15,64 +19,85 @@ from fxckpt.passes.analysis.byte_counts import replay_bytes, storage_bytes
 from fxckpt.passes.analysis.placement import is_held_by_caller, tangents_of
 from fxckpt.torch_private import storage_id
 
-Instance = tuple[int, fx.Node]
+Allocation = tuple[int, fx.Node]
+"""Storage id and the node that fills it: a copy of a node has the storage id of the original."""
 
 
-def live_bytes(
+def memory_profile(
     graph: fx.Graph, *, start: int, free: frozenset[str], held: frozenset[str]
 ) -> tuple[list[int], int]:
-    """Return the live bytes at every op that allocates, and what is live when the graph returns.
+    """Return the live bytes at every op that allocates, and those at the return of the graph.
 
-    ``start`` is added to all. Storages made by nodes in ``free`` are not counted, placeholders in ``held`` stay to the end.
+    All counts begin at ``start``. Storages of nodes in ``free`` do not count; placeholders in
+    ``held`` live to the end.
     """
-    holds: dict[fx.Node, tuple[Instance, ...]] = {}
-    size: dict[Instance, int] = {}
-    variables: dict[Instance, int] = {}
-    last_use: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        for arg in node.all_input_nodes:
-            last_use[arg] = node
-    dies: dict[fx.Node, list[fx.Node]] = {}
-    for node, at in last_use.items():
-        dies.setdefault(at, []).append(node)
-    live, profile = start, []
+    deaths = _deaths(graph, held)
+    holds: dict[fx.Node, tuple[Allocation, ...]] = {}
+    live = _LiveAllocations(start)
+    profile: list[int] = []
     for node in graph.nodes:
         if node.op == "output":
             break
-        before = live
-        known = {i[0]: i for arg in node.all_input_nodes for i in holds[arg]}
-        instances = []
+        before = live.bytes
+        is_counted = node.op != "get_attr" and node.name not in free
+        known = {a[0]: a for arg in node.all_input_nodes for a in holds[arg]}
+        sizes: dict[Allocation, int] = {}
         for tensor in tensors(node.meta.get("val")):
             sid = storage_id(tensor)
-            instance = known.get(sid, (sid, node))
-            if instance not in size:
-                uncounted = node.op == "get_attr" or node.name in free
-                size[instance] = 0 if uncounted else storage_bytes(tensor)
-                variables[instance] = 0
-                live += size[instance]
-            instances.append(instance)
-        holds[node] = tuple(dict.fromkeys(instances))
-        for instance in holds[node]:
-            variables[instance] += 1
-        if node.op == "call_function":
-            workspace = replay_bytes(node)
-            if live != before or workspace:
-                profile.append(live + workspace)
-        gone = list(dies.get(node, ()))
-        if node not in last_use:
-            gone.append(node)
-        for variable in gone:
-            if variable.op == "placeholder" and variable.name in held:
-                continue
-            for instance in holds[variable]:
-                variables[instance] -= 1
-                if variables[instance] == 0:
-                    live -= size[instance]
-    return profile, live
+            size = storage_bytes(tensor) if is_counted else 0
+            sizes.setdefault(known.get(sid, (sid, node)), size)
+        holds[node] = tuple(sizes)
+        for allocation, size in sizes.items():
+            live.hold(allocation, size)
+        workspace = replay_bytes(node)
+        if node.op == "call_function" and (live.bytes != before or workspace):
+            profile.append(live.bytes + workspace)
+        for variable in deaths.get(node, ()):
+            for allocation in holds[variable]:
+                live.release(allocation)
+    return profile, live.bytes
+
+
+def _deaths(graph: fx.Graph, held: frozenset[str]) -> dict[fx.Node, list[fx.Node]]:
+    """Return the variables that die with each node: at their last use, or unused where they begin.
+
+    Placeholders in ``held`` never die.
+    """
+    last_use = {node: node for node in graph.nodes}
+    for node in graph.nodes:
+        for arg in node.all_input_nodes:
+            last_use[arg] = node
+    deaths: dict[fx.Node, list[fx.Node]] = {}
+    for variable, at in last_use.items():
+        if variable.op != "placeholder" or variable.name not in held:
+            deaths.setdefault(at, []).append(variable)
+    return deaths
+
+
+class _LiveAllocations:
+    """Bytes of the allocations that some variable holds."""
+
+    def __init__(self, start: int) -> None:
+        self.bytes = start
+        self._size: dict[Allocation, int] = {}
+        self._variables: Counter[Allocation] = Counter()
+
+    def hold(self, allocation: Allocation, size: int) -> None:
+        """Let one more variable hold an allocation; the first one allocates it."""
+        if allocation not in self._size:
+            self._size[allocation] = size
+            self.bytes += size
+        self._variables[allocation] += 1
+
+    def release(self, allocation: Allocation) -> None:
+        """Let one variable die; the last one frees the allocation."""
+        self._variables[allocation] -= 1
+        if self._variables[allocation] == 0:
+            self.bytes -= self._size[allocation]
 
 
 def inner_bytes(node: fx.Node) -> int:
-    """Return the bytes that the graphs inside a higher-order op (a branch of ``cond``, the body of a loop) need beyond the op's own outputs."""
+    """Return the bytes that the subgraphs of a higher-order op need beyond the op's own outputs."""
     module = node.graph.owning_module
     bodies = [
         operator.attrgetter(str(arg.target))(module)
@@ -88,7 +113,7 @@ def inner_bytes(node: fx.Node) -> int:
 
 def _body_peak(body: fx.GraphModule) -> int:
     inputs = frozenset(n.name for n in body.graph.find_nodes(op="placeholder"))
-    profile, _ = live_bytes(body.graph, start=0, free=inputs, held=frozenset())
+    profile, _ = memory_profile(body.graph, start=0, free=inputs, held=frozenset())
     return max(profile, default=0)
 
 
@@ -99,12 +124,13 @@ def emitted_peak(
     num_fwd_outputs: int,
     uncounted: frozenset[str] = frozenset(),
 ) -> int:
-    """Return the peak bytes of running ``forward``, then ``backward``, with the forward's outputs held by the user throughout.
+    """Return the peak bytes of a step, ``forward`` then ``backward``.
 
-    Storages made by the backward's nodes in ``uncounted`` are left out.
+    The user holds the forward's outputs throughout. Storages of the backward's nodes in
+    ``uncounted`` do not count.
     """
     primals = frozenset(n.name for n in forward.graph.find_nodes(op="placeholder"))
-    first, _ = live_bytes(forward.graph, start=0, free=primals, held=frozenset())
+    first, _ = memory_profile(forward.graph, start=0, free=primals, held=frozenset())
     (output,) = forward.graph.find_nodes(op="output")
     owned: dict[int, int] = {}
     free_ids = {
@@ -127,7 +153,7 @@ def emitted_peak(
     stays = frozenset(
         n.name for n in tangents_of(backward.graph) if not n.users or is_held_by_caller(n)
     )
-    second, _ = live_bytes(
+    second, _ = memory_profile(
         backward.graph, start=sum(held.values()), free=primals | same | uncounted, held=stays
     )
     return max([*first, *second, 0])

@@ -1,7 +1,10 @@
-"""Graph snapshot: the joint graph a plan was made for, as plain data: its program, and what its nodes are called.
+"""Graph snapshot: the joint graph of a plan as plain data, its program and the labels of its nodes.
 
-A plan carries its step along, so that reports, pictures and pages can be made long after the graph is gone: who needs a value, what running
-it again would take, what the memory holds at any moment. It has names, never ``fx.Node``.
+A plan carries the snapshot along, so that reports and plots work long after the graph is gone: who
+reads a value, what its recomputation costs, what memory holds at any moment. It has names, never
+``fx.Node``.
+
+Expects the graph that the facts were read from. Leaves the graph alone.
 """
 
 from __future__ import annotations
@@ -24,19 +27,19 @@ from fxckpt.torch_private import is_symbolic, size_hint, storage_id
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 _EXPRESSION = re.compile(r"[LG]\[|L__|G\.|self\b|__|getattr\(")
-"""How a path begins that Dynamo wrote, as the Python that gets at the module; other traces write what ``named_modules()`` does."""
+"""Beginning of a module path that Dynamo wrote as a Python expression.
+
+Other traces write paths as ``named_modules()`` does.
+"""
 
 _KEY = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+)\]""")
+"""Subscript in such an expression."""
 
 
 def snapshot_of(graph: fx.Graph, facts: Facts) -> GraphSnapshot:
-    """Return the step that ``facts`` were read from. Leaves the graph alone."""
-    module_of, line_of, type_of = (
-        _Remembered(_clean_path),
-        _Remembered(_last_frame),
-        _Remembered(_type_name),
-    )
-    index = {storage.name: s for s, storage in enumerate(facts.program.storages)}
+    """Return the snapshot of the graph that ``facts`` were read from."""
+    module_of, line_of, type_of = _Memo(_clean_path), _Memo(_last_frame), _Memo(_type_name)
+    storage_index = {storage.name: s for s, storage in enumerate(facts.program.storages)}
     writes = {op.name: op.writes for op in (*facts.program.ops, *facts.program.backward)}
     op_of: dict[Any, str] = {}
     position: dict[fx.Node, int] = {}
@@ -48,18 +51,16 @@ def snapshot_of(graph: fx.Graph, facts: Facts) -> GraphSnapshot:
         inputs = tuple([position[arg] for arg in node.all_input_nodes])
         value = meta.get("val")
         first = value if isinstance(value, torch.Tensor) else next(tensors(value), None)
-        held: tuple[int, ...]
+        storages: tuple[int, ...]
         if node.op != "call_function":
-            kind, held = NodeKind.SIZE if is_symbolic(node) else NodeKind.INPUT, ()
+            kind, storages = NodeKind.SIZE if is_symbolic(node) else NodeKind.INPUT, ()
         elif node.name in writes:
-            kind, held = NodeKind.OP, writes[node.name]
-        elif node.target is operator.getitem and node.name in index:
-            kind, held = NodeKind.PART, (index[node.name],)
+            kind, storages = NodeKind.OP, writes[node.name]
+        elif node.target is operator.getitem and node.name in storage_index:
+            kind, storages = NodeKind.PART, (storage_index[node.name],)
         else:
-            kind, held = (
-                (NodeKind.SIZE if first is None else NodeKind.VIEW),
-                _shown(node, [labels[i] for i in inputs]),
-            )
+            kind = NodeKind.SIZE if first is None else NodeKind.VIEW
+            storages = _aliased(node, [labels[i] for i in inputs])
         if node.target not in op_of or node.target is operator.getitem:
             op_of[node.target] = "" if kind is NodeKind.INPUT else op_name(node)
         position[node] = len(labels)
@@ -73,7 +74,7 @@ def snapshot_of(graph: fx.Graph, facts: Facts) -> GraphSnapshot:
                 shape=_sizes(first) if first is not None else (),
                 dtype=type_of(first.dtype) if first is not None else "",
                 inputs=inputs,
-                storages=held,
+                storages=storages,
                 is_backward=node in facts.tangent_closure,
                 is_in_region=isinstance(meta.get("recompute"), CheckpointPolicy),
             )
@@ -81,18 +82,18 @@ def snapshot_of(graph: fx.Graph, facts: Facts) -> GraphSnapshot:
     return GraphSnapshot(facts.program, tuple(labels))
 
 
-def _shown(node: fx.Node, inputs: list[NodeLabel]) -> tuple[int, ...]:
-    """Return the storages that a view shows: its inputs', where there is a doubt by what torch says."""
+def _aliased(node: fx.Node, inputs: list[NodeLabel]) -> tuple[int, ...]:
+    """Return the storages that a view aliases: with several inputs, only those torch reports."""
     if len(inputs) == 1:
         return inputs[0].storages
     found = tuple(dict.fromkeys(s for label in inputs for s in label.storages))
-    shown = {storage_id(t) for t in tensors(node.meta.get("val"))}
-    if len(found) < 2 or not shown:
+    reported = {storage_id(t) for t in tensors(node.meta.get("val"))}
+    if len(found) < 2 or not reported:
         return found
     same = [
         arg
         for arg in node.all_input_nodes
-        if any(storage_id(t) in shown for t in tensors(arg.meta.get("val")))
+        if any(storage_id(t) in reported for t in tensors(arg.meta.get("val")))
     ]
     chosen = {arg.name for arg in same}
     return tuple(
@@ -100,15 +101,15 @@ def _shown(node: fx.Node, inputs: list[NodeLabel]) -> tuple[int, ...]:
     )
 
 
-class _Remembered(dict[Any, str]):
-    """Answers once per distinct question: thousands of nodes share a few hundred modules and lines."""
+class _Memo(dict[Any, str]):
+    """Memo of a function: thousands of nodes share a few hundred modules and lines."""
 
-    def __init__(self, answer: Callable[[Any], str]) -> None:
+    def __init__(self, function: Callable[[Any], str]) -> None:
         super().__init__()
-        self.answer = answer
+        self.function = function
 
-    def __missing__(self, question: Any) -> str:
-        found = self[question] = self.answer(question)
+    def __missing__(self, argument: Any) -> str:
+        found = self[argument] = self.function(argument)
         return found
 
     __call__ = dict.__getitem__
@@ -124,7 +125,10 @@ def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def op_name(node: fx.Node) -> str:
-    """Return the op's name without its namespace (``mm``, ``bernoulli.p``); a tuple's item is named after its op."""
+    """Return the name of an op without its namespace (``mm``, ``bernoulli.p``).
+
+    An item of a tuple is named after the op that returned the tuple.
+    """
     while node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
         parent = node.args[0]
         assert isinstance(parent, fx.Node)
@@ -134,7 +138,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def module_path(node: fx.Node) -> str:
-    """Return the path of the module that made a node, as ``named_modules()`` spells it; empty for the model itself."""
+    """Return the path of a node's module as ``named_modules()`` spells it; empty for the model."""
     return _clean_path(_raw_path(node))
 
 
@@ -148,18 +152,18 @@ def _clean_path(path: str) -> str:
     if not _EXPRESSION.match(path):
         return path
     path = re.sub(r"getattr\((.+), '([^']+)'\)", r"\1.\2", path)
-    path = re.sub(
-        r"^G\.fxckpt_rewritten_step\w*\.source", "", path
-    )  # a rewritten module that Dynamo goes through
+    # Dynamo traces through the step of a rewritten module.
+    path = re.sub(r"^G\.fxckpt_rewritten_step\w*\.source", "", path)
     path = path.replace("._modules", "")
     path = re.sub(r"^L\[['\"][^\]]+['\"]\](\.__self__)?|^L__[a-z]+___|^self\b|^__", "", path)
-    # A key may have brackets and quotes of its own; of some, Dynamo has taken the quotes off and left the backslashes doubled.
+    # Keys may contain brackets and quotes; from some, Dynamo strips the quotes but leaves doubled
+    # backslashes.
     path = _KEY.sub(lambda key: "." + str(ast.literal_eval(key[1])), path)
     return path.replace("\\\\", "\\").strip(".")
 
 
 def source_line(node: fx.Node) -> str:
-    """Return ``file.py:12`` of the user's code that made a node; empty if the trace did not record it."""
+    """Return the user's line that called an op, ``file.py:12``; empty if none was recorded."""
     return _last_frame(node.meta.get("stack_trace") or "")
 
 

@@ -5,27 +5,109 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxckpt.ops.properties import has_hidden_effect, is_mutating, is_random, tensors
+from fxckpt.ops.properties import (
+    has_hidden_effect,
+    is_collective,
+    is_known_pure,
+    is_mutating,
+    is_random,
+    only_computes,
+    tensors,
+)
 from fxckpt.passes.analysis.byte_counts import storage_bytes
-from fxckpt.torch_private import frees_incoming_gradients, partitioner_tag, size_hint, storage_id
+from fxckpt.torch_private import (
+    frees_incoming_gradients,
+    partitioner_tag,
+    size_hint,
+    storage_id,
+    written_after,
+)
+
+
+@dataclass(frozen=True)
+class JointPlacement:
+    """The halves of a joint graph, before anything is planned."""
+
+    closure: set[fx.Node]
+    """Nodes that must run in the backward."""
+    fwd_outputs: list[fx.Node]
+    """Outputs of the forward."""
+    gradients: list[Any]
+    """Outputs of the backward in the order of the graph's inputs; None for an input without one."""
+    required_forward: set[fx.Node]
+    """Nodes that must run in the forward: its outputs and effects, and all they depend on."""
+    mutated: set[int]
+    """Ids of the storages that the step writes after they were filled."""
+    pure_targets: PureTargets
+    """Memo over the targets of the graph."""
+
+    @classmethod
+    def of(cls, graph: fx.Graph, num_fwd_outputs: int) -> JointPlacement:
+        """Return the placement of a graph with ``num_fwd_outputs`` leading forward outputs."""
+        closure = backward_closure(graph)
+        pure_targets = PureTargets()
+        outputs = graph_outputs(graph)
+        fwd_outputs = [o for o in outputs[:num_fwd_outputs] if isinstance(o, fx.Node)]
+        effects = [
+            n
+            for n in graph.nodes
+            if n.op == "call_function"
+            and n not in closure
+            and not pure_targets.only_computes(n)
+            and (
+                is_random(n)
+                or is_mutating(n)
+                or is_collective(n)
+                or has_hidden_effect(n)
+                or not is_known_pure(n)
+            )
+        ]
+        mutated = set(written_storages(n for n in (*effects, *closure) if is_mutating(n)))
+        for node in written_after(graph):
+            mutated.update(storage_id(t) for t in tensors(node.meta.get("val")))
+        return cls(
+            closure=closure,
+            fwd_outputs=fwd_outputs,
+            gradients=outputs[num_fwd_outputs:],
+            required_forward=ancestors([*fwd_outputs, *effects]),
+            mutated=mutated,
+            pure_targets=pure_targets,
+        )
+
+
+@dataclass(frozen=True)
+class PureTargets:
+    """Memo of :func:`~fxckpt.ops.properties.only_computes`, which depends on the target alone."""
+
+    answers: dict[Any, bool] = field(default_factory=dict)
+
+    def only_computes(self, node: fx.Node) -> bool:
+        """Return whether the op of a node has no effect, whatever its arguments are."""
+        if node.target not in self.answers:
+            self.answers[node.target] = only_computes(node)
+        return self.answers[node.target]
 
 
 def tangents_of(graph: fx.Graph) -> list[fx.Node]:
-    """Return the incoming gradients of a joint graph (strictly cotangents; AOTAutograd calls them tangents)."""
+    """Return the incoming gradients of a joint graph.
+
+    AOTAutograd calls them tangents; strictly they are cotangents.
+    """
     return [n for n in graph.find_nodes(op="placeholder") if str(n.target).startswith("tangents")]
 
 
 def is_held_by_caller(tangent: fx.Node) -> bool:
-    """Return whether an incoming gradient is there until the backward returns, whoever reads it.
+    """Return whether an incoming gradient lives until the backward returns.
 
-    ``loss.backward()`` holds the gradient it makes, of one element. The autograd engine hands any other over, to be let go of after its last read;
-    engines that keep a reference of their own hold all.
+    ``loss.backward()`` holds the gradient it makes, of one element. The autograd engine hands over
+    any other, which is freed after its last read; engines that keep a reference hold all of them.
     """
     is_loss = all(
         type(n) is int and n == 1 for t in tensors(tangent.meta.get("val")) for n in t.shape
@@ -36,8 +118,8 @@ def is_held_by_caller(tangent: fx.Node) -> bool:
 def backward_closure(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that must run in the backward.
 
-    They read a tangent, or were traced in the backward and are random, or mutate, or read what the backward mutates: moving those would
-    change a stream or an order.
+    They read a tangent; or they were traced in the backward and are random, mutate, or read a
+    storage that the backward mutates: moving those would change a random stream or an order.
     """
     closure = _closure(graph, frozenset())
     written = frozenset(written_storages(n for n in closure if is_mutating(n)))
@@ -45,7 +127,7 @@ def backward_closure(graph: fx.Graph) -> set[fx.Node]:
 
 
 def written_storages(nodes: Iterable[fx.Node]) -> Iterator[int]:
-    """Yield the ids of the storages that mutating ops write (their first argument, as ``copy_`` has it)."""
+    """Yield the ids of the storages that mutating ops write: those of their first argument."""
     return (
         storage_id(t)
         for n in nodes
@@ -71,7 +153,7 @@ def _closure(graph: fx.Graph, written: frozenset[int]) -> set[fx.Node]:
 
 
 def _is_bound(node: fx.Node, written: frozenset[int]) -> bool:
-    """Return whether moving a node of the backward into the forward would show."""
+    """Return whether moving a node of the backward into the forward would change results."""
     if is_random(node) or is_mutating(node) or has_hidden_effect(node):
         return True
     return bool(written) and any(
@@ -82,7 +164,7 @@ def _is_bound(node: fx.Node, written: frozenset[int]) -> bool:
 
 
 def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return ``roots`` and all they depend on."""
+    """Return ``roots`` and all nodes they depend on."""
     seen: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -100,10 +182,11 @@ def graph_outputs(graph: fx.Graph) -> list[Any]:
 
 
 def accumulation_bytes(inputs: Sequence[fx.Node], gradients: Sequence[Any]) -> int:
-    """Return the bytes autograd allocates beyond the returned gradients while it stores them in ``.grad``.
+    """Return the bytes that autograd allocates, beyond the returned gradients, to fill ``.grad``.
 
-    A gradient that is shared, or not laid out as its parameter, is cloned (``AccumulateGrad``, the gradient layout contract). Taken one after the
-    other, each original released once it was cloned for the last time, and as if every input were a leaf.
+    ``AccumulateGrad`` clones a gradient that is shared or breaks the gradient layout contract. The
+    count takes the gradients one after the other, frees each original at its last clone, and
+    assumes that every input is a leaf.
     """
     left = Counter(g for g in gradients if isinstance(g, fx.Node))
     extra = most = 0
@@ -112,7 +195,7 @@ def accumulation_bytes(inputs: Sequence[fx.Node], gradients: Sequence[Any]) -> i
             continue
         left[gradient] -= 1
         value, parameter = gradient.meta.get("val"), given.meta.get("val")
-        # A sparse gradient is taken by its parts.
+        # AccumulateGrad takes a sparse gradient by its parts.
         if (
             not isinstance(value, torch.Tensor)
             or not isinstance(parameter, torch.Tensor)
@@ -128,7 +211,11 @@ def accumulation_bytes(inputs: Sequence[fx.Node], gradients: Sequence[Any]) -> i
 
 
 def has_layout_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether a gradient may be taken as it is: the parameter's strides if that is dense, else contiguous."""
+    """Return whether autograd accumulates a gradient without a clone.
+
+    The gradient layout contract asks for the strides of a dense parameter, and for a contiguous
+    gradient of any other.
+    """
     shape = [size_hint(n) for n in parameter.shape]
     strides = [size_hint(n) for n in parameter.stride()]
     found = [size_hint(n) for n in gradient.stride()]

@@ -1,7 +1,8 @@
-"""Values: the forward of a program as policies see it.
+"""Policy values: the forward of a program as policies see it.
 
-One :class:`~fxckpt.policies.base.Value` an op that was traced in the forward, in its order. Views are none, and neither is what autograd's formulas compute
-of forward values (``cos`` for ``sin``): an eager step makes it in the backward.
+There is one :class:`~fxckpt.policies.base.Value` for every op that was traced in the forward, in
+order. Views have none. Neither have ops of autograd's formulas (``cos`` for ``sin``), though they
+read forward values only: an eager step computes them in the backward.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from fxckpt.torch_private import partitioner_tag, size_hint, storage_id
 def values_of(facts: Facts) -> list[Value]:
     """Return the values of a program."""
     program = facts.program
-    came_before: Counter[Any] = Counter()
+    occurrences: Counter[Any] = Counter()
     values: list[Value] = []
     named_inputs = _named_inputs(facts)
-    place: dict[int, int] = {}
-    """Position by index of the op."""
+    position: dict[int, int] = {}
+    """Positions of values by the index of their op."""
     for index, op in enumerate(program.ops):
         node = facts.op_node[op.name]
         if op.side is not Side.FORWARD and partitioner_tag(node) in (
@@ -36,7 +37,7 @@ def values_of(facts: Facts) -> list[Value]:
             "must_be_in_backward",
         ):
             continue
-        place[index] = len(values)
+        position[index] = len(values)
         first = next(tensors(node.meta.get("val")), None)
         values.append(
             Value(
@@ -47,15 +48,15 @@ def values_of(facts: Facts) -> list[Value]:
                 dtype=None if first is None else first.dtype,
                 bytes=sum(program.storages[s].bytes for s in op.writes),
                 flops=op.flops,
-                occurrence=came_before[node.target],
+                occurrence=occurrences[node.target],
                 source=source_line(node),
-                args=fx.map_arg(node.args, _value),
-                kwargs=fx.map_arg(node.kwargs, _value),
+                args=fx.map_arg(node.args, _fake_value),
+                kwargs=fx.map_arg(node.kwargs, _fake_value),
                 output=node.meta.get("val"),
-                position=place[index],
+                position=position[index],
                 reads=tuple(
                     dict.fromkeys(
-                        place[p] for s in op.reads if (p := program.producers[s]) in place
+                        position[p] for s in op.reads if (p := program.producers[s]) in position
                     )
                 ),
                 input_names=tuple(
@@ -69,12 +70,12 @@ def values_of(facts: Facts) -> list[Value]:
                 node=op.name,
             )
         )
-        came_before[node.target] += 1
+        occurrences[node.target] += 1
     return values
 
 
 def _named_inputs(facts: Facts) -> dict[int, tuple[str, ...]]:
-    """Return what the user calls the inputs of the graph, by storage."""
+    """Return the user's names of the inputs of the graph, by storage id."""
     graph = next(iter(facts.op_node.values())).graph if facts.op_node else fx.Graph()
     inputs = graph.find_nodes(op="placeholder")
     return {
@@ -85,5 +86,5 @@ def _named_inputs(facts: Facts) -> dict[int, tuple[str, ...]]:
     }
 
 
-def _value(node: fx.Node) -> torch.Tensor | Any:
+def _fake_value(node: fx.Node) -> torch.Tensor | Any:
     return node.meta.get("val")

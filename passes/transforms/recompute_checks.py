@@ -17,7 +17,7 @@ from fxckpt.errors import RecomputeMismatch
 from fxckpt.ops.properties import is_uninitialized, tensors
 from fxckpt.passes.analysis.graph_snapshot import module_path, op_name, source_line
 from fxckpt.passes.analysis.placement import ancestors, graph_outputs
-from fxckpt.passes.meta import DIGEST_OF, RECOMPUTE_OF, RUNS_AGAIN
+from fxckpt.passes.meta import CHECKSUM_OF, RECOMPUTE_OF, IS_RECOMPUTE
 from fxckpt.passes.transforms.rematerialize import Rematerialized
 from fxckpt.torch_private import fake_like, partitioner_tag, tag_side
 
@@ -39,7 +39,7 @@ def insert_checks(
         if n.op == "call_function" and is_uninitialized(n)
     }
     digests: dict[fx.Node, fx.Node] = {}
-    for made in [n for n in graph.nodes if n.meta.get(RUNS_AGAIN)]:
+    for made in [n for n in graph.nodes if n.meta.get(IS_RECOMPUTE)]:
         first = named.get(made.meta[RECOMPUTE_OF])
         if (
             first is None
@@ -61,7 +61,7 @@ def _fill(graph: fx.Graph, node: fx.Node) -> fx.Node:
         zeros = graph.create_node(
             "call_function", torch.ops.aten.fill.Scalar, (node, 0), name=f"{node.name}_filled"
         )
-    zeros.meta = {"val": node.meta["val"], DIGEST_OF: node.name}
+    zeros.meta = {"val": node.meta["val"], CHECKSUM_OF: node.name}
     tag_side(zeros, backward=partitioner_tag(node) == "must_be_in_backward")
     node.replace_all_uses_with(zeros, delete_user_cb=lambda user: user is not zeros)
     return zeros
@@ -71,7 +71,7 @@ def _insert_digest(graph: fx.Graph, first: fx.Node) -> fx.Node:
     values = list(tensors(first.meta["val"]))
     with graph.inserting_after(first):
         node = graph.create_node("call_function", digest, (first,), name=f"{first.name}_digest")
-    node.meta = {"val": fake_like(values[0], (len(values),), torch.int64), DIGEST_OF: first.name}
+    node.meta = {"val": fake_like(values[0], (len(values),), torch.int64), CHECKSUM_OF: first.name}
     tag_side(node, backward=False)
     return node
 

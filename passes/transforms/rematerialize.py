@@ -22,7 +22,7 @@ from torch import fx
 
 from fxckpt.ops.properties import is_random, tensors
 from fxckpt.passes.analysis.joint import Facts
-from fxckpt.passes.meta import FIRST_RUN_OF, NEVER_STORED, RECOMPUTE_OF, RUNS_AGAIN
+from fxckpt.passes.meta import FIRST_RUN_OF, NEVER_STORED, RECOMPUTE_OF, IS_RECOMPUTE
 from fxckpt.plans.types import Plan, Recompute
 from fxckpt.torch_private import (
     fake_rng_state,
@@ -213,7 +213,7 @@ class _Rewriter:
             made = self._replay(op, consumer)
         else:
             made = self._copy(op, consumer)
-        made.meta[RUNS_AGAIN] = True
+        made.meta[IS_RECOMPUTE] = True
         self.latest[op] = made
         for item in [
             u for u in op.users if u.target is operator.getitem and u not in self.facts.views

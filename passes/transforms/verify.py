@@ -12,7 +12,7 @@ from torch import fx
 
 from fxckpt.errors import VerifyError
 from fxckpt.ops.properties import is_random
-from fxckpt.passes.meta import DIGEST_OF, FIRST_RUN_OF, RECOMPUTE_OF, RUNS_AGAIN, SHOWS
+from fxckpt.passes.meta import CHECKSUM_OF, FIRST_RUN_OF, RECOMPUTE_OF, IS_RECOMPUTE, VIEW_OF
 from fxckpt.plans.types import Plan
 from fxckpt.torch_private import is_symbolic, run_and_save_rng_state, run_with_rng_state
 
@@ -58,7 +58,7 @@ def _verify_random(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
 def _verify_runs(backward: fx.GraphModule, plan: Plan) -> None:
     planned = Counter(run.name for run in plan.schedule)
     found = Counter(
-        str(node.meta[RECOMPUTE_OF]) for node in backward.graph.nodes if node.meta.get(RUNS_AGAIN)
+        str(node.meta[RECOMPUTE_OF]) for node in backward.graph.nodes if node.meta.get(IS_RECOMPUTE)
     )
     if planned != found:
         differ = sorted((planned - found) | (found - planned))[:4]
@@ -74,8 +74,8 @@ def _verify_saved(backward: fx.GraphModule, plan: Plan) -> None:
         if (
             is_input
             or is_symbolic(node)
-            or node.meta.get(SHOWS, node.name) in allowed
-            or DIGEST_OF in node.meta
+            or node.meta.get(VIEW_OF, node.name) in allowed
+            or CHECKSUM_OF in node.meta
         ):
             continue
         raise VerifyError(f"the backward reads {node.name!r}, which the plan does not save")

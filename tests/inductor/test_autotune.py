@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 import fxckpt
 from fxckpt.inductor.autotune import ROUNDS, step_seconds, unsafe_op
 from fxckpt.inductor.planner import InductorPlanner
-from fxckpt.passes.transforms.rematerialize import RUNS_AGAIN
+from fxckpt.passes.transforms.rematerialize import IS_RECOMPUTE
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan
 from tests.inductor.test_compile import Model
@@ -41,7 +41,7 @@ class Compiler:
     def __call__(
         self, half: fx.GraphModule, is_backward: bool, strides: Mapping[str, tuple[int, ...]]
     ) -> Callable[[list[Any]], Sequence[Any]]:
-        again = sum(RUNS_AGAIN in node.meta for node in half.graph.nodes)
+        again = sum(IS_RECOMPUTE in node.meta for node in half.graph.nodes)
 
         def run(inputs: list[Any]) -> Sequence[Any]:
             given = [*inputs]

@@ -7,7 +7,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxckpt.inductor.planner import InductorPlanner, is_extern_kernel
-from fxckpt.passes.inductor.save_views import SHOWS
+from fxckpt.passes.inductor.save_views import VIEW_OF
 from fxckpt.planner.planner import Planner
 from tests.joints import inductor_joint
 
@@ -18,7 +18,7 @@ def halves(function: object, *inputs: Tensor) -> tuple[fx.GraphModule, fx.GraphM
 
 
 def saved_views(half: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in half.graph.find_nodes(op="placeholder") if SHOWS in node.meta]
+    return [node for node in half.graph.find_nodes(op="placeholder") if VIEW_OF in node.meta]
 
 
 def weights() -> tuple[Tensor, Tensor]:

@@ -1,0 +1,148 @@
+"""Recompute rules: which ops may be recomputed, and which of their values may be saved.
+
+First come ops whose recomputation would be wrong, then the user's policy, then the checkpoint
+regions of the model itself, and last the policy's preferences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxckpt.ops.properties import (
+    has_hidden_effect,
+    is_collective,
+    is_known_pure,
+    is_mutating,
+    is_random,
+    is_seed,
+    tensors,
+)
+from fxckpt.ops.registry import registered
+from fxckpt.passes.analysis.discrete_ops import discrete_results
+from fxckpt.passes.analysis.placement import JointPlacement
+from fxckpt.reason import Reason
+from fxckpt.torch_private import storage_id
+
+PREFERENCE = 1e-3
+"""Share of its time that a preference adds to, or takes off, a recompute: it settles ties."""
+
+NodePolicy = Callable[[fx.Node], "CheckpointPolicy | None"]
+
+
+class RecomputeRules:
+    """Rules for the ops of one joint graph, asked for in the order of the graph."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        placement: JointPlacement,
+        policy: NodePolicy | None,
+        *,
+        bind_preferences: bool,
+    ) -> None:
+        self.placement = placement
+        self.policy = policy
+        self.bind_preferences = bind_preferences
+        self.discrete = discrete_results(graph)
+        self.requested: set[fx.Node] = set()
+        """Ops seen so far that a policy demands to recompute."""
+
+    def rule_for(self, node: fx.Node, *, reads_are_savable: bool) -> tuple[Reason | None, bool]:
+        """Return why an op may not be recomputed, None if it may, and whether to allow saving it.
+
+        ``reads_are_savable`` tells whether all storages that the op reads may be saved.
+        """
+        decided = self.policy(node) if self.policy is not None else None
+        must_recompute = decided is CheckpointPolicy.MUST_RECOMPUTE or self._waits_for_requested(
+            node
+        )
+        reason = self._never(node) or (
+            None if must_recompute else self._only_on_request(node, decided)
+        )
+        if reason is not None:
+            return reason, True
+        if must_recompute:
+            self.requested.add(node)
+            return None, False
+        if decided is CheckpointPolicy.PREFER_RECOMPUTE:
+            return None, not self.bind_preferences
+        if decided is CheckpointPolicy.PREFER_SAVE:
+            return None, True
+        return None, self._is_savable_in_region(node, reads_are_savable)
+
+    def time_factor(self, node: fx.Node) -> float:
+        """Return the factor that a policy's preference puts on the time of an op."""
+        if self.policy is None or self.bind_preferences:
+            return 1.0
+        decided = self.policy(node)
+        if decided is CheckpointPolicy.PREFER_SAVE:
+            return 1.0 + PREFERENCE
+        return 1.0 - PREFERENCE if decided is CheckpointPolicy.PREFER_RECOMPUTE else 1.0
+
+    def _never(self, node: fx.Node) -> Reason | None:
+        """Return why recomputing an op would be wrong."""
+        if not self.placement.pure_targets.only_computes(node) and (
+            is_mutating(node)
+            or has_hidden_effect(node)
+            or not (is_known_pure(node) or is_collective(node))
+        ):
+            return Reason.EFFECT
+        if is_seed(node) or (is_random(node) and node.kwargs.get("generator") is not None):
+            return Reason.RANDOM_WITHOUT_STATE
+        mutated = self.placement.mutated
+        if mutated and any(
+            storage_id(t) in mutated
+            for arg in node.all_input_nodes
+            for t in tensors(arg.meta.get("val"))
+        ):
+            return Reason.MUTATED_INPUT
+        return None
+
+    def _only_on_request(self, node: fx.Node, decided: CheckpointPolicy | None) -> Reason | None:
+        """Return why an op is recomputed only if a policy demands it."""
+        if is_collective(node):
+            return Reason.COLLECTIVE
+        if decided is CheckpointPolicy.MUST_SAVE:
+            return Reason.POLICY
+        if registered(node.target).recompute is False:
+            return Reason.REGISTERED
+        tag = node.meta.get("recompute") if decided is None else None
+        if tag is CheckpointPolicy.MUST_SAVE:
+            return Reason.REGION
+        if node in self.discrete and tag is not CheckpointPolicy.MUST_RECOMPUTE:
+            return Reason.DECISION
+        return None
+
+    def _waits_for_requested(self, node: fx.Node) -> bool:
+        """Return whether a node is the wait for a collective that must be recomputed."""
+        return is_collective(node) and any(arg in self.requested for arg in node.all_input_nodes)
+
+    def _is_savable_in_region(self, node: fx.Node, reads_are_savable: bool) -> bool:
+        """Return whether the checkpoint regions of the model let a value be saved."""
+        required = self.placement.required_forward
+        tag = node.meta.get("recompute")
+        if tag not in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
+            # A value that only the backward needs would be saved in place of the region's values.
+            return node in required or reads_are_savable
+        region = node.meta.get("ac_graph_id")
+        leaves = any(
+            u in required and u.meta.get("ac_graph_id") != region
+            for u in _readers_through_views(node)
+        )
+        binds = tag is CheckpointPolicy.MUST_RECOMPUTE or self.bind_preferences
+        return leaves or not binds
+
+
+def _readers_through_views(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the readers of a value and of its views."""
+    held = {storage_id(t) for t in tensors(node.meta.get("val"))}
+    for user in node.users:
+        if user.op == "call_function" and any(
+            storage_id(t) in held for t in tensors(user.meta.get("val"))
+        ):
+            yield from _readers_through_views(user)
+        else:
+            yield user
