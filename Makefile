@@ -4,7 +4,11 @@ BIN := $(VENV)/bin
 # torch comes first and pinned: an unpinned torch may pull in gigabytes of GPU libraries.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test sweep notebooks web lint type format clean
+# mypy and import-linter know no package-dir: they read the two folders as they are installed.
+INSTALLED := rm -rf build/installed && mkdir -p build/installed && cp -r fxckpt build/installed/fxckpt \
+    && cp -r passes build/installed/fxckpt/passes
+
+.PHONY: demo test sweep notebooks docs web lint type format clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,6 +22,10 @@ $(VENV)/.demo: $(VENV)/.base
 
 $(VENV)/.test: $(VENV)/.base
 	$(PIP) --no-build-isolation --editable '.[test]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.base
+	$(PIP) --no-build-isolation --editable '.[docs]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.test
@@ -37,6 +45,13 @@ sweep: $(VENV)/.test  ## what takes long: every op, every draw, and the property
 notebooks: $(VENV)/.test  ## run the notebooks and keep what they print
 	$(BIN)/python notebooks/run.py
 
+# The site has the tree's own layout, so that one relative link holds in it and in the tree.
+docs: $(VENV)/.docs  ## build the documentation as a site in build/site
+	rm -rf build/pages build/site && mkdir -p build/pages
+	find . -path './.*' -prune -o -path ./build -prune -o -name '*.md' -print -o -path './notebooks/pictures/*' -print \
+	    | tar cf - -T - | tar xf - -C build/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 # The lock file pins each version and the hash of what is fetched; the copies are committed, so that neither npm nor a network is needed to install.
 web:  ## fetch the libraries of the HTML page again (needs npm)
 	rm -rf build/web && mkdir -p build/web fxckpt/reports/web/vendor
@@ -51,12 +66,12 @@ web:  ## fetch the libraries of the HTML page again (needs npm)
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(INSTALLED)
+	cd build/installed && ../../$(BIN)/lint-imports ../../pyproject.toml
 
-# mypy knows no package-dir: it reads the two folders laid out as they are installed.
 type: $(VENV)/.dev
-	rm -rf build/types && mkdir -p build/types
-	cp -r fxckpt build/types/fxckpt && cp -r passes build/types/fxckpt/passes
-	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p fxckpt
+	$(INSTALLED)
+	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p fxckpt
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

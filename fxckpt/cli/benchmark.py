@@ -57,7 +57,7 @@ def compare(
         raise CaptureError(
             "the model is on the meta device: it can be planned, but it cannot run. Make it on a real one, of a size that fits."
         )
-    torch._dynamo.reset()
+    torch.compiler.reset()
     backends = [Backend(budget=budget, inner=inner, policy=policy, cost=cost) for budget in budgets]
     names = [
         "uncheckpointed",
