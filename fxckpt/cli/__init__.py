@@ -1,7 +1,8 @@
 """The command line: plan, explain, draw and run a model's step without writing a script.
 
-Exit codes: 0, done; 1, the budget is infeasible; 2, the arguments are not usable; 3, the model cannot be captured, planned or run, or the doctor
-found something wrong; 130, interrupted. With ``--json`` the standard output is one JSON value and nothing else.
+Exit codes: 0, done; 1, the budget is infeasible; 2, the arguments are not usable; 3, the model
+cannot be captured, planned or run, or the doctor found something wrong; 130, interrupted. With
+``--json`` the standard output is one JSON value and nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from fxckpt import _interrupts
 from fxckpt._interrupts import INTERRUPTED
 from fxckpt.cli.arguments import USAGE, parse
-from fxckpt.cli.factory import POLICY_FORM, Target, TargetError, attribute, load
+from fxckpt.cli.factory import POLICY_FORM, Target, TargetError, load_attribute, load_target
 from fxckpt.cli.output import OutputError, write
 from fxckpt.errors import BudgetInfeasible, FxckptError, InvalidBudget, InvalidOption
 from fxckpt.planner.capture import plan as make_plan
@@ -33,59 +34,74 @@ from fxckpt.utils.globs import fits, is_inside
 from fxckpt.utils.tables import Table
 
 DONE, INFEASIBLE, FAILED = 0, 1, 3
-ROWS = 20
-"""How many rows are printed as text, unless ``--top`` says otherwise."""
+DEFAULT_ROWS = 20
+"""Number of rows printed as text without ``--top``."""
+FIGURES = (
+    "peak_bytes",
+    "budget_bytes",
+    "baseline_peak_bytes",
+    "floor_bytes",
+    "floor_bound_bytes",
+    "saved_bytes",
+    "recompute_seconds",
+    "recompute_flops",
+    "lower_bound_seconds",
+    "price",
+    "next_seconds",
+    "step_seconds",
+    "step_flops",
+    "cost",
+)
+"""Fields of a plan that ``--json`` prints."""
 
 
 class Answer(NamedTuple):
-    """What a command prints, and its exit code."""
+    """The result of a command."""
 
     text: str
+    """The text for the standard output."""
     code: int = DONE
+    """The exit code."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code."""
+    """Run the command of ``arguments``, by default ``sys.argv[1:]``, and return its exit code."""
     try:
         options = parse(arguments)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else USAGE
     with _interrupts.raised():
-        return _answered(options)
+        return _run(options)
 
 
-def _answered(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
+    """Run a command, print its answer or error, and return its exit code."""
     try:
-        with _quiet():
+        with _ignore_torch_warnings():
             answer = COMMANDS[options.command](options)
         write(answer.text)
         return answer.code
     except KeyboardInterrupt:
-        return _say("interrupted", INTERRUPTED)
+        return _print_error("interrupted", INTERRUPTED)
     except OutputError as error:
-        return _say(str(error), USAGE)
+        return _print_error(str(error), USAGE)
     except BudgetInfeasible as error:
-        return _failed(options, error, INFEASIBLE)
+        return _report(options, error, INFEASIBLE)
     except (TargetError, InvalidBudget, InvalidOption) as error:
-        return _failed(options, error, USAGE)
+        return _report(options, error, USAGE)
     except FxckptError as error:
-        return _failed(options, error, FAILED)
+        return _report(options, error, FAILED)
     except Exception as error:
         # The user's own model raised, inside Dynamo or while it ran.
         first = str(error).strip().split("\n\n")[0] or "no message"
-        return _failed(
-            options,
-            FxckptError(
-                f"the step raised {type(error).__name__}: {first}\n(--traceback shows where)"
-            ),
-            FAILED,
-            error,
-        )
+        text = f"the step raised {type(error).__name__}: {first}\n(--traceback shows where)"
+        return _report(options, FxckptError(text), FAILED, error)
 
 
-def _failed(
+def _report(
     options: argparse.Namespace, error: Exception, code: int, cause: Exception | None = None
 ) -> int:
+    """Print an error, with ``--json`` as JSON too, and return the exit code."""
     if options.traceback:
         import traceback
 
@@ -100,17 +116,17 @@ def _failed(
             body |= {"floor_bytes": error.floor_bytes, "budget_bytes": error.budget_bytes}
         with contextlib.suppress(OutputError):
             write(json.dumps(body))
-    return _say(str(error), code)
+    return _print_error(str(error), code)
 
 
-def _say(text: str, code: int) -> int:
+def _print_error(text: str, code: int) -> int:
     print(f"fxckpt: {text}", file=sys.stderr)
     return code
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch's own warnings about itself to itself."""
+def _ignore_torch_warnings() -> Iterator[None]:
+    """Ignore the warnings of torch about its own internals."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
         warnings.filterwarnings("ignore", message=".*Profiler clears events.*")
@@ -120,30 +136,32 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _aside() -> Iterator[None]:
-    """Send what the user's code prints to the standard error, so that the standard output is ours."""
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send the prints of the user's code to the standard error."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
 
 @contextlib.contextmanager
-def _saving(path: Path) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[None]:
+    """Raise :class:`InvalidOption` for a file that cannot be written."""
     try:
         yield
     except OSError as error:
         raise InvalidOption(f"cannot write {str(path)!r}: {error.strerror or error}") from error
 
 
-def _loaded(options: argparse.Namespace) -> tuple[Target, Any]:
-    with _aside():
-        return load(options.target), attribute(
-            options.policy, POLICY_FORM
-        ) if options.policy else None
+def _load(options: argparse.Namespace) -> tuple[Target, Any]:
+    """Return the target and the policy of a command."""
+    with _stdout_to_stderr():
+        target = load_target(options.target)
+        policy = load_attribute(options.policy, POLICY_FORM) if options.policy else None
+    return target, policy
 
 
-def _planned(options: argparse.Namespace) -> Plan:
-    target, policy = _loaded(options)
-    with _aside():
+def _make_plan(options: argparse.Namespace) -> Plan:
+    target, policy = _load(options)
+    with _stdout_to_stderr():
         return make_plan(
             target.model,
             *target.args,
@@ -154,28 +172,24 @@ def _planned(options: argparse.Namespace) -> Plan:
         )
 
 
-def _json(value: Any) -> Answer:
+def _json_answer(value: Any) -> Answer:
     return Answer(json.dumps(value, indent=1, ensure_ascii=False))
 
 
 def figures(plan: Plan) -> dict[str, Any]:
-    """Return a plan's figures as plain data; bytes, seconds and FLOPs."""
-    names = (
-        "peak_bytes budget_bytes baseline_peak_bytes floor_bytes floor_bound_bytes saved_bytes recompute_seconds recompute_flops "
-        "lower_bound_seconds price next_seconds step_seconds step_flops cost"
-    )
+    """Return a plan's figures for JSON, in bytes, seconds and FLOPs."""
     counts = {
         "saved_values": len(plan.saved),
         "recomputed_ops": len(plan.recomputed),
         "runs": len(plan.schedule),
     }
-    return {name: getattr(plan, name) for name in names.split()} | counts
+    return {name: getattr(plan, name) for name in FIGURES} | counts
 
 
 def _plan(options: argparse.Namespace) -> Answer:
-    plan = _planned(options)
+    plan = _make_plan(options)
     if options.json:
-        return _json(figures(plan))
+        return _json_answer(figures(plan))
     summary = plan.explain().summary()
     width = max(len(name) for name, _ in summary)
     lines = (f"{name:<{width}}  {text}" for name, text in summary)
@@ -183,7 +197,7 @@ def _plan(options: argparse.Namespace) -> Answer:
 
 
 def _explain(options: argparse.Namespace) -> Answer:
-    plan = _planned(options)
+    plan = _make_plan(options)
     shown = (
         plan.explain()
         .filter(decision=options.decision, module=options.module, op=options.op)
@@ -192,45 +206,38 @@ def _explain(options: argparse.Namespace) -> Answer:
     if options.why is not None:
         return _why(options, shown)
     if options.saved:
-        return _rows(options, shown.saved_values().table())
+        return _table_answer(options, shown.saved_values().table())
     if options.peak:
         timeline = plan.timeline()
-        return _rows(
-            options,
-            timeline.table().where(lambda held: _is_wanted(options, held)),
-            f"{timeline.headline()}\n\n",
-        )
-    sums = {
+        live = timeline.table().where(lambda held: _matches(options, held))
+        return _table_answer(options, live, f"{timeline.headline()}\n\n")
+    groups = {
         "module": lambda: shown.by_module(options.depth),
         "op": shown.by_op,
         "reason": shown.by_reason,
     }
-    table = sums[options.by]() if options.by else shown.table()
+    table = groups[options.by]() if options.by else shown.table()
     if options.json:
-        return _json({"figures": figures(plan), "rows": _cut(options, table).records()})
-    return _rows(options, table)
+        rows = _limit(options, table).records()
+        return _json_answer({"figures": figures(plan), "rows": rows})
+    return _table_answer(options, table)
 
 
 def _why(options: argparse.Namespace, shown: Explanation) -> Answer:
     why, readers = shown.why(options.why), shown.readers(options.why)
     if options.json:
-        return _json(
-            {
-                "value": options.why,
-                "why": why,
-                **{f"{k}_readers": list(v) for k, v in readers._asdict().items()},
-            }
-        )
-    phases = ("the forward", "the backward, running again,", "the backward")
+        names = {f"{phase}_readers": list(names) for phase, names in readers._asdict().items()}
+        return _json_answer({"value": options.why, "why": why, **names})
+    phases = ("the forward", "the backward, recomputed,", "the backward")
     read = (
-        f"read in {when} by: {', '.join(names) or 'none'}"
-        for when, names in zip(phases, readers, strict=True)
+        f"read in {phase} by: {', '.join(ops) or 'none'}"
+        for phase, ops in zip(phases, readers, strict=True)
     )
     return Answer("\n".join((why, *read)))
 
 
-def _is_wanted(options: argparse.Namespace, held: dict[str, Any]) -> bool:
-    """Return whether what holds memory passes the filters."""
+def _matches(options: argparse.Namespace, held: dict[str, Any]) -> bool:
+    """Return whether a row of the timeline passes the filters."""
     return (
         options.decision in (None, held["held_as"])
         and (options.module is None or is_inside(held["module"], options.module))
@@ -238,36 +245,33 @@ def _is_wanted(options: argparse.Namespace, held: dict[str, Any]) -> bool:
     )
 
 
-def _cut(options: argparse.Namespace, table: Table, rows: int = 0) -> Table:
-    """Return as many rows as are asked for, else ``rows``; 0 for all."""
+def _limit(options: argparse.Namespace, table: Table, rows: int = 0) -> Table:
+    """Return the first ``--top`` rows, by default ``rows``; 0 means all."""
     count = rows if options.top is None else options.top
     return table.top(count) if count else table
 
 
-def _rows(options: argparse.Namespace, table: Table, heading: str = "") -> Answer:
-    """Answer with a table in the form that is asked for; the heading is for people."""
+def _table_answer(options: argparse.Namespace, table: Table, heading: str = "") -> Answer:
+    """Return the table as JSON, CSV or Markdown, or as text under its heading."""
     if options.json:
-        return _json(_cut(options, table).records())
+        return _json_answer(_limit(options, table).records())
     if options.format == "csv":
-        return Answer(_cut(options, table).to_csv())
+        return Answer(_limit(options, table).to_csv())
     if options.format == "markdown":
-        return Answer(_cut(options, table).to_markdown())
-    shown = _cut(options, table, ROWS)
-    hidden = len(table) - len(shown)
-    rest = (
-        f"\n... and {hidden} more rows (--top 0 prints all)"
-        if hidden
-        else ""
-        if len(table)
-        else "\nno value matches"
-    )
-    return Answer(f"{heading}{shown}{rest}")
+        return Answer(_limit(options, table).to_markdown())
+    shown = _limit(options, table, DEFAULT_ROWS)
+    note = ""
+    if hidden := len(table) - len(shown):
+        note = f"\n... and {hidden} more rows (--top 0 prints all)"
+    elif not len(table):
+        note = "\nno value matches"
+    return Answer(f"{heading}{shown}{note}")
 
 
 def _frontier(options: argparse.Namespace) -> Answer:
-    target, policy = _loaded(options)
+    target, policy = _load(options)
     points: Any = options.budget or options.points
-    with _aside():
+    with _stdout_to_stderr():
         curve = make_frontier(
             target.model,
             *target.args,
@@ -278,44 +282,41 @@ def _frontier(options: argparse.Namespace) -> Answer:
         )
     if options.plot:
         _savefig(curve.plot(), options.plot)
-    return _json(curve.table().records()) if options.json else Answer(str(curve))
+    return _json_answer(curve.table().records()) if options.json else Answer(str(curve))
 
 
 def _savefig(axes: Any, path: Path) -> None:
     formats = axes.figure.canvas.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in formats:
         raise InvalidOption(
-            f"--plot {path}: pictures are {', '.join(sorted(formats))}. Example: --plot frontier.png."
+            f"--plot {path}: pictures are {', '.join(sorted(formats))}. "
+            "Example: --plot frontier.png."
         )
-    with _saving(path):
+    with _writing(path):
         axes.figure.savefig(path, dpi=120)
 
 
 def _html(options: argparse.Namespace) -> Answer:
-    plan = _planned(options)
-    with _saving(options.out):
+    plan = _make_plan(options)
+    with _writing(options.out):
         path = plan.to_html(options.out, points=options.points)
     size = path.stat().st_size
     if options.json:
-        return _json({"path": str(path), "bytes": size})
+        return _json_answer({"path": str(path), "bytes": size})
     return Answer(f"wrote {path} ({size / 2**20:.1f} MiB): open it in a browser")
 
 
 def _bench(options: argparse.Namespace) -> Answer:
     from fxckpt.cli.benchmark import compare, table
 
-    # The profiler that measures peaks writes a line whenever it starts or stops.
+    # Kineto, the profiler that measures peaks, logs each start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    target, policy = _loaded(options)
+    target, policy = _load(options)
     budgets = options.budget or [0.5]
+    ticks = (len(budgets) + 1) * (options.steps + 2)
     with (
-        _aside(),
-        tqdm(
-            total=(len(budgets) + 1) * (options.steps + 2),
-            desc="bench",
-            file=sys.stderr,
-            disable=None,
-        ) as bar,
+        _stdout_to_stderr(),
+        tqdm(total=ticks, desc="bench", file=sys.stderr, disable=None) as bar,
     ):
 
         def tick(name: str) -> None:
@@ -331,16 +332,16 @@ def _bench(options: argparse.Namespace) -> Answer:
             cost=options.cost,
             tick=tick,
         )
-    return _json(table(runs).records()) if options.json else Answer(str(table(runs)))
+    return _json_answer(table(runs).records()) if options.json else Answer(str(table(runs)))
 
 
 def _doctor(options: argparse.Namespace) -> Answer:
     from fxckpt.cli.doctor import examine
 
-    with _aside():
+    with _stdout_to_stderr():
         diagnosis = examine(self_test=not options.quick)
-    text = _json(diagnosis.table().records()).text if options.json else str(diagnosis)
-    return Answer(text, DONE if diagnosis.is_well else FAILED)
+    text = _json_answer(diagnosis.table().records()).text if options.json else str(diagnosis)
+    return Answer(text, DONE if diagnosis.is_healthy else FAILED)
 
 
 COMMANDS = {

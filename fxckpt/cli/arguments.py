@@ -1,11 +1,11 @@
-"""The arguments of the command line, read and checked."""
+"""The arguments of the command line: their parsers and their checks."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 from fxckpt import __version__
 from fxckpt.budget import parse as parse_budget
@@ -26,10 +26,11 @@ examples:
   fxckpt bench train.py:make_step --budget 0.8 --budget 0.5
   fxckpt doctor
 
-train.py:make_step is a function without arguments that returns (model, inputs). Models on the meta device can be planned, not run.
+train.py:make_step is a function without arguments that returns (model, inputs). Models on the
+meta device can be planned, not run.
 
-exit codes: 0 done, 1 the budget is infeasible, 2 unusable arguments, 3 the model cannot be captured, planned or run (doctor: something
-is wrong), 130 interrupted
+exit codes: 0 done, 1 the budget is infeasible, 2 unusable arguments, 3 the model cannot be
+captured, planned or run (doctor: something is wrong), 130 interrupted
 """
 
 
@@ -38,126 +39,158 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"fxckpt: {message}\n{self.format_usage()}")
 
 
+class _Subparsers(Protocol):
+    def add_parser(self, name: str, **kwargs: Any) -> argparse.ArgumentParser: ...
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = _Parser(
         prog="fxckpt",
-        description="Plans which activations of a training step are saved and which are recomputed, and shows it.",
+        description="Plans which activations of a training step are saved and which are "
+        "recomputed, and shows it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"fxckpt {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_plan(commands)
+    _add_explain(commands)
+    _add_frontier(commands)
+    _add_html(commands)
+    _add_bench(commands)
+    _add_doctor(commands)
+    return parser
 
-    def command(
-        name: str, about: str, example: str, *, is_of_model: bool = True
-    ) -> argparse.ArgumentParser:
-        made = commands.add_parser(
-            name,
-            help=about,
-            description=about,
-            epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        made.add_argument(
-            "--json", action="store_true", help="print one JSON value instead of text"
-        )
-        made.add_argument("--traceback", action="store_true", help="show where an error comes from")
-        if is_of_model:
-            made.add_argument("target", metavar="MODULE:FACTORY", help=FORM)
-            made.add_argument(
-                "--policy",
-                metavar="MODULE:NAME",
-                help="a policy: fxckpt.policies:save_matmuls, or one of your own",
-            )
-            made.add_argument(
-                "--cost",
-                choices=("roofline", "flops", "measured"),
-                default="roofline",
-                help="what an op takes (roofline)",
-            )
-        return made
 
-    one = {
-        "type": _budget,
-        "metavar": "BYTES",
-        "help": 'peak bytes of a step: "2GiB", 0.6 of the uncheckpointed peak, "auto"; none by default',
-    }
-    made = command(
+def _add_command(
+    commands: _Subparsers, name: str, about: str, example: str
+) -> argparse.ArgumentParser:
+    """Add a command with the options that all commands have."""
+    parser = commands.add_parser(
+        name,
+        help=about,
+        description=about,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON value instead of text")
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    return parser
+
+
+def _add_model_command(
+    commands: _Subparsers, name: str, about: str, example: str
+) -> argparse.ArgumentParser:
+    """Add a command that plans the step of a model."""
+    parser = _add_command(commands, name, about, example)
+    parser.add_argument("target", metavar="MODULE:FACTORY", help=FORM)
+    parser.add_argument(
+        "--policy",
+        metavar="MODULE:NAME",
+        help="a policy: fxckpt.policies:save_matmuls, or one of your own",
+    )
+    parser.add_argument(
+        "--cost",
+        choices=("roofline", "flops", "measured"),
+        default="roofline",
+        help="the cost model of the ops (roofline)",
+    )
+    return parser
+
+
+def _add_budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--budget",
+        type=_budget,
+        metavar="BYTES",
+        help='peak bytes of a step: "2GiB", 0.6 of the uncheckpointed peak, "auto"; '
+        "none by default",
+    )
+
+
+def _add_budgets(parser: argparse.ArgumentParser, about: str) -> None:
+    parser.add_argument("--budget", action="append", type=_budget, metavar="BYTES", help=about)
+
+
+def _add_plan(commands: _Subparsers) -> None:
+    parser = _add_model_command(
+        commands,
         "plan",
         "Plan a step and print its figures and memory profile.",
         "fxckpt plan train.py:make_step --budget 2GiB",
     )
-    made.add_argument("--budget", **one)  # type: ignore[arg-type]  # one option, three commands
+    _add_budget(parser)
 
-    made = command(
+
+def _add_explain(commands: _Subparsers) -> None:
+    parser = _add_model_command(
+        commands,
         "explain",
-        "List what is saved and what is recomputed, and why.",
+        "List the saved and the recomputed values, with reasons.",
         "fxckpt explain train.py:make_step --budget 0.6 --by module",
     )
-    made.add_argument("--budget", **one)  # type: ignore[arg-type]
-    made.add_argument(
+    _add_budget(parser)
+    parser.add_argument(
         "--top", type=_count, metavar="N", help="rows to print (20 as text, else all); 0 for all"
     )
-    made.add_argument("--sort", choices=sorted(KEYS), help="order of the rows (bytes)")
-    made.add_argument("--decision", choices=("saved", "recomputed"), help="only these")
-    made.add_argument(
+    parser.add_argument("--sort", choices=sorted(KEYS), help="order of the rows (bytes)")
+    parser.add_argument("--decision", choices=("saved", "recomputed"), help="only these")
+    parser.add_argument(
         "--module",
         metavar="PATTERN",
-        help="only modules that match, and what is inside them: 'layers.*.attn'",
+        help="only modules that match, and their submodules: 'layers.*.attn'",
     )
-    made.add_argument("--op", metavar="PATTERN", help="only ops that match: '*softmax*'")
-    what = made.add_mutually_exclusive_group()
-    what.add_argument("--by", choices=("module", "op", "reason"), help="sums instead of rows")
-    what.add_argument(
-        "--why", metavar="VALUE", help="the reason for one value in words, and who reads it"
+    parser.add_argument("--op", metavar="PATTERN", help="only ops that match: '*softmax*'")
+    answers = parser.add_mutually_exclusive_group()
+    answers.add_argument("--by", choices=("module", "op", "reason"), help="sums instead of rows")
+    answers.add_argument(
+        "--why", metavar="VALUE", help="the reason for one value in words, and its readers"
     )
-    what.add_argument(
-        "--saved",
-        action="store_true",
-        help="what the backward gets from the forward, one line a value",
+    answers.add_argument(
+        "--saved", action="store_true", help="the values saved for the backward, one line a value"
     )
-    what.add_argument("--peak", action="store_true", help="what the memory holds at the peak")
-    made.add_argument(
+    answers.add_argument("--peak", action="store_true", help="the values live at the peak")
+    parser.add_argument(
         "--depth", type=_count, metavar="N", help="with --by module: cut paths to N parts"
     )
-    made.add_argument(
+    parser.add_argument(
         "--format", choices=("text", "markdown", "csv"), help="how to print the rows (text)"
     )
 
-    made = command(
+
+def _add_frontier(commands: _Subparsers) -> None:
+    parser = _add_model_command(
+        commands,
         "frontier",
         "Print time against peak, from the floor up.",
         "fxckpt frontier train.py:make_step --points 8 --plot frontier.png",
     )
-    made.add_argument(
+    parser.add_argument(
         "--points", type=_count, default=16, metavar="N", help="how many budgets, 2 or more (16)"
     )
-    made.add_argument(
-        "--budget",
-        action="append",
-        type=_budget,
-        metavar="BYTES",
-        help="a budget of your own; repeat for more, instead of --points",
-    )
-    made.add_argument(
+    _add_budgets(parser, "a budget of your own; repeat for more, instead of --points")
+    parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw it too (PNG, SVG or PDF; needs matplotlib)"
     )
 
-    made = command(
+
+def _add_html(commands: _Subparsers) -> None:
+    parser = _add_model_command(
+        commands,
         "html",
         "Write a page to look at a plan in a browser.",
         "fxckpt html train.py:make_step --budget 0.6 --out plan.html",
     )
-    made.add_argument("--budget", **one)  # type: ignore[arg-type]
-    made.add_argument(
+    _add_budget(parser)
+    parser.add_argument(
         "--points",
         type=_count,
         default=8,
         metavar="N",
         help="plans on the page's slider, 2 or more (8); 0 for this plan alone",
     )
-    made.add_argument(
+    parser.add_argument(
         "--out",
         type=Path,
         default=Path("fxckpt.html"),
@@ -165,44 +198,39 @@ def build_parser() -> argparse.ArgumentParser:
         help="where to write it (fxckpt.html)",
     )
 
-    made = command(
+
+def _add_bench(commands: _Subparsers) -> None:
+    parser = _add_model_command(
+        commands,
         "bench",
         "Run the step, as it is and inside budgets.",
         "fxckpt bench train.py:make_step --budget 0.8 --budget 0.5",
     )
-    made.add_argument(
-        "--budget",
-        action="append",
-        type=_budget,
-        metavar="BYTES",
-        help="a budget to run at; repeat for more (0.5)",
-    )
-    made.add_argument(
+    _add_budgets(parser, "a budget to run at; repeat for more (0.5)")
+    parser.add_argument(
         "--steps",
         type=_count,
         default=5,
         metavar="N",
         help="timed steps, after one that is not (5)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--inner",
         choices=("aot_eager", "inductor"),
         default="aot_eager",
-        help="who compiles the two halves (aot_eager)",
+        help="the compiler of the two halves (aot_eager)",
     )
 
-    made = command(
-        "doctor",
-        "Say what this machine has and what will work on it.",
-        "fxckpt doctor",
-        is_of_model=False,
+
+def _add_doctor(commands: _Subparsers) -> None:
+    parser = _add_command(
+        commands, "doctor", "Say what this machine has and what will work on it.", "fxckpt doctor"
     )
-    made.add_argument("--quick", action="store_true", help="leave out the self-test")
-    return parser
+    parser.add_argument("--quick", action="store_true", help="leave out the self-test")
 
 
 def _budget(text: str) -> int | float | str | None:
-    """Read a budget as Python code would have it: 0.6 is a fraction, 4096 are bytes."""
+    """Return a budget of the Python type that its text has: 0.6 is a float, 4096 an int."""
     if text.lower() == "none":
         return None
     value: int | float | str = text
@@ -226,11 +254,14 @@ def _count(text: str) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return what a command is asked for. Exits as argparse does, with :data:`USAGE` for what cannot be meant."""
+    """Return the parsed options of a command.
+
+    Raises :class:`SystemExit` as argparse does, with code :data:`USAGE` for unusable arguments.
+    """
     parser = build_parser()
     options = parser.parse_args(arguments)
-    if options.command == "explain" and (clash := _without_effect(options)):
-        parser.error(clash)
+    if options.command == "explain" and (conflict := _conflict(options)):
+        parser.error(conflict)
     return options
 
 
@@ -240,15 +271,18 @@ WITHOUT_EFFECT = {
     "saved": ("sort",),
     "peak": ("sort",),
 }
-"""Options of ``explain`` that say nothing about the answer that another one asks for."""
+"""For each answer of ``explain``, the options that have no effect on it."""
 
 
-def _without_effect(options: argparse.Namespace) -> str:
-    """Say which options would be passed over; nothing if there are none."""
+def _conflict(options: argparse.Namespace) -> str:
+    """Return an error that names the options of ``explain`` without effect; empty if none."""
     for answer, others in WITHOUT_EFFECT.items():
         given = [f"--{name}" for name in others if getattr(options, name) is not None]
         if getattr(options, answer) and given:
-            return f"{', '.join(given)} and --{answer}: {'one has' if len(given) == 1 else 'they have'} no effect on the other. Leave one out."
+            have = "one has" if len(given) == 1 else "they have"
+            return (
+                f"{', '.join(given)} and --{answer}: {have} no effect on the other. Leave one out."
+            )
     if options.depth is not None and options.by != "module":
         return "--depth cuts the paths of modules: give it with --by module."
     if options.json and options.format is not None:

@@ -1,4 +1,4 @@
-"""Comparison: a model's step run for real, as it is and inside budgets, side by side."""
+"""A benchmark: peak, time and gradients of a step, uncheckpointed and within budgets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,16 +24,20 @@ from fxckpt.utils.units import format_seconds
 
 @dataclass(frozen=True)
 class Run:
-    """One way to run the step. Peaks in bytes beyond what was allocated before, seconds a step."""
+    """The measurements of one way to run the step."""
 
     name: str
+    """``"uncheckpointed"``, or the budget."""
     peak_bytes: int
+    """Peak of one step, beyond the bytes allocated before it."""
     predicted_bytes: int | None
+    """The plan's peak; None if the step has not exactly one plan."""
     seconds: float
+    """Median time of a step."""
     times: float
-    """Seconds over those of the uncheckpointed step."""
+    """Median time divided by that of the uncheckpointed step."""
     gradients: str
-    """How they compare with the uncheckpointed step's."""
+    """Comparison with the gradients of the uncheckpointed step; empty for that step itself."""
 
 
 def compare(
@@ -45,17 +50,20 @@ def compare(
     cost: str | CostModel = "roofline",
     tick: Callable[[str], object] = lambda name: None,
 ) -> tuple[Run, ...]:
-    """Run the uncheckpointed step and one a budget, first once each, then ``steps`` times in turn; ``tick`` is told what runs.
+    """Run the step uncheckpointed and within each budget, and return the measurements.
 
-    Raises :class:`fxckpt.CaptureError` for a model on the meta device, which cannot run, or without anything to differentiate, and
-    :class:`fxckpt.InvalidOption` for no steps.
+    Every way runs twice, for its gradients and its peak. Then all run ``steps`` times in turn, for
+    their times. ``tick`` is called with the name of the way before each run. Raises
+    :class:`fxckpt.CaptureError` for a model on the meta device or without a differentiable
+    output, and :class:`fxckpt.InvalidOption` if ``steps`` is 0.
     """
     if steps < 1:
         raise InvalidOption(f"steps={steps}: at least one step has to be timed.")
     leaves = _leaves(target)
     if any(leaf.is_meta for leaf in leaves):
         raise CaptureError(
-            "the model is on the meta device: it can be planned, but it cannot run. Make it on a real one, of a size that fits."
+            "the model is on the meta device: it can be planned, but it cannot run. "
+            "Make it on a real one, of a size that fits."
         )
     torch.compiler.reset()
     backends = [Backend(budget=budget, inner=inner, policy=policy, cost=cost) for budget in budgets]
@@ -72,18 +80,18 @@ def compare(
         gradients.append([leaf.grad.clone() for leaf in leaves if leaf.grad is not None])
         tick(name)
         _clear(leaves)
-        peaks.append(measure_peak(lambda call=call: _step(target, call)))  # type: ignore[misc]  # bound now
+        peaks.append(measure_peak(partial(_step, target, call)))
     for _ in range(steps):
-        for name, call, found in zip(names, calls, seconds, strict=True):
+        for name, call, times in zip(names, calls, seconds, strict=True):
             tick(name)
-            found.append(_seconds(target, call, leaves))
+            times.append(_seconds(target, call, leaves))
     _clear(leaves)
-    medians = [statistics.median(found) for found in seconds]
+    medians = [statistics.median(times) for times in seconds]
     predicted = [None, *(b.plans[0].peak_bytes if len(b.plans) == 1 else None for b in backends)]
     verdicts = ["", *(_verdict(gradients[0], other) for other in gradients[1:])]
     return tuple(
-        Run(name, peak, guess, median, median / medians[0], verdict)
-        for name, peak, guess, median, verdict in zip(
+        Run(name, peak, predicted_peak, median, median / medians[0], verdict)
+        for name, peak, predicted_peak, median, verdict in zip(
             names, peaks, predicted, medians, verdicts, strict=True
         )
     )
@@ -113,16 +121,19 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def _leaves(target: Target) -> list[torch.Tensor]:
-    own = list(target.model.parameters()) if isinstance(target.model, torch.nn.Module) else []
-    given = [
+    """Return the parameters and inputs that require a gradient or are on the meta device."""
+    model = target.model
+    parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+    inputs = [
         leaf
         for leaf in pytree.tree_leaves((target.args, dict(target.kwargs)))
         if isinstance(leaf, torch.Tensor)
     ]
-    return [t for t in (*own, *given) if t.requires_grad or t.is_meta]
+    return [t for t in (*parameters, *inputs) if t.requires_grad or t.is_meta]
 
 
 def _step(target: Target, call: Callable[..., Any]) -> None:
+    """Run the forward and the backward of the sum of all outputs that require a gradient."""
     outputs = [
         leaf
         for leaf in pytree.tree_leaves(call(*target.args, **target.kwargs))
@@ -131,7 +142,8 @@ def _step(target: Target, call: Callable[..., Any]) -> None:
     losses = [t for t in outputs if t.requires_grad]
     if not losses:
         raise CaptureError(
-            "nothing to run: no output needs a gradient. Give parameters or inputs that require grad."
+            "nothing to run: no output needs a gradient. "
+            "Give parameters or inputs that require grad."
         )
     total = losses[0].sum() if len(losses) == 1 else torch.stack([t.sum() for t in losses]).sum()
     total.backward()
@@ -143,17 +155,18 @@ def _clear(leaves: Sequence[torch.Tensor]) -> None:
 
 
 def _seconds(target: Target, call: Callable[..., Any], leaves: Sequence[torch.Tensor]) -> float:
-    """Run one step from the same seed, leave its gradients, and return what it took."""
+    """Run one step with seed 0 and return its time; the gradients stay on the leaves."""
     _clear(leaves)
     torch.manual_seed(0)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     _step(target, call)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return time.perf_counter() - start
 
 
 def _verdict(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> str:
+    """Return how two lists of gradients compare, in words."""
     if len(expected) == len(found) and all(
         torch.equal(a, b) for a, b in zip(expected, found, strict=True)
     ):

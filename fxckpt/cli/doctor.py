@@ -1,4 +1,7 @@
-"""Doctor: what this machine has, and what of fxckpt will work on it. A probe that fails is a finding, never a crash."""
+"""The doctor: probes of this machine and its Python, and their effects on fxckpt.
+
+A probe that raises becomes a finding.
+"""
 
 from __future__ import annotations
 
@@ -23,31 +26,34 @@ from fxckpt.torch_private.versions import TESTED, is_tested
 from fxckpt.utils.tables import Column, Table
 
 SELF_TESTS = {"self-test": "aot_eager", "self-test, default": "inductor"}
-"""The inner compilers that are tried, by what the finding is called."""
+"""The inner compilers to test, by the name of the finding."""
 COMPILER_SECONDS = 20.0
-"""How long a compiler may take to say its version."""
+"""Timeout of a C++ compiler's ``--version``."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. ``state`` is ``"ok"``, ``"missing"`` (something will not work) or ``"note"``."""
+    """The result of one probe."""
 
     what: str
+    """The name of the probe."""
     found: str
+    """The version, path or error that was found."""
     state: str
+    """``"ok"``, ``"missing"`` (some feature will not work) or ``"note"``."""
     effect: str = ""
-    """What it means for fxckpt, where that is not obvious."""
+    """The effect on fxckpt."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings; printed, a table."""
+    """The findings of all probes; printed, a table."""
 
     findings: tuple[Finding, ...]
 
     @property
-    def is_well(self) -> bool:
-        """Whether plans can be made and run here."""
+    def is_healthy(self) -> bool:
+        """Whether this machine can plan and run steps."""
         return all(
             f.state != "missing"
             for f in self.findings
@@ -69,7 +75,11 @@ class Diagnosis:
 
 
 def examine(*, self_test: bool = True) -> Diagnosis:
-    """Look at this machine. With ``self_test`` a small step is compiled within a budget, by each inner compiler, and compared with eager."""
+    """Run all probes and return their findings.
+
+    With ``self_test``, each inner compiler compiles a small step within a budget, and the
+    gradients are compared with those of eager.
+    """
     probes: tuple[tuple[str, Callable[[], Finding]], ...] = (
         ("fxckpt", lambda: Finding("fxckpt", __version__, "ok")),
         (
@@ -80,7 +90,8 @@ def examine(*, self_test: bool = True) -> Diagnosis:
             "system",
             lambda: Finding(
                 "system",
-                f"{platform.platform()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()}",
+                f"{platform.platform()}, {os.cpu_count()} cores, "
+                f"torch uses {torch.get_num_threads()}",
                 "ok",
             ),
         ),
@@ -105,24 +116,22 @@ def examine(*, self_test: bool = True) -> Diagnosis:
         ("pandas", lambda: _package("pandas", "plan.explain().to_pandas()")),
         ("cache folder", _cache),
     )
-    findings = [_probed(name, probe) for name, probe in probes]
+    findings = [_run_probe(name, probe) for name, probe in probes]
     if self_test:
         findings.extend(
-            _probed(name, partial(_self_test, name, inner)) for name, inner in SELF_TESTS.items()
+            _run_probe(name, partial(_self_test, name, inner)) for name, inner in SELF_TESTS.items()
         )
     return Diagnosis(tuple(findings))
 
 
-def _probed(name: str, probe: Callable[[], Finding]) -> Finding:
+def _run_probe(name: str, probe: Callable[[], Finding]) -> Finding:
+    """Return the finding of a probe, or its error as one."""
     try:
         return probe()
     except Exception as error:
-        return Finding(
-            name,
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
-            "missing",
-            "looking failed",
-        )
+        message = next(iter(str(error).strip().splitlines()), "")
+        found = f"{type(error).__name__}: {message}"
+        return Finding(name, found, "missing", "looking failed")
 
 
 def _torch() -> Finding:
@@ -156,14 +165,17 @@ def _compiler() -> Finding:
         (found for name in names if name and (found := shutil.which(name.split()[0]))), None
     )
     if path is None:
-        effect = 'inner="inductor" (the default) does not work on the CPU: install g++, or use inner="aot_eager"'
+        effect = (
+            'inner="inductor" (the default) does not work on the CPU: '
+            'install g++, or use inner="aot_eager"'
+        )
         return Finding("C++ compiler", "none ($CXX, g++, clang++, c++)", "missing", effect)
-    said = subprocess.run(
+    version = subprocess.run(
         [path, "--version"], capture_output=True, text=True, timeout=COMPILER_SECONDS, check=False
     ).stdout
     return Finding(
         "C++ compiler",
-        f"{path}: {said.splitlines()[0] if said else 'says no version'}",
+        f"{path}: {version.splitlines()[0] if version else 'says no version'}",
         "ok",
         'inner="inductor" works on the CPU',
     )
@@ -212,6 +224,7 @@ def _cache() -> Finding:
 
 
 def _self_test(name: str, inner: str) -> Finding:
+    """Return whether a small step compiled within a budget has the gradients of eager."""
     from fxckpt.backend import Backend
 
     def gradients(
@@ -221,8 +234,8 @@ def _self_test(name: str, inner: str) -> Finding:
         step(torch.ones(64, 32)).square().mean().backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    # Inductor fuses ops, which may round otherwise in the last bits.
-    equal, words = (
+    # Inductor fuses ops, which may change the rounding of the last bits.
+    equal, equality = (
         (torch.equal, "equal, bitwise")
         if inner == "aot_eager"
         else (torch.allclose, "equal, but for rounding")
@@ -245,7 +258,8 @@ def _self_test(name: str, inner: str) -> Finding:
     peak = plan.peak_bytes if plan.compiled_peak_bytes is None else plan.compiled_peak_bytes
     return Finding(
         name,
-        f"a small step took {1 - peak / plan.baseline_peak_bytes:.0%} less memory; its gradients are {words}",
+        f"a small step took {1 - peak / plan.baseline_peak_bytes:.0%} less memory; "
+        f"its gradients are {equality}",
         "ok",
         f"inner={inner!r}",
     )

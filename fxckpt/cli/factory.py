@@ -1,4 +1,4 @@
-"""Targets: ``MODULE:FACTORY`` on a command line, turned into a model and its inputs."""
+"""Targets: the model and inputs that a ``MODULE:FACTORY`` argument names."""
 
 from __future__ import annotations
 
@@ -19,31 +19,38 @@ import torch
 from fxckpt.errors import FxckptError
 
 FORM = (
-    "Give MODULE:FACTORY or FILE.py:FACTORY, where FACTORY() returns (model, inputs); inputs are a tensor, a tuple of arguments, or a dict of "
-    "keyword arguments. Example: train.py:make_step"
+    "Give MODULE:FACTORY or FILE.py:FACTORY, where FACTORY() returns (model, inputs); inputs are a "
+    "tensor, a tuple of arguments, or a dict of keyword arguments. Example: train.py:make_step"
 )
-
-POLICY_FORM = "Give a policy as MODULE:NAME or FILE.py:NAME. Examples: fxckpt.policies:save_matmuls, train.py:my_policy"
+"""Help for the target argument, which ends its error messages too."""
+POLICY_FORM = (
+    "Give a policy as MODULE:NAME or FILE.py:NAME. "
+    "Examples: fxckpt.policies:save_matmuls, train.py:my_policy"
+)
+"""Help for the ``--policy`` option in its error messages."""
 
 
 class TargetError(FxckptError):
-    """A target that does not name a model and its inputs."""
+    """Raised for a target that does not name a model and its inputs."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model or function and what it is called with."""
+    """A model or function and the arguments of its call."""
 
     model: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
 
-def load(text: str) -> Target:
-    """Import the module and call the factory. Raises :class:`TargetError` that says what was found instead."""
-    factory = attribute(text)
+def load_target(text: str) -> Target:
+    """Import ``MODULE:FACTORY``, call the factory and return its model and inputs.
+
+    Raises :class:`TargetError` if any of this fails.
+    """
+    factory = load_attribute(text)
     if not callable(factory):
-        raise TargetError(f"{text!r} is {_kind(factory)}, not a function. {FORM}")
+        raise TargetError(f"{text!r} is {_type_text(factory)}, not a function. {FORM}")
     required = [
         p.name
         for p in _parameters(factory)
@@ -54,22 +61,25 @@ def load(text: str) -> Target:
             f"{text!r} needs arguments ({', '.join(required)}), but it is called with none. {FORM}"
         )
     try:
-        made = factory()
+        result = factory()
     except (Exception, SystemExit) as error:
         raise TargetError(
-            f"{text!r} raised {type(error).__name__}: {error}{_where(error)}"
+            f"{text!r} raised {type(error).__name__}: {error}{_user_line(error)}"
         ) from error
-    return _checked(text, made)
+    return _parse_result(text, result)
 
 
-def attribute(text: str, form: str = FORM) -> Any:
-    """Return what ``MODULE:NAME`` names. Raises :class:`TargetError`, which ends with the ``form`` that was expected."""
-    place, colon, name = text.rpartition(":")
-    if not colon or not place or not name:
+def load_attribute(text: str, form: str = FORM) -> Any:
+    """Import the module of ``MODULE:NAME`` or ``FILE.py:NAME`` and return its attribute.
+
+    Raises :class:`TargetError` with ``form``, a description of the expected text.
+    """
+    source, colon, name = text.rpartition(":")
+    if not colon or not source or not name:
         raise TargetError(
-            f"{text!r} has no {'module' if colon and not place else 'name after a colon'}. {form}"
+            f"{text!r} has no {'module' if colon and not source else 'name after a colon'}. {form}"
         )
-    module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place, form)
+    module = _import_file(Path(source)) if source.endswith(".py") else _import_name(source, form)
     try:
         return operator.attrgetter(name)(module)
     except AttributeError:
@@ -81,40 +91,43 @@ def attribute(text: str, form: str = FORM) -> Any:
         found = (
             f"Its functions: {', '.join(own[:12])}." if own else "It has no functions of its own."
         )
-        raise TargetError(f"{place!r} has no {name!r}. {found}") from None
+        raise TargetError(f"{source!r} has no {name!r}. {found}") from None
 
 
-def _from_file(path: Path) -> ModuleType:
+def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        near = sorted(str(p) for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        hint = (
-            f"Python files there: {', '.join(near[:8])}."
-            if near
-            else f"There is no folder {str(path.parent)!r}."
-        )
-        if path.parent.is_dir() and not near:
-            hint = f"There are no Python files in {str(path.parent)!r}."
-        raise TargetError(f"there is no file {str(path)!r}. {hint}")
+        raise TargetError(f"there is no file {str(path)!r}. {_siblings(path)}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # What the file defines is looked up by its module's name, and it imports its neighbours.
+    # Pickle and dataclasses look the module up by name, and the file may import its neighbours.
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise TargetError(
-            f"importing {str(path)!r} raised {type(error).__name__}: {error}{_where(error)}"
+            f"importing {str(path)!r} raised {type(error).__name__}: {error}{_user_line(error)}"
         ) from error
     return module
 
 
-def _from_name(name: str, form: str) -> ModuleType:
+def _siblings(path: Path) -> str:
+    """Return a sentence that lists the Python files in the folder of a missing file."""
+    if not path.parent.is_dir():
+        return f"There is no folder {str(path.parent)!r}."
+    files = sorted(str(p) for p in path.parent.glob("*.py"))
+    if not files:
+        return f"There are no Python files in {str(path.parent)!r}."
+    return f"Python files there: {', '.join(files[:8])}."
+
+
+def _import_name(name: str, form: str) -> ModuleType:
     if not all(name.split(".")):
-        own = ".".join(filter(None, name.split("."))) or "module"
+        absolute = ".".join(filter(None, name.split("."))) or "module"
         raise TargetError(
-            f"{name!r} is a relative module, and there is no package that it is relative to. Name it in full, as {own!r}. {form}"
+            f"{name!r} is a relative module, and there is no package that it is relative to. "
+            f"Name it in full, as {absolute!r}. {form}"
         )
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -123,14 +136,16 @@ def _from_name(name: str, form: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise TargetError(
-                f"there is no module {name!r} (looked in {Path.cwd()} and where Python looks). {form}"
+                f"there is no module {name!r} (looked in {Path.cwd()} and where Python looks). "
+                f"{form}"
             ) from error
         raise TargetError(
-            f"importing {name!r} needs the module {error.name!r}, which is not installed{_where(error)}"
+            f"importing {name!r} needs the module {error.name!r}, which is not installed"
+            f"{_user_line(error)}"
         ) from error
     except (Exception, SystemExit) as error:
         raise TargetError(
-            f"importing {name!r} raised {type(error).__name__}: {error}{_where(error)}"
+            f"importing {name!r} raised {type(error).__name__}: {error}{_user_line(error)}"
         ) from error
 
 
@@ -141,36 +156,35 @@ def _parameters(factory: Callable[..., Any]) -> list[inspect.Parameter]:
         return []
 
 
-def _checked(text: str, made: Any) -> Target:
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
-        raise TargetError(f"{text!r} returned {_kind(made)}. {FORM}")
-    model, inputs = made[0], made[1]
+def _parse_result(text: str, result: Any) -> Target:
+    """Return the target that a factory returned: (model, inputs) or (model, args, kwargs)."""
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not callable(result[0]):
+        raise TargetError(f"{text!r} returned {_type_text(result)}. {FORM}")
+    model, inputs = result[0], result[1]
     if isinstance(inputs, Mapping):
         return Target(model, (), dict(inputs))
-    args = (
-        (inputs,)
-        if isinstance(inputs, torch.Tensor)
-        else tuple(inputs)
-        if isinstance(inputs, (tuple, list))
-        else None
-    )
-    kwargs = made[2] if len(made) == 3 else {}
-    if args is None or not isinstance(kwargs, Mapping):
-        raise TargetError(
-            f"{text!r} returned inputs that are {_kind(inputs if args is None else kwargs)}. {FORM}"
-        )
-    return Target(model, args, dict(kwargs))
+    kwargs = result[2] if len(result) == 3 else {}
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    for value, expected in ((inputs, (tuple, list)), (kwargs, Mapping)):
+        if not isinstance(value, expected):
+            raise TargetError(f"{text!r} returned inputs that are {_type_text(value)}. {FORM}")
+    return Target(model, tuple(inputs), dict(kwargs))
 
 
-def _kind(value: Any) -> str:
+def _type_text(value: Any) -> str:
+    """Return the type of a value with its article: ``an int``, ``a tuple of (Linear, int)``."""
     if isinstance(value, tuple):
         return f"a tuple of ({', '.join(type(v).__name__ for v in value)})"
     name = type(value).__name__
     return "nothing" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def _where(error: BaseException) -> str:
-    """Return the innermost line of the user's own code."""
+def _user_line(error: BaseException) -> str:
+    """Return the innermost line of a traceback that is the user's own code, on a line of its own.
+
+    Lines of installed packages, of the import system and of this module are skipped.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [
         f

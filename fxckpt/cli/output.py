@@ -1,4 +1,4 @@
-"""The terminal: how an answer is written where the reader may have left, the disk may be full, or not every character exists."""
+"""Standard output: closed pipes, full disks and encodings that lack a character."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from fxckpt.errors import FxckptError
 
 
 class OutputError(FxckptError):
-    """The standard output cannot be written."""
+    """Raised if the standard output cannot be written."""
 
 
 def write(text: str) -> None:
-    """Write an answer to the standard output. A reader that has seen enough (``head``, a pager) is no error; raises :class:`OutputError`."""
+    """Write an answer to the standard output.
+
+    Characters that its encoding lacks become ``?``, and a reader that closes the pipe early
+    (``head``, a pager) is no error. Raises :class:`OutputError` if the text cannot be written.
+    """
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "replace").decode(encoding))
@@ -28,5 +32,5 @@ def write(text: str) -> None:
 
 
 def _discard() -> None:
-    """Write nothing more, not even what is left in the buffer when Python exits."""
+    """Redirect the standard output to the null device, so that Python flushes nothing at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

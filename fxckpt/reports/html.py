@@ -26,7 +26,7 @@ from fxckpt.reports.explanation import explain
 from fxckpt.reports.narrate import Narrator
 from fxckpt.reports.plots import HOLDER_STYLES
 from fxckpt.reports.timeline import uncheckpointed_profile
-from fxckpt.solver.live_intervals import NO_STORAGE, Holder, lifetimes, moments
+from fxckpt.solver.live_intervals import NO_STORAGE, Holder, live_intervals, moments
 from fxckpt.utils.units import format_seconds, format_shape
 
 HOLDERS = tuple(Holder)
@@ -158,7 +158,7 @@ def _round(seconds: float) -> float:
 def _plan_data(step: GraphSnapshot, plan: Plan) -> dict[str, Any]:
     """Return the figures, decisions and live intervals of one plan."""
     program, schedule = step.program, schedule_of(plan)
-    order, intervals = moments(program, schedule), lifetimes(program, schedule)
+    order, intervals = moments(program, schedule), live_intervals(program, schedule)
     position = {label.name: i for i, label in enumerate(step.labels)}
     narrator = Narrator(plan)
     share = plan.recompute_seconds / plan.step_seconds if plan.step_seconds else 0.0
@@ -176,7 +176,7 @@ def _plan_data(step: GraphSnapshot, plan: Plan) -> dict[str, Any]:
             for row in plan.rows
         },
         "ops": [position.get(m.op.name, -1) for m in order],
-        "again": "".join("1" if m.is_again else "0" for m in order),
+        "again": "".join("1" if m.is_recompute else "0" for m in order),
         "forward": plan.forward_ops,
         "profile": plan.profile,
         "uncheckpointed": uncheckpointed_profile(program, order),

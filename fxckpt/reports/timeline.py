@@ -16,7 +16,7 @@ from fxckpt.solver.live_intervals import (
     LiveInterval,
     Moment,
     aligned,
-    lifetimes,
+    live_intervals,
     moments,
     stacked,
 )
@@ -154,7 +154,7 @@ def timeline(plan: Plan) -> Timeline:
             order, plan.profile, uncheckpointed, strict=True
         )
     )
-    held = tuple(_held(step, interval) for interval in lifetimes(program, schedule))
+    held = tuple(_held(step, interval) for interval in live_intervals(program, schedule))
     return Timeline(ticks, held, plan.forward_ops, plan.budget_bytes)
 
 
@@ -165,7 +165,7 @@ def uncheckpointed_profile(program: Program, order: Sequence[Moment]) -> list[in
 
 
 def _tick(step: GraphSnapshot, moment: Moment, live: int, live_uncheckpointed: int) -> Tick:
-    phase = "forward" if moment.is_forward else ("recompute" if moment.is_again else "backward")
+    phase = "forward" if moment.is_forward else ("recompute" if moment.is_recompute else "backward")
     label = step.by_name.get(moment.op.name)
     module = label.module if label else ""
     return Tick(moment.op.name, phase, module, moment.op.seconds, live, live_uncheckpointed)
