@@ -1,4 +1,7 @@
-"""Contest: halves compiled and run on made-up values, so that of plans that all fit the fastest is known and not supposed."""
+"""Autotuning: finalists are compiled and timed on synthetic inputs, so that the fastest is known.
+
+All finalists fit the budget; without this, the cost model's word is taken for the fastest.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +22,35 @@ from fxckpt.torch_private import HigherOrderOperator, OpOverload, outside_trace
 CompileHalf = Callable[
     [fx.GraphModule, bool, Mapping[str, tuple[int, ...]]], Callable[[list[Any]], Sequence[Any]]
 ]
-"""Compiles a half (True: a backward) to a function of a list, which it empties; with the strides of inputs, by name."""
+"""Compiles a half to a function of a list of inputs, which it empties.
+
+Called with the half, whether it is a backward, and the strides of inputs, by name.
+"""
 ROUNDS = 5
-"""Timed steps of each, in turn, after one that is not timed."""
+"""Timed steps of each finalist, taken in turn, after one untimed step."""
 
 
 def unsafe_op(halves: Sequence[fx.GraphModule]) -> str | None:
-    """Return an op of the halves that must not run on made-up values: one that is not torch's own, has effects or talks to other ranks."""
+    """Return an op of the halves that must not run on synthetic inputs; None if there is none.
+
+    Ops that are not torch's own, that have effects, or that talk to other ranks must not.
+    """
     graphs = [
         gm.graph for half in halves for gm in half.modules() if isinstance(gm, fx.GraphModule)
     ]
     calls = (node for graph in graphs for node in graph.nodes if node.op == "call_function")
-    return next((str(node.target) for node in calls if not _may_be_tried(node)), None)
+    return next((str(node.target) for node in calls if not _is_safe(node)), None)
 
 
-def _may_be_tried(node: fx.Node) -> bool:
+def _is_safe(node: fx.Node) -> bool:
     if isinstance(node.target, HigherOrderOperator):
-        # Its bodies are looked at, being among the modules; one that is given an op, or a kernel, does with it who knows what.
+        # Its bodies are modules, and checked with the others. What it does with an op or a kernel
+        # that it is given is unknown.
         return any(arg.op == "get_attr" for arg in node.all_input_nodes) and not any(
             isinstance(leaf, OpOverload)
             for leaf in pytree.tree_leaves((node.args, dict(node.kwargs)))
         )
-    # What writes its arguments writes made-up ones.
+    # A write to arguments is a write to synthetic ones.
     return (
         is_torchs_own(node)
         and not is_collective(node)
@@ -54,9 +64,9 @@ def step_seconds(
     device: torch.device,
     clock: Callable[[], float],
 ) -> list[float]:
-    """Compile pairs of a forward and a backward and return the median seconds that each takes for a step.
+    """Compile pairs of a forward and a backward, and return the median seconds of a step of each.
 
-    Raises what the step raises on made-up values that it does not take.
+    Raises whatever a step raises on synthetic inputs that do not suit it.
     """
     steps = [_Step(forward, backward, compile_half) for forward, backward in halves]
     devices = [device] if device.type == "cuda" else []
@@ -65,7 +75,7 @@ def step_seconds(
     with outside_trace(), torch.no_grad(), torch.random.fork_rng(devices=devices):
         for _ in range(1 + ROUNDS):
             for step, seconds in zip(steps, times, strict=True):
-                step.get_ready()
+                step.prepare()
                 synchronize()
                 begin = clock()
                 step()
@@ -89,8 +99,8 @@ class _Step:
         self.inputs: list[Any] = []
         self.tangents: dict[str, Any] = {}
 
-    def get_ready(self) -> None:
-        """Make up the step's inputs, and the gradients that come in."""
+    def prepare(self) -> None:
+        """Create synthetic inputs and incoming gradients for the next call."""
         self.inputs = [synthetic_input(value) for value in self.values]
         self.tangents = {
             name: synthetic_input(value)
@@ -99,17 +109,17 @@ class _Step:
         }
 
     def __call__(self) -> None:
-        made = dict(zip(self.names, self.forward(self.inputs), strict=True))
+        outputs = dict(zip(self.names, self.forward(self.inputs), strict=True))
         if self.backward is None:
-            # The forward may have laid out anew what it leaves, as autograd's own backward is told too.
+            # The forward may have changed layouts, of which autograd's own backward is told too.
             self.backward = self.compile_backward(
                 {
                     name: value.stride()
-                    for name, value in made.items()
+                    for name, value in outputs.items()
                     if isinstance(value, torch.Tensor)
                 }
             )
-        given = [made[name] if name in made else self.tangents[name] for name in self.reads]
-        made.clear()
+        given = [outputs[name] if name in outputs else self.tangents[name] for name in self.reads]
+        outputs.clear()
         self.tangents.clear()
         self.backward(given)

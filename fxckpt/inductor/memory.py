@@ -1,15 +1,17 @@
-"""Lowering: what a fusing compiler makes of an emitted forward and backward, and what that takes.
+"""Compiled peak: the memory of an emitted forward and backward, as Inductor lowers them.
 
-A plan is searched with a model of what the compiler fuses (:mod:`~fxckpt.passes.inductor.fusion_model`); here the compiler itself is asked. It lowers and
-schedules both halves as it would to compile them, without making code, and says which buffers each kernel allocates and when they die. Added
-up over both halves, with what the forward hands to the backward, that is the peak of the compiled step.
+Plans are searched on a model of Inductor's fusion (:mod:`~fxckpt.passes.inductor.fusion_model`);
+here Inductor itself is asked. It lowers and schedules both halves as for a compile, without
+generating code, and tells the buffers that each kernel allocates and their live intervals. Summed
+over both halves, with the values that the forward saves for the backward, they give the peak of
+the compiled step.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,16 +29,20 @@ from fxckpt.torch_private.inductor.layouts import is_convolution, laid_out, may_
 from fxckpt.torch_private.inductor.lowered import LoweredHalf, live_bytes
 
 Lower = Callable[[fx.GraphModule, Sequence[int] | None, Mapping[str, tuple[int, ...]]], LoweredHalf]
-"""Lowers a half: a forward (None), or a backward that may write over some of its inputs (their positions); with strides of inputs that are not those
-they were traced with."""
+"""Lowers a half.
+
+Called with the half, the positions of inputs that a backward may overwrite (None for a forward),
+and the strides, by name, of inputs that differ from the traced ones.
+"""
 
 
 def forward_bytes(
     lowered: LoweredHalf, forward: fx.GraphModule, facts: Facts, workspace: Workspace
 ) -> IntArray:
-    """Return the live bytes during each kernel of a lowered forward, and at its end, beyond what was allocated when the step began.
+    """Return the live bytes during each kernel of a lowered forward, and at its end.
 
-    ``workspace`` tells the workspace of a library call; ``facts`` that of what is none.
+    Memory allocated before the step does not count. ``workspace`` measures extern kernels;
+    ``facts`` knows the workspace of all other ops.
     """
     return live_bytes(lowered) + _workspace(lowered, forward, facts, workspace)
 
@@ -49,11 +55,14 @@ def lower_backward(
     num_fwd_outputs: int,
     lowered_forward: LoweredHalf | None = None,
 ) -> LoweredHalf:
-    """Lower the backward of a forward, which without one that is lowered leaves its values in the layouts they were traced in."""
+    """Return the lowered backward of a forward.
+
+    Without ``lowered_forward``, saved values have the layouts they were traced in.
+    """
     return lower(
         backward,
         donated(forward, backward, num_fwd_outputs=num_fwd_outputs),
-        _relaid(forward, lowered_forward),
+        _changed_strides(forward, lowered_forward),
     )
 
 
@@ -67,55 +76,60 @@ def backward_bytes(
     num_fwd_outputs: int,
     lowered_forward: LoweredHalf | None = None,
 ) -> IntArray:
-    """Return the live bytes during each kernel of a lowered backward, and at its end, with all that the forward left."""
+    """Return the live bytes during each kernel of a lowered backward, and at its end.
+
+    Values left by the forward are included until they are freed.
+    """
     inputs = backward.graph.find_nodes(op="placeholder")
-    left = _lies_in(forward, lowered_forward)
-    held = _Held(len(lowered.kernels))
-    given: set[int | str] = set()
+    buffers = _buffer_of(forward, lowered_forward)
+    held = _HeldStorages(len(lowered.kernels))
+    inputs_of_step: set[int | str] = set()
     tangents = tangents_of(backward.graph)
     returned = {lies[0] for lies in lowered.outputs if lies is not None}
     for node in forward.graph.find_nodes(op="placeholder"):
-        given |= {node.name, *(storage_id(t) for t in tensors(node.meta.get("val")))}
-    # The user holds what the forward returns.
+        inputs_of_step |= {node.name, *(storage_id(t) for t in tensors(node.meta.get("val")))}
+    # The caller holds the outputs of the forward.
     for output in graph_outputs(forward.graph)[:num_fwd_outputs]:
         for tensor in tensors(output.meta.get("val")) if isinstance(output, fx.Node) else ():
-            held.until(left.get(output.name, storage_id(tensor)), tensor, math.inf)
+            held.until(buffers.get(output.name, storage_id(tensor)), tensor, math.inf)
     for node, name in zip(inputs, lowered.last_read, strict=True):
-        # What no kernel reads, though an op of the graph did (a pooling's backward, for the sizes alone), is never let go of.
+        # An input that no kernel reads, though an op did (a pooling's backward, for its sizes), is
+        # never freed.
         stays = lowered.last_read[name] < 0 or (
             node in tangents and (name in returned or is_held_by_caller(node))
         )
         last = math.inf if stays else lowered.last_read[name]
         for tensor in tensors(node.meta.get("val")):
-            if node.name in left:
-                held.until(left[node.name], tensor, last)
+            if node.name in buffers:
+                held.until(buffers[node.name], tensor, last)
             elif not str(node.target).startswith("primals"):
                 held.until(storage_id(tensor), tensor, last)
     own = live_bytes(lowered) + _workspace(lowered, backward, facts, workspace)
     own[-1] += facts.program.backward[-1].workspace_bytes if facts.program.backward else 0
-    return own + held.bytes(given)
+    return own + held.bytes(inputs_of_step)
 
 
-def learned(
+def calibrate(
     facts: Facts, lowered: LoweredHalf, backward: fx.GraphModule, workspace: Workspace
 ) -> Program:
-    """Return the program, with what was seen of its backward ops in a lowered backward.
+    """Return the program with the workspace of its backward ops taken from a lowered backward.
 
-    They write over what they are the last to read where kernels did, and set aside what library calls do with operands laid out like that. Which
-    kernel a value's last reader becomes part of, and how a call's operands lie, hardly depends on the plan, so that what was seen of one holds
-    for others.
+    An op whose kernel overwrites an input that dies there needs that much less, and an extern
+    kernel needs the workspace for the layouts of its operands. The kernel of a value's last reader
+    and the layouts of a call's operands hardly depend on the plan, so that a calibration by one
+    plan holds for others.
     """
     program = facts.program
     last = {s: k for k, op in enumerate(program.backward) for s in op.reads}
-    owned = _may_be_written_over(program)
+    owned = _overwritable(program)
     by_node: dict[str, list[int]] = {}
     for k, op in enumerate(program.backward):
-        for name in _loop(facts, op.name):
+        for name in _with_inlined(facts, op.name):
             by_node.setdefault(name, []).append(k)
     spared: dict[int, int] = {}
     taken: set[int] = set()
     for kernel, nbytes in lowered.written_over:
-        # Inductor's own passes rename nodes: the op is the one of which most is found in the kernel.
+        # Inductor's passes rename nodes: the op is the one with most of its nodes in the kernel.
         likely = Counter(k for name in lowered.kernels[kernel] for k in by_node.get(name, ()))
         for k, _ in likely.most_common():
             op = program.backward[k]
@@ -128,37 +142,38 @@ def learned(
                 taken |= {dying[0], written[0]}
                 spared[k] = spared.get(k, 0) + nbytes
                 break
-    called = {
+    extern = {
         lowered.operands[i][0]: nbytes
-        for i, nbytes in _called(lowered, backward, workspace).items()
+        for i, nbytes in _extern_workspace(lowered, backward, workspace).items()
     }
     own = (
-        called.get(op.name, op.workspace_bytes) - spared.get(k, 0)
+        extern.get(op.name, op.workspace_bytes) - spared.get(k, 0)
         for k, op in enumerate(program.backward)
     )
-    seen = tuple(
+    calibrated = tuple(
         replace(op, workspace_bytes=nbytes)
         for op, nbytes in zip(program.backward, own, strict=True)
     )
-    return replace(program, backward=seen) if seen != program.backward else program
+    return replace(program, backward=calibrated) if calibrated != program.backward else program
 
 
-def at_best(
+def optimistic_program(
     facts: Facts, is_extern_kernel: Callable[[fx.Node], bool], workspace: Workspace
 ) -> Program:
-    """Return the program of a step whose backward's loops write over whatever they are the last to read.
+    """Return the program of a step whose fused kernels overwrite every input that dies in them.
 
-    Its convolutions are given their images as they were traced, where that takes less ``workspace``, as Inductor does where none runs again.
+    Convolutions of the backward have the smaller ``workspace`` of two layouts: the traced one, as
+    when Inductor recomputes no convolution, and the expected one.
     """
     program = facts.program
     last = {s: k for k, op in enumerate(program.backward) for s in op.reads}
-    owned = _may_be_written_over(program)
-    seen = []
+    owned = _overwritable(program)
+    backward = []
     for k, op in enumerate(program.backward):
         node = facts.op_node.get(op.name)
-        is_loop = node is not None and not is_extern_kernel(node)
+        is_fused = node is not None and not is_extern_kernel(node)
         read = Counter(
-            program.storages[s].bytes for s in op.reads if is_loop and last[s] == k and s in owned
+            program.storages[s].bytes for s in op.reads if is_fused and last[s] == k and s in owned
         )
         spared = read & Counter(program.storages[s].bytes for s in op.writes)
         own = (
@@ -166,12 +181,12 @@ def at_best(
             if node is not None and is_convolution(node)
             else op.workspace_bytes
         )
-        seen.append(replace(op, workspace_bytes=own - sum(spared.elements())))
-    return replace(program, backward=tuple(seen))
+        backward.append(replace(op, workspace_bytes=own - sum(spared.elements())))
+    return replace(program, backward=tuple(backward))
 
 
-def _may_be_written_over(program: Program) -> frozenset[int]:
-    """Return the storages that nobody outside the backward may look at: neither what the user holds nor the incoming gradients."""
+def _overwritable(program: Program) -> frozenset[int]:
+    """Return the storages that the backward alone reads: neither outputs nor incoming gradients."""
     return frozenset(
         s
         for s, storage in enumerate(program.storages)
@@ -179,8 +194,8 @@ def _may_be_written_over(program: Program) -> frozenset[int]:
     )
 
 
-def _loop(facts: Facts, name: str) -> dict[str, None]:
-    """Return an op, by name, and what it reads that is never stored."""
+def _with_inlined(facts: Facts, name: str) -> dict[str, None]:
+    """Return the names of an op and of the values inlined into it."""
     nodes = dict.fromkeys(node for node in (facts.op_node.get(name),) if node is not None)
     todo = list(nodes)
     for node in todo:
@@ -190,78 +205,86 @@ def _loop(facts: Facts, name: str) -> dict[str, None]:
     return dict.fromkeys(node.name for node in nodes)
 
 
-def _lies_in(forward: fx.GraphModule, lowered: LoweredHalf | None) -> dict[str, str]:
-    """Return, for what a lowered forward returns, the buffer or input that it lies in: copies in the graph may be none to the compiler."""
-    pairs = (
-        zip(graph_outputs(forward.graph), lowered.outputs, strict=True)
-        if lowered is not None
-        else ()
-    )
+def _lowered_outputs(
+    forward: fx.GraphModule, lowered: LoweredHalf | None
+) -> Iterator[tuple[fx.Node, str, tuple[int, ...]]]:
+    """Yield the tensors that a lowered forward returns, with their buffers and strides."""
+    if lowered is None:
+        return
+    for output, place in zip(graph_outputs(forward.graph), lowered.outputs, strict=True):
+        if isinstance(output, fx.Node) and place is not None:
+            yield output, *place
+
+
+def _buffer_of(forward: fx.GraphModule, lowered: LoweredHalf | None) -> dict[str, str]:
+    """Return the buffer or input that holds each output of a lowered forward, by name.
+
+    Copies in the graph may be none to Inductor.
+    """
+    return {output.name: buffer for output, buffer, _ in _lowered_outputs(forward, lowered)}
+
+
+def _changed_strides(
+    forward: fx.GraphModule, lowered: LoweredHalf | None
+) -> dict[str, tuple[int, ...]]:
+    """Return the strides of outputs that a lowered forward lays out unlike the trace, by name."""
     return {
-        output.name: lies[0]
-        for output, lies in pairs
-        if isinstance(output, fx.Node) and lies is not None
+        output.name: strides
+        for output, _, strides in _lowered_outputs(forward, lowered)
+        if [size_hint(stride) for stride in output.meta["val"].stride()] != list(strides)
     }
-
-
-def _relaid(forward: fx.GraphModule, lowered: LoweredHalf | None) -> dict[str, tuple[int, ...]]:
-    """Return the strides of what a lowered forward leaves in another layout than it was traced in, by name."""
-    found = {}
-    pairs = (
-        zip(graph_outputs(forward.graph), lowered.outputs, strict=True)
-        if lowered is not None
-        else ()
-    )
-    for output, lies in pairs:
-        if isinstance(output, fx.Node) and lies is not None:
-            traced = [size_hint(stride) for stride in output.meta["val"].stride()]
-            if traced != list(lies[1]):
-                found[output.name] = lies[1]
-    return found
 
 
 def donated(
     forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int
 ) -> list[int]:
-    """Return the inputs of the backward that nobody else holds, by position: it may write over them (AOTAutograd's donated buffers)."""
+    """Return the positions of inputs that the backward alone holds and so may overwrite.
+
+    AOTAutograd calls them donated buffers.
+    """
     if not may_donate():
         return []
-    returned = graph_outputs(forward.graph)[:num_fwd_outputs]
-    held = [*forward.graph.find_nodes(op="placeholder"), *returned, *graph_outputs(backward.graph)]
+    outputs = graph_outputs(forward.graph)
+    held = [
+        *forward.graph.find_nodes(op="placeholder"),
+        *outputs[:num_fwd_outputs],
+        *graph_outputs(backward.graph),
+    ]
     others = {
         storage_id(t) for n in held if isinstance(n, fx.Node) for t in tensors(n.meta.get("val"))
     }
-    saved = {
-        n.name for n in graph_outputs(forward.graph)[num_fwd_outputs:] if isinstance(n, fx.Node)
-    }
-    inputs = enumerate(backward.graph.find_nodes(op="placeholder"))
-    lies_in = {
-        i: [storage_id(t) for t in tensors(n.meta.get("val"))] for i, n in inputs if n.name in saved
-    }
-    return [i for i, storages in lies_in.items() if storages and others.isdisjoint(storages)]
+    saved = {n.name for n in outputs[num_fwd_outputs:] if isinstance(n, fx.Node)}
+    found = []
+    for i, node in enumerate(backward.graph.find_nodes(op="placeholder")):
+        storages = [storage_id(t) for t in tensors(node.meta.get("val"))]
+        if node.name in saved and storages and others.isdisjoint(storages):
+            found.append(i)
+    return found
 
 
 def _workspace(
     half: LoweredHalf, graph: fx.GraphModule, facts: Facts, workspace: Workspace
 ) -> IntArray:
-    """Return what the kernels of library calls, and the graphs inside ops, allocate and free before they return."""
-    planned = {op.name: op.workspace_bytes for op in (*facts.program.ops, *facts.program.backward)}
+    """Return the bytes that extern kernels, and graphs inside ops, allocate and free, by kernel."""
+    known = {op.name: op.workspace_bytes for op in (*facts.program.ops, *facts.program.backward)}
     of = {
-        n.name: planned.get(str(n.meta.get(RECOMPUTE_OF, n.name)), 0) + replay_bytes(n)
+        n.name: known.get(str(n.meta.get(RECOMPUTE_OF, n.name)), 0) + replay_bytes(n)
         for n in graph.graph.nodes
     }
     during = np.zeros(len(half.kernels) + 1, dtype=np.int64)
     for i in half.operands:
         during[i] = max((of.get(name, 0) for name in half.kernels[i]), default=0)
-    for i, nbytes in (_called(half, graph, workspace) | half.inside).items():
+    for i, nbytes in (_extern_workspace(half, graph, workspace) | half.inside).items():
         during[i] = nbytes
     return during
 
 
-def _called(half: LoweredHalf, graph: fx.GraphModule, workspace: Workspace) -> dict[int, int]:
-    """Return the workspace of library calls, by kernel, where it is known how they are called.
+def _extern_workspace(
+    half: LoweredHalf, graph: fx.GraphModule, workspace: Workspace
+) -> dict[int, int]:
+    """Return the workspace of extern kernels whose call is known, by kernel.
 
-    Which of its kernels a library takes, and what that reorders, depends on how the operands lie, which the plan has a say in.
+    A library selects its kernel, and reorders operands, by their layouts, which depend on the plan.
     """
     nodes = {node.name: node for node in graph.graph.nodes}
     calls = {
@@ -272,8 +295,8 @@ def _called(half: LoweredHalf, graph: fx.GraphModule, workspace: Workspace) -> d
     return {i: workspace(call) for i, call in calls.items() if call is not None}
 
 
-class _Held:
-    """What is there when the backward begins, by storage, and until when."""
+class _HeldStorages:
+    """Storages that live when the backward begins, and their ends."""
 
     def __init__(self, kernels: int) -> None:
         self.kernels = kernels
@@ -281,15 +304,15 @@ class _Held:
         self.last: dict[int | str, float] = {}
 
     def until(self, storage: int | str, tensor: torch.Tensor, kernel: float) -> None:
-        """Take a tensor in; views of one storage hold it together."""
+        """Hold a tensor's storage until a kernel has run; the last of its views counts."""
         self.size[storage] = max(self.size.get(storage, 0), storage_bytes(tensor))
         self.last[storage] = max(self.last.get(storage, -1), kernel)
 
-    def bytes(self, free: Collection[int | str]) -> IntArray:
-        """Return the bytes held during each kernel, and at the end, those in ``free`` aside."""
+    def bytes(self, excluded: Collection[int | str]) -> IntArray:
+        """Return the bytes held during each kernel, and at the end, without excluded storages."""
         change = np.zeros(self.kernels + 2, dtype=np.int64)
         for storage, nbytes in self.size.items():
-            if storage not in free:
+            if storage not in excluded:
                 change[0] += nbytes
                 change[int(min(self.last[storage], self.kernels)) + 1] -= nbytes
         return np.cumsum(change)[:-1]

@@ -1,7 +1,8 @@
-"""Plan store: plans on disk, found again by everything that went into them.
+"""Plan cache: plans on disk, keyed by everything that determines them.
 
-A process that compiles what another has compiled before finds its code in Inductor's cache; the plan that the code was made for is kept beside it,
-so that nothing is searched, lowered or timed again. Whoever turns that cache off, or clears it, does so for the plans too.
+A process that compiles a known graph finds its code in Inductor's cache; the plan behind that code
+is kept beside it, so that nothing is searched, lowered or timed a second time. Turning Inductor's
+cache off, or clearing it, does the same for the plans.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ log = logging.getLogger("fxckpt")
 
 @dataclass(frozen=True)
 class PlanCache:
-    """Plans by key, a file each."""
+    """Plans by key, one file each."""
 
     folder: Path
+    """Folder of the files, made when the first plan is kept."""
 
     @classmethod
     def beside_inductor(cls) -> PlanCache | None:
-        """Return the plans in Inductor's cache folder; None where that cache is off."""
+        """Return the cache in Inductor's cache folder; None if that cache is off."""
         folder = cache_folder()
         return None if folder is None else cls(folder / "fxckpt")
 
     def get(self, key: str) -> Plan | None:
-        """Return the plan of ``key``, or None."""
+        """Return the plan of a key; None if there is none that can be read."""
         path = self._path(key)
         try:
             return Plan.from_json(path.read_text()) if path.exists() else None
@@ -52,7 +54,7 @@ class PlanCache:
             return None
 
     def keep(self, key: str, plan: Plan) -> None:
-        """Store a plan; processes that do so at once store the same."""
+        """Store a plan; concurrent processes store the same one."""
         path = self._path(key)
         part = path.with_suffix(f".{os.getpid()}")
         try:
@@ -61,7 +63,8 @@ class PlanCache:
             part.replace(path)
         except OSError as error:
             log.warning(
-                "%s cannot be written (%s): every process plans again. TORCHINDUCTOR_CACHE_DIR names another folder.",
+                "%s cannot be written (%s): every process plans again. "
+                "TORCHINDUCTOR_CACHE_DIR names another folder.",
                 path,
                 error,
             )
@@ -71,10 +74,10 @@ class PlanCache:
 
 
 def key_of(joint: fx.GraphModule, planner: Planner, code: str, given: dict[str, Any]) -> str | None:
-    """Return the key of a plan to be made: a hash of the graph, what was asked, the machine, and ``code``, the version of what plans.
+    """Return the key of a plan: a hash of graph, options, machine and ``code``, the code's version.
 
-    None where that is not all that decides: a policy, a cost model or a formula given to ``register_op`` may be any code, ``"auto"`` asks what
-    memory is free, and sizes that vary have ranges.
+    None if more than these determine the plan: a policy, a cost model or a formula given to
+    ``register_op`` may be any code, ``"auto"`` depends on free memory, dynamic sizes have ranges.
     """
     if (
         planner.policy is not None
@@ -103,11 +106,11 @@ def key_of(joint: fx.GraphModule, planner: Planner, code: str, given: dict[str, 
 
 
 def _has_formula(node: fx.Node) -> bool:
-    said = registered(node.target)
-    return callable(said.flops) or callable(said.bytes)
+    costs = registered(node.target)
+    return callable(costs.flops) or callable(costs.bytes)
 
 
-TOLD_OF = (
+KEYED_META = (
     "recompute",
     "ac_graph_id",
     NAME,
@@ -116,19 +119,19 @@ TOLD_OF = (
     "stack_trace",
     "partitioner_tag",
 )
-"""What a plan decides by, or says of a value, beside what the value is."""
+"""Metadata of nodes that plans depend on, or quote."""
 
 
 def _line(node: fx.Node) -> str:
     arguments = fx.map_arg((node.args, dict(node.kwargs)), str)
-    made = [signature(leaf) for leaf in pytree.tree_leaves(node.meta.get("val"))]
-    told = (node.meta.get(name) for name in TOLD_OF)
-    # A stack's modules are named by their addresses.
-    lasting = [str(list(each.values()) if isinstance(each, dict) else each) for each in told]
+    values = [signature(leaf) for leaf in pytree.tree_leaves(node.meta.get("val"))]
+    metadata = (node.meta.get(name) for name in KEYED_META)
+    # Module stacks are keyed by addresses, which differ between processes.
+    stable = [str(list(each.values()) if isinstance(each, dict) else each) for each in metadata]
     op = node.target
     declared = (
         (str(op._schema), sorted(map(str, op.tags)), registered(op))
         if isinstance(op, OpOverload)
         else ()
     )
-    return repr((node.name, node.op, str(op), declared, str(arguments), made, lasting))
+    return repr((node.name, node.op, str(op), declared, str(arguments), values, stable))

@@ -1,8 +1,10 @@
-"""Planning for a compiler that fuses: the model proposes, the compiler's own lowering disposes.
+"""Planning for Inductor, a compiler that fuses: a model proposes, Inductor's lowering decides.
 
-The search works on the kernel graph (:mod:`~fxckpt.passes.inductor.fusion_model`), a model. What comes out is lowered (:mod:`~fxckpt.inductor.memory`) before it is
-taken: a plan whose compiled peak is over the budget is planned again within less, as much less as the model was wrong. The choice of torch's own
-partitioner is always a candidate, so that without a budget nothing gets worse.
+The search runs on a model of the kernels that Inductor will make
+(:mod:`~fxckpt.passes.inductor.fusion_model`). Its plans are lowered before one is taken
+(:mod:`~fxckpt.inductor.memory`): if the compiled peak is over the budget, the search is repeated
+for less, by as much as the model was wrong. The choice of torch's default partitioner is always a
+candidate, so that without a budget nothing gets worse.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ from fxckpt import budget as budgets
 from fxckpt.inductor.autotune import CompileHalf, step_seconds, unsafe_op
 from fxckpt.inductor.memory import (
     Lower,
-    at_best,
     backward_bytes,
+    calibrate,
     forward_bytes,
-    learned,
     lower_backward,
+    optimistic_program,
 )
 from fxckpt.inductor.plan_cache import PlanCache, key_of
 from fxckpt.passes.analysis.fingerprint import fingerprint
 from fxckpt.passes.analysis.graph_snapshot import snapshot_of
 from fxckpt.passes.analysis.joint import Facts, Workspace
 from fxckpt.passes.graphs import Joint
-from fxckpt.passes.inductor.fusion_model import KernelGraph, is_extern_kernel
+from fxckpt.passes.inductor.fusion_model import FusionModel, is_extern_kernel
 from fxckpt.passes.meta import ORDER
 from fxckpt.planner.build_plan import build_plan
 from fxckpt.planner.pipeline import EMIT_INDUCTOR, PREPARE_INDUCTOR, Emission, emit_halves, prepare
@@ -40,6 +42,7 @@ from fxckpt.planner.planner import Planner, device_of, infeasible, warn_of_unbou
 from fxckpt.plans.log import log_plan
 from fxckpt.plans.snapshot import GraphSnapshot
 from fxckpt.plans.types import Plan
+from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit
 from fxckpt.solver.search import Candidate, SearchResult
 from fxckpt.solver.simulate import simulate
@@ -50,44 +53,53 @@ from fxckpt.torch_private.inductor.lowering import Lowerings, free_early
 
 log = logging.getLogger("fxckpt")
 Halves = tuple[fx.GraphModule, fx.GraphModule, Plan]
+"""Forward, backward, and the plan they follow."""
 
 
 @dataclass(frozen=True)
 class InductorPlanner:
-    """Plans as ``planner`` says, for halves that Inductor compiles."""
+    """Plans joint graphs whose halves Inductor compiles."""
 
     planner: Planner
+    """Budget, policy, cost model and search."""
     lower: Lower = field(default_factory=lambda: Lowerings(KeepExecutionOrder(ORDER)).lower)
+    """Lowers a half to its kernels and buffers."""
     store: PlanCache | None = None
-    """Where plans are kept for the next process,"""
+    """Cache of plans on disk; None plans in every process."""
     code: str = ""
-    """by this version of what plans."""
+    """Version of the planning code, part of the cache's key."""
     compile_half: CompileHalf | None = None
-    """Compiles a half for it to be timed; without, the model's word is taken for what is fastest."""
+    """Compiles a half to be timed; None trusts the cost model about the fastest plan."""
     clock: Callable[[], float] = time.perf_counter
+    """Clock that times steps, in seconds."""
     tie: float = 0.01
-    """Times that differ by less than this share are equal."""
+    """Largest relative difference between step times that count as equal."""
     attempts: int = 3
-    """How often a plan is made for less than the budget because the compiled peak of the one before is over it."""
+    """Most plans lowered for less and less memory, before those near the least peak."""
     retries: int = 2
-    """How often a faster plan is looked for where more than"""
+    """Most searches for a faster plan once one fits."""
     slack: float = 0.03
-    """this share of the budget is left over, and more than"""
+    """Share of the budget that may be left over without a search for a faster plan."""
     worthwhile: float = 0.02
-    """this share of the step may be saved; or where a plan that was a little over the budget is faster by more than"""
-    dear: float = 0.2
-    """this share of the step: near the least peak every byte is dear."""
+    """Least share of the step's time that a faster plan must save."""
+    scarce: float = 0.2
+    """Share of the step's time by which a plan over the budget must be faster than the one that
+    fits, so that every byte counts and a faster plan is sought within the slack too."""
     margin: float = 0.001
-    """Share of the budget that a first plan leaves over."""
+    """Share of the budget that the first plan leaves over."""
     last_resorts: tuple[float, ...] = (1.03, 1.1, 1.25, 1.5)
-    """Multiples of the model's least peak whose plans are tried in the end, after that of the least peak."""
+    """Multiples of the model's least peak at which the last plans are searched."""
 
     def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) -> Halves:
-        """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is normalized; raises :class:`BudgetInfeasible`."""
+        """Return the forward and the backward of a joint graph, and the plan they follow.
+
+        ``joint`` is rewritten in place; ``given`` goes to torch's default partitioner. Raises
+        :class:`~fxckpt.errors.BudgetInfeasible`.
+        """
         planner = self.planner
         begin = time.perf_counter()
         prepare(Joint(joint, num_fwd_outputs), PREPARE_INDUCTOR)
-        # What the trace unpacked its arguments by is not needed here, and torch warns when it is copied.
+        # The code that unpacks traced arguments is unused here, and torch warns when it is copied.
         joint.graph.set_codegen(fx.graph.CodeGen())
         lines = fingerprint(joint.graph)
         key = None if self.store is None else key_of(joint, planner, self.code, given)
@@ -100,25 +112,29 @@ class InductorPlanner:
             return emitted(planner, joint, facts, plan, num_fwd_outputs)
         if planner.budget is not None:
             warn_of_unbounded_sizes(joint.graph, planner.budget)
-        stored = default_saved(joint, num_fwd_outputs=num_fwd_outputs, **given)
-        kernels = KernelGraph(fuses)(joint.graph, stored)
+        saved = default_saved(joint, num_fwd_outputs=num_fwd_outputs, **given)
         workspace = planner.measured()
         facts, cost = planner.read(
             joint,
             num_fwd_outputs,
             bind_preferences=planner.budget is None,
-            never_stored=kernels,
-            workspace=_as_run(joint, workspace),
+            never_stored=FusionModel(fuses)(joint.graph, saved),
+            workspace=_expected_workspace(joint, workspace),
         )
-        halves = _Fit(self, joint, lines, facts, cost, workspace, stored, num_fwd_outputs).run()
+        given_joint = Joint(joint, num_fwd_outputs)
+        search = _LoweringSearch(self, given_joint, lines, facts, cost, workspace, saved)
+        halves = search.run()
         if self.store is not None and key is not None:
             self.store.keep(key, halves[2])
         log_plan(halves[2], time.perf_counter() - begin)
         return halves
 
 
-def _as_run(joint: fx.GraphModule, workspace: Workspace) -> Workspace:
-    """Return the workspace of ops as Inductor is expected to run them: a loop has none, a convolution is likely laid out anew."""
+def _expected_workspace(joint: fx.GraphModule, workspace: Workspace) -> Workspace:
+    """Return the workspace of ops as Inductor is expected to run them.
+
+    A fused kernel has none, and a convolution is likely called channels last.
+    """
     is_relaid = changes_layout(joint)
 
     def of(node: fx.Node) -> int:
@@ -132,336 +148,435 @@ def _as_run(joint: fx.GraphModule, workspace: Workspace) -> Workspace:
 def emitted(
     planner: Planner, joint: fx.GraphModule, facts: Facts, plan: Plan, num_fwd_outputs: int
 ) -> Halves:
-    """Return the halves that follow a plan; the joint graph is left alone."""
-    # A graph remembers the names it once had, and a copy does not: in every process new nodes get the same names, by which caches know them.
+    """Return the halves that follow a plan; the joint graph is not modified."""
+    # A graph remembers the names it once had, and a copy does not: new nodes get the same names in
+    # every process, as the caches of compiled code require.
     joint = fx.GraphModule(joint, copy.deepcopy(joint.graph))
     facts = facts.moved_to(joint.graph)
     emission = Emission(Joint(joint, num_fwd_outputs), facts, plan, exact=planner.exact)
     return (*emit_halves(emission, EMIT_INDUCTOR), plan)
 
 
-class _Fit:
-    """One joint graph on its way to two halves."""
+@dataclass(frozen=True)
+class Attempt:
+    """A candidate schedule after Inductor lowered the halves that follow it."""
 
-    def __init__(
-        self,
-        options: InductorPlanner,
-        joint: fx.GraphModule,
-        lines: tuple[str, ...],
-        facts: Facts,
-        cost: str,
-        workspace: Workspace,
-        stored: frozenset[str],
-        num_fwd_outputs: int,
-    ) -> None:
-        self.planner, self.options = options.planner, options
-        self.workspace = workspace
-        self.wrong_by = 0
-        self.least: int | None = None
-        self.doubt = 0.0
-        self.judged: set[Schedule] = set()
-        self.program = facts.program
-        """What plans are searched on: with what the last plan that was judged turned out to write over."""
-        self.joint, self.lines, self.facts, self.cost, self.num_fwd_outputs = (
-            joint,
-            lines,
-            facts,
-            cost,
-            num_fwd_outputs,
-        )
-        self.step = snapshot_of(joint.graph, facts)
-        self.stock = (
-            default_candidate(self.step, stored) if options.planner.policy is None else None
+    candidate: Candidate
+    """Schedule, and its simulation on the program that it was searched on."""
+    halves: Halves
+    """Forward, backward and plan."""
+    program: Program
+    """The program, calibrated by this lowering."""
+    planned_bytes: int
+    """Peak of the schedule on the calibrated program."""
+    compiled_bytes: int
+    """Peak of the lowered halves, or, over the limit, of the half that was lowered first."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """Schedule of the candidate."""
+        return self.candidate.schedule
+
+    @property
+    def model_error(self) -> float:
+        """Share by which the model was wrong about the compiled peak."""
+        return abs(self.compiled_bytes / max(1, self.planned_bytes) - 1)
+
+    def fits(self, limit: int | None) -> bool:
+        """Return whether the compiled peak is within a limit in bytes."""
+        return limit is None or self.compiled_bytes <= limit
+
+    def overshoot_bytes(self, limit: int) -> int:
+        """Return the bytes by which the compiled peak exceeds a limit."""
+        return self.compiled_bytes - limit
+
+
+@dataclass(frozen=True)
+class _Lowering:
+    """Peak of two lowered halves, and the facts that their lowering showed."""
+
+    peak_bytes: int
+    """Peak of both halves, or, over the limit, of the half that was lowered first."""
+    frees_early: bool
+    """Whether the backward must free each buffer after its last reader to be within the limit."""
+    program: Program
+    """The program, calibrated by the lowered backward."""
+
+
+@dataclass
+class _LoweringSearch:
+    """Searches one joint graph for the fastest plan whose lowered halves fit the budget."""
+
+    options: InductorPlanner
+    joint: Joint
+    """The prepared joint graph."""
+    lines: tuple[str, ...]
+    """Its fingerprint."""
+    facts: Facts
+    cost: str
+    """Name of the cost model."""
+    workspace: Workspace
+    """Workspace of an op, called as it is."""
+    default_saved: frozenset[str]
+    """Names of the values that torch's default partitioner saves."""
+    history: list[Attempt] = field(default_factory=list)
+    """Attempts so far, in order."""
+
+    def __post_init__(self) -> None:
+        self.snapshot = snapshot_of(self.joint.module.graph, self.facts)
+        self.default = (
+            default_candidate(self.snapshot, self.default_saved)
+            if self.options.planner.policy is None
+            else None
         )
 
     def run(self) -> Halves:
-        """Return the halves of the plan that is expected to be fastest within the budget, or was timed to be."""
-        budget, device = self.planner.budget, device_of(self.joint.graph)
+        """Return the halves of the plan expected, or timed, to be fastest within the budget.
+
+        Raises :class:`BudgetInfeasible`.
+        """
+        planner, device = self.options.planner, device_of(self.joint.module.graph)
         limit: int | None = None
 
         def aim(peak: int) -> int | None:
             nonlocal limit
-            limit = budgets.resolve(budget, baseline_peak_bytes=peak, device=device)
+            limit = budgets.resolve(planner.budget, baseline_peak_bytes=peak, device=device)
             return None if limit is None else int((1 - self.options.margin) * limit)
 
-        found = self.planner.search(self.facts.program, aim)
-        first = self.first(found, limit)
-        return (
-            self.fastest([first, *self.others(found, first, limit)])
-            if self.options.compile_half is not None
-            else first
-        )
+        found = planner.search(self.facts.program, aim)
+        first = self.first_fit(found, limit)
+        if self.options.compile_half is None:
+            return first.halves
+        finalists = [first, *self.alternatives(found, first, limit)]
+        return self.fastest([attempt.halves for attempt in finalists])
 
-    def first(self, found: SearchResult, limit: int | None) -> Halves:
-        """Return the halves of the first candidate that fits. Raises :class:`BudgetInfeasible`."""
+    def first_fit(self, found: SearchResult, limit: int | None) -> Attempt:
+        """Return the first attempt that fits, refined. Raises :class:`BudgetInfeasible`.
+
+        In order: the default partitioner's choice if it may fit, plans for less and less, plans
+        near the least peak, and the default partitioner's choice otherwise. The plans near the
+        least peak do not depend on the budget, so that a budget of the least peak that an error
+        names is feasible. They and the default choice are lowered in full, as their peaks may
+        become that number.
+        """
         if limit is None:
-            return self.lowered(found, self.stock or found.best or found.baseline, None)[0]
-        refused: tuple[Schedule, int] | None = None
-        for chosen, is_last_resort in self.candidates(found, limit):
-            # Of a last resort, and of torch's own choice, the whole is looked at, as its peak may come to be named as the least.
-            halves, compiled = self.lowered(found, chosen, limit, is_whole=is_last_resort)
-            if compiled <= limit:
-                return (
-                    halves
-                    if chosen is self.stock
-                    else self.with_more(chosen, halves, limit, refused)
-                )
-            self.wrong_by = compiled - limit
-            self.doubt = max(self.doubt, abs(compiled / max(1, self.planned(chosen.schedule)) - 1))
-            if is_last_resort:
-                self.least = min(self.least or compiled, compiled)
-            else:
-                refused = chosen.schedule, compiled
-        floor, baseline = found.floor.simulation.peak_bytes, found.baseline.simulation.peak_bytes
-        least = self.least or floor
-        raise infeasible(self.planner.budget, limit, least, max(least, baseline))
+            return self.attempt(found, self.default or found.best or found.baseline, None)
+        full: list[Attempt] = []
+        is_default_early = self.default is not None and self._optimistic_peak() <= limit
+        if self.default is not None and is_default_early:
+            full.append(self.attempt(found, self.default, limit, is_whole=True))
+            if full[-1].fits(limit):
+                return full[-1]
+        over = self.descend(found, limit)
+        if over and over[-1].fits(limit):
+            return self.refine(over[-1], limit, over[-2] if len(over) > 1 else None)
+        full += self.near_least_peak(found, limit)
+        if full[-1].fits(limit):
+            return self.refine(full[-1], limit, over[-1] if over else None)
+        if self.default is not None and not is_default_early:
+            full.append(self.attempt(found, self.default, limit, is_whole=True))
+            if full[-1].fits(limit):
+                return full[-1]
+        least = min(attempt.compiled_bytes for attempt in full)
+        baseline = max(least, found.baseline.simulation.peak_bytes)
+        raise infeasible(self.options.planner.budget, limit, least, baseline)
 
-    def others(self, found: SearchResult, first: Halves, limit: int | None) -> Iterator[Halves]:
-        """Yield other plans that fit: torch's own choice, the model's fastest at as much memory as the first plan takes, and at less."""
-        peak = first[2].compiled_peak_bytes or first[2].peak_bytes
-        at_less = (self.search(int((1 - less) * peak)) for less in (0.0, self.options.slack))
-        seen = {first[2].digest}
-        for search, chosen in itertools.chain(
-            [(found, self.stock)], ((search, search.best) for search in at_less)
-        ):
-            if (
-                chosen is not None
-                and (digest := self.plan_of(search, chosen, limit).digest) not in seen
-            ):
+    def descend(self, found: SearchResult, limit: int) -> list[Attempt]:
+        """Return attempts at plans for less and less memory; only the last may fit."""
+        attempts: list[Attempt] = []
+        aim = found.limit or limit
+        # What kernels write over is known to the model only from a lowering.
+        is_calibrated = self.program is not self.facts.program
+        best = self.search(self.program, aim).best if is_calibrated else found.best
+        for _ in range(self.options.attempts):
+            if best is None or best.schedule in {each.schedule for each in attempts}:
+                break
+            latest = self.attempt(found, best, limit)
+            attempts.append(latest)
+            if latest.fits(limit):
+                break
+            # As much less as the model was wrong, and a little more.
+            aim = min(aim, latest.planned_bytes) - int(1.1 * latest.overshoot_bytes(limit))
+            best = self.search(latest.program, aim).best
+        return attempts
+
+    def near_least_peak(self, found: SearchResult, limit: int) -> list[Attempt]:
+        """Return attempts at plans of about the least peak; only the last may fit.
+
+        A candidate planned to take more than another was compiled to is skipped, unless the model
+        may be wrong by that much: about one this way, about the other that way.
+        """
+        attempts = [self.attempt(found, found.floor, limit, is_whole=True)]
+        program = attempts[0].program
+        if attempts[0].fits(limit):
+            return attempts
+        for candidate in self._near_floor(found.floor, program):
+            error = max(each.model_error for each in attempts)
+            least = min(each.compiled_bytes for each in attempts)
+            if peak_bytes(program, candidate.schedule) <= (1 + 2 * error) * least:
+                attempts.append(self.attempt(found, candidate, limit, is_whole=True))
+                if attempts[-1].fits(limit):
+                    break
+        return attempts
+
+    def _near_floor(self, floor: Candidate, program: Program) -> Iterator[Candidate]:
+        """Yield candidates of the least peak on a calibrated program, and of a little more."""
+        if program is not self.facts.program:
+            better = self.search(program, peak_bytes(program, floor.schedule)).floor
+            if better.schedule != floor.schedule:
+                floor = better
+                yield floor
+        for factor in self.options.last_resorts:
+            limit = int(factor * peak_bytes(program, floor.schedule))
+            if (best := self.search(program, limit).best) is not None:
+                yield best
+
+    def refine(self, fit: Attempt, limit: int, refused: Attempt | None) -> Attempt:
+        """Return an attempt that fits, or a faster one that fits too, where budget is left over.
+
+        ``refused`` was over the budget: plans between the two are expected in between.
+        """
+        options, step_seconds = self.options, self.facts.program.step_seconds
+        gain = options.worthwhile * step_seconds
+        share = 1 - options.margin
+        for _ in range(options.retries):
+            planned = peak_bytes(self.program, fit.schedule)
+            left = limit - fit.compiled_bytes
+            spent = fit.candidate.simulation.extra_seconds
+            if refused is None:
+                faster_by, rate = 0.0, 1.0
+            else:
+                over = simulate(self.program, refused.schedule)
+                faster_by = spent - over.extra_seconds
+                rate = (over.peak_bytes - planned) / (refused.compiled_bytes - fit.compiled_bytes)
+            is_scarce = faster_by > options.scarce * step_seconds
+            if spent <= gain or (left <= options.slack * limit and not is_scarce):
+                break
+            more = self.search(self.program, planned + int(max(rate, 0.0) * share * left))
+            better = self._fastest_new(more, limit)
+            if better is None or better.simulation.extra_seconds > spent - gain:
+                break
+            latest = self.attempt(more, better, limit)
+            if latest.fits(limit):
+                fit = latest
+            else:
+                refused, share = latest, share / 2
+        return fit
+
+    def _fastest_new(self, found: SearchResult, limit: int) -> Candidate | None:
+        """Return the fastest candidate within a search's limit that was not lowered yet."""
+        lowered = {attempt.schedule for attempt in self.history}
+        new = (
+            candidate
+            for candidate in (self.default, found.best)
+            if candidate is not None
+            and candidate.schedule not in lowered
+            and peak_bytes(self.program, candidate.schedule) <= (found.limit or limit)
+        )
+        return min(new, key=lambda candidate: candidate.simulation.extra_seconds, default=None)
+
+    def alternatives(
+        self, found: SearchResult, first: Attempt, limit: int | None
+    ) -> Iterator[Attempt]:
+        """Yield other attempts that fit, to be timed against the first.
+
+        They are the default partitioner's choice, and the model's fastest plans within the first
+        one's peak and within a little less.
+        """
+        peak = first.halves[2].compiled_peak_bytes or first.halves[2].peak_bytes
+        at_less = (
+            self.search(self.program, int((1 - less) * peak)) for less in (0.0, self.options.slack)
+        )
+        candidates = itertools.chain(
+            [(found, self.default)], ((each, each.best) for each in at_less)
+        )
+        seen = {first.halves[2].digest}
+        for search, candidate in candidates:
+            if candidate is None:
+                continue
+            digest = self.plan_of(search, candidate, limit).digest
+            if digest not in seen:
                 seen.add(digest)
-                halves, compiled = self.lowered(search, chosen, limit)
-                if limit is None or compiled <= limit:
-                    yield halves
+                attempt = self.attempt(search, candidate, limit)
+                if attempt.fits(limit):
+                    yield attempt
 
     def fastest(self, finalists: Sequence[Halves]) -> Halves:
-        """Compile the finalists, run them on made-up values and return the one that takes least time, of equals the one that takes least memory."""
-        compile_half, device = self.options.compile_half, device_of(self.joint.graph)
-        if compile_half is None or len(finalists) == 1:
+        """Return the fastest finalist on synthetic inputs; among equals, that of the least peak.
+
+        If the step cannot be timed, return the first finalist.
+        """
+        if len(finalists) == 1:
             return finalists[0]
+        seconds = self._timed(finalists)
+        if seconds is None:
+            return finalists[0]
+        for (_, _, plan), took in zip(finalists, seconds, strict=True):
+            log.info(
+                "plan %s takes %.2f ms a step, its peak is %s bytes",
+                plan.digest,
+                1e3 * took,
+                plan.compiled_peak_bytes,
+            )
+        longest = (1 + self.options.tie) * min(seconds)
+        fast = [halves for halves, took in zip(finalists, seconds, strict=True) if took <= longest]
+        return min(fast, key=lambda halves: halves[2].compiled_peak_bytes or 0)
+
+    def _timed(self, finalists: Sequence[Halves]) -> list[float] | None:
+        """Return the seconds a step of each finalist takes; None if the step cannot be timed."""
+        options = self.options
+        assert options.compile_half is not None
         if (op := unsafe_op(finalists[0][:2])) is not None:
             log.warning(
-                "plans are not timed, as %s is not torch's own, or talks to others: the one expected to be fastest is taken.",
+                "plans are not timed, as %s is not torch's own, or talks to other ranks: "
+                "the one expected to be fastest is taken.",
                 op,
             )
-            return finalists[0]
+            return None
+        halves = [finalist[:2] for finalist in finalists]
+        device = device_of(self.joint.module.graph)
         try:
-            seconds = step_seconds(
-                [halves[:2] for halves in finalists], compile_half, device, self.options.clock
-            )
-        except (
-            Exception
-        ) as error:  # what a step raises on values that are not its own may be anything
+            return step_seconds(halves, options.compile_half, device, options.clock)
+        except Exception as error:  # On synthetic inputs a step may raise anything.
             log.warning(
-                "plans cannot be timed, as the step does not run on made-up values (%s: %s): the one expected to be fastest is taken.",
+                "plans cannot be timed, as the step does not run on synthetic inputs (%s: %s): "
+                "the one expected to be fastest is taken.",
                 type(error).__name__,
                 error,
             )
-            return finalists[0]
-        for halves, took in zip(finalists, seconds, strict=True):
-            log.info(
-                "plan %s takes %.2f ms a step, its peak is %s bytes",
-                halves[2].digest,
-                1e3 * took,
-                halves[2].compiled_peak_bytes,
-            )
-        fast = [
-            halves
-            for halves, took in zip(finalists, seconds, strict=True)
-            if took <= (1 + self.options.tie) * min(seconds)
-        ]
-        return min(fast, key=lambda halves: halves[2].compiled_peak_bytes or 0)
+            return None
 
-    def lowered(
-        self, found: SearchResult, chosen: Candidate, limit: int | None, *, is_whole: bool = False
-    ) -> tuple[Halves, int]:
-        """Return the halves of a candidate, with the peak of what the compiler makes of them, or unless ``is_whole`` a part of it over the limit."""
-        self.judged.add(chosen.schedule)
+    def attempt(
+        self,
+        found: SearchResult,
+        candidate: Candidate,
+        limit: int | None,
+        *,
+        is_whole: bool = False,
+    ) -> Attempt:
+        """Emit and lower the halves of a candidate, and record the attempt.
+
+        Unless ``is_whole``, the lowering ends with the first half that is over the limit.
+        """
+        plan = self.plan_of(found, candidate, limit)
+        module, num_fwd_outputs = self.joint.module, self.joint.num_fwd_outputs
         forward, backward, plan = emitted(
-            self.planner,
-            self.joint,
-            self.facts,
-            self.plan_of(found, chosen, limit),
-            self.num_fwd_outputs,
+            self.options.planner, module, self.facts, plan, num_fwd_outputs
         )
-        compiled, lets_go = self.judge(
-            forward, backward, limit, is_whole=is_whole, may_let_go=plan.keeps_order
+        lowering = self._lower_halves(
+            forward, backward, limit, is_whole=is_whole, may_free_early=plan.keeps_order
         )
-        if lets_go:
+        if lowering.frees_early:
             free_early(backward)
         log.debug(
             "planned %d bytes, compiled %d, budget %s",
-            chosen.simulation.peak_bytes,
-            compiled,
+            candidate.simulation.peak_bytes,
+            lowering.peak_bytes,
             limit,
         )
-        return (
-            forward,
-            backward,
-            replace(plan, compiled_peak_bytes=compiled, lets_go=lets_go),
-        ), compiled
-
-    def with_more(
-        self, chosen: Candidate, halves: Halves, limit: int, refused: tuple[Schedule, int] | None
-    ) -> Halves:
-        """Return what fits, or what is faster and fits too where much of the budget is left over.
-
-        ``refused`` is a plan that was over the budget, and its compiled bytes: what lies between is expected in between.
-        """
-        options, gain = self.options, self.options.worthwhile * self.facts.program.step_seconds
-        share = 1 - options.margin
-        for _ in range(options.retries):
-            planned, compiled = (
-                self.planned(chosen.schedule),
-                halves[2].compiled_peak_bytes or limit,
-            )
-            left, spent = limit - compiled, chosen.simulation.extra_seconds
-            over = spent if refused is None else simulate(self.program, refused[0]).extra_seconds
-            is_dear = spent - over > options.dear * self.facts.program.step_seconds
-            if spent <= gain or (left <= options.slack * limit and not is_dear):
-                break
-            rate = (
-                1.0
-                if refused is None
-                else (self.planned(refused[0]) - planned) / (refused[1] - compiled)
-            )
-            more = self.search(planned + int(max(rate, 0.0) * share * left))
-            new = [
-                c
-                for c in (self.stock, more.best)
-                if c is not None and c.schedule not in self.judged
-            ]
-            found = [c for c in new if self.planned(c.schedule) <= (more.limit or limit)]
-            better = min(found, key=lambda c: c.simulation.extra_seconds, default=None)
-            if better is None or better.simulation.extra_seconds > spent - gain:
-                break
-            faster, compiled = self.lowered(more, better, limit)
-            if compiled <= limit:
-                chosen, halves = better, faster
-            else:
-                refused, share = (better.schedule, compiled), share / 2
-        return halves
-
-    def candidates(self, found: SearchResult, limit: int) -> Iterator[tuple[Candidate, bool]]:
-        """Yield what may fit, the fastest first; after each, :attr:`wrong_by` says by how much it did not, :attr:`doubt` by what share the
-        model was wrong at most.
-
-        The last resorts do not depend on the budget, so that the least peak that an error names can be had by asking for it.
-        """
-        aim, floor = found.limit or limit, found.floor
-        # Of what is written over the model only learns from what is lowered.
-        is_early = self.stock is not None and self._least_peak(self.stock) <= limit
-        if self.stock is not None and is_early:
-            yield self.stock, True
-            if self.program is not self.facts.program:
-                found = self.search(aim)
-        seen: set[Schedule] = set()
-        for _ in range(self.options.attempts):
-            best = found.best
-            if best is None or best.schedule in seen:
-                break
-            seen.add(best.schedule)
-            yield best, False
-            # As much less as the model was wrong, and a little more.
-            aim = min(aim, self.planned(best.schedule)) - int(1.1 * self.wrong_by)
-            found = self.search(aim)
-        self.doubt, taken = 0.0, None
-        for least in self.last_resorts(floor):
-            # What is planned to take more than another was compiled to takes less only where the model is as wrong, here that way and there this way.
-            if taken is None or self.planned(least.schedule) <= (1 + 2 * self.doubt) * taken:
-                yield least, True
-                compiled = limit + self.wrong_by
-                taken = compiled if taken is None else min(taken, compiled)
-        if self.stock is not None and not is_early:
-            yield self.stock, True
-
-    def last_resorts(self, floor: Candidate) -> Iterator[Candidate]:
-        """Yield plans of the least peak, by the model as it is, by what it learns from that, and of a little more."""
-        self.program = self.facts.program
-        yield floor
-        learned = self.program
-        if (
-            learned is not self.facts.program
-            and (better := self.search(self.planned(floor.schedule)).floor).schedule
-            != floor.schedule
-        ):
-            floor = better
-            yield floor
-        for factor in self.options.last_resorts:
-            self.program = learned
-            if (least := self.search(int(factor * self.planned(floor.schedule))).best) is not None:
-                yield least
-
-    def search(self, limit: int) -> SearchResult:
-        return self.planner.search(self.program, lambda peak: limit)
-
-    def planned(self, schedule: Schedule) -> int:
-        """Return the peak of a schedule by what is known by now."""
-        return simulate(self.program, schedule).peak_bytes
-
-    def _least_peak(self, chosen: Candidate) -> int:
-        """Return what a candidate takes if the compiler does its best."""
-        return simulate(
-            at_best(self.facts, is_extern_kernel, self.workspace), chosen.schedule
-        ).peak_bytes
-
-    def plan_of(self, found: SearchResult, chosen: Candidate, limit: int | None) -> Plan:
-        plan = build_plan(self.step, found, chosen, budget_bytes=limit, cost=self.cost)
-        fused = tuple(n.name for n in self.joint.graph.nodes if n in self.facts.never_stored)
-        # Held to our order, torch's own choice might take more than torch makes of it.
-        return replace(
-            plan, graph=self.lines, never_stored=fused, keeps_order=chosen is not self.stock
+        plan = replace(plan, compiled_peak_bytes=lowering.peak_bytes, lets_go=lowering.frees_early)
+        attempt = Attempt(
+            candidate,
+            (forward, backward, plan),
+            lowering.program,
+            peak_bytes(lowering.program, candidate.schedule),
+            lowering.peak_bytes,
         )
+        self.history.append(attempt)
+        return attempt
 
-    def judge(
+    def _lower_halves(
         self,
         forward: fx.GraphModule,
         backward: fx.GraphModule,
         limit: int | None,
         *,
         is_whole: bool,
-        may_let_go: bool,
-    ) -> tuple[int, bool]:
-        """Return the peak of what the compiler makes of the halves, or unless ``is_whole`` a part of it that is over the limit; and whether
-        the backward lets go of memory for that, as it is over the limit otherwise.
+        may_free_early: bool,
+    ) -> _Lowering:
+        """Lower two halves.
 
-        What comes to be compiled is not lowered twice, so that only the lowering of what is refused takes time.
+        Lowered halves are kept for the compile, so that only those of refused plans cost time.
         """
-        facts, lower = self.facts, self.options.lower
-        # The backward knows what the forward leaves, and is the likelier to be over: it is lowered first wherever that may be known without.
+        facts, workspace, lower = self.facts, self.workspace, self.options.lower
+        num_fwd_outputs = self.joint.num_fwd_outputs
+        # The backward is likelier to be over the limit: it is lowered first, unless the layouts of
+        # its inputs follow from the lowered forward.
         lowered = lower(forward, None, {}) if changes_layout(forward) else None
-        num, of = self.num_fwd_outputs, (forward, backward, facts, self.workspace)
         lowered_backward = lower_backward(
-            forward, backward, lower, num_fwd_outputs=num, lowered_forward=lowered
+            forward, backward, lower, num_fwd_outputs=num_fwd_outputs, lowered_forward=lowered
         )
-        self.program = learned(facts, lowered_backward, backward, self.workspace)
+        program = calibrate(facts, lowered_backward, backward, workspace)
 
         def backward_peak() -> tuple[int, bool]:
-            ways = lowered_backward, lowered_backward.letting_go or lowered_backward
-            keeping, letting_go = (
-                int(backward_bytes(way, *of, num_fwd_outputs=num, lowered_forward=lowered).max())
-                for way in ways
+            keeping, freeing = (
+                int(
+                    backward_bytes(
+                        half,
+                        forward,
+                        backward,
+                        facts,
+                        workspace,
+                        num_fwd_outputs=num_fwd_outputs,
+                        lowered_forward=lowered,
+                    ).max()
+                )
+                for half in (lowered_backward, lowered_backward.letting_go or lowered_backward)
             )
-            lets_go = may_let_go and limit is not None and letting_go < keeping > limit
-            return letting_go if lets_go else keeping, lets_go
+            frees_early = may_free_early and limit is not None and freeing < keeping > limit
+            return freeing if frees_early else keeping, frees_early
 
-        peak, lets_go = backward_peak()
+        peak, frees_early = backward_peak()
         if limit is not None and peak > limit and not is_whole:
-            return peak, lets_go
+            return _Lowering(peak, frees_early, program)
         if lowered is None:
-            # Only now is it known which of what is saved lies in one buffer.
+            # The lowered forward tells which saved values share a buffer.
             lowered = lower(forward, None, {})
-            peak, lets_go = backward_peak()
-        return max(peak, int(forward_bytes(lowered, forward, facts, self.workspace).max())), lets_go
+            peak, frees_early = backward_peak()
+        peak = max(peak, int(forward_bytes(lowered, forward, facts, workspace).max()))
+        return _Lowering(peak, frees_early, program)
+
+    @property
+    def program(self) -> Program:
+        """The program, calibrated by the latest lowering."""
+        return self.history[-1].program if self.history else self.facts.program
+
+    def search(self, program: Program, limit: int) -> SearchResult:
+        """Search a program for plans within a limit in bytes."""
+        return self.options.planner.search(program, lambda peak: limit)
+
+    def _optimistic_peak(self) -> int:
+        """Return the peak of the default partitioner's choice if the compiler does its best."""
+        assert self.default is not None
+        program = optimistic_program(self.facts, is_extern_kernel, self.workspace)
+        return peak_bytes(program, self.default.schedule)
+
+    def plan_of(self, found: SearchResult, candidate: Candidate, limit: int | None) -> Plan:
+        """Return the plan of a candidate."""
+        plan = build_plan(self.snapshot, found, candidate, budget_bytes=limit, cost=self.cost)
+        graph = self.joint.module.graph
+        fused = tuple(node.name for node in graph.nodes if node in self.facts.never_stored)
+        # Held to our order, the default partitioner's choice might take more than in Inductor's.
+        keeps_order = candidate is not self.default
+        return replace(plan, graph=self.lines, never_stored=fused, keeps_order=keeps_order)
 
 
-def default_candidate(step: GraphSnapshot, stored: frozenset[str]) -> Candidate | None:
-    """Return the schedule that saves what torch's own partitioner saves and runs the rest again just in time; None if that may not be saved."""
-    program = step.program
-    saved = frozenset(
-        s for name in stored if name in step.by_name for s in step.by_name[name].storages
+def peak_bytes(program: Program, schedule: Schedule) -> int:
+    """Return the simulated peak of a schedule."""
+    return simulate(program, schedule).peak_bytes
+
+
+def default_candidate(snapshot: GraphSnapshot, saved: frozenset[str]) -> Candidate | None:
+    """Return the candidate that saves the default partitioner's choice.
+
+    Everything else is recomputed just in time. None if the choice may not be saved.
+    """
+    program = snapshot.program
+    storages = frozenset(
+        s for name in saved if name in snapshot.by_name for s in snapshot.by_name[name].storages
     )
-    again = frozenset(i for i, op in enumerate(program.ops) if op.no_recompute is None)
-    schedule = emit(program, StageAssignment((0,), (saved,), (again,)))
+    recomputable = frozenset(i for i, op in enumerate(program.ops) if op.no_recompute is None)
+    schedule = emit(program, StageAssignment((0,), (storages,), (recomputable,)))
     if not program.tables.is_savable[list(schedule.saved)].all():
         return None
     return Candidate(schedule, simulate(program, schedule))

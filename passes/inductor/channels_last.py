@@ -1,17 +1,13 @@
-"""Layouts: what an emitted backward makes lies in memory as its readers need it, where Inductor would lay it out otherwise.
+"""Channels last: give the images that a backward's convolutions read the layout of the forward's.
 
-:func:`to_channels_last`: what a backward's convolutions read is made channels last, as Inductor makes what those of the forward read.
+Inductor decides for each half whether convolutions get channels-last images, and decides for a
+backward by the convolutions recomputed in it: one of them changes the layout of all. Recomputed
+values and gradients are then made as they were traced and copied to the layout that a convolution
+takes. The forward needs no such copy, so a plan that recomputes a value would pay for two. Inductor
+makes an image in the layout that is forced on it instead.
 
-Inductor decides half by half whether convolutions are given their images channels last, and for a backward by the convolutions that run again in it:
-one of them turns the layout of all. Values that run again, and gradients, are then made as they were traced, and copied to what the convolution
-takes: the forward's first run needed no copy, and a plan that runs a value again would pay for two. Told what a convolution reads is to look like,
-Inductor makes it so.
-
-:func:`keep_strides`: ``as_strided`` reads memory, not values. Where the forward runs it Inductor lays its operand out as it was traced; where
-the operand runs again from values that lie otherwise, it would lie as they do, and other numbers would be read.
-
-Both expect an emitted backward, the first one whose forward is given channels last, and leave one that computes the same; what it returns is
-laid out as before.
+Expects an emitted backward whose forward is laid out channels last. Leaves one that computes the
+same; values that it returns keep their layout.
 """
 
 from __future__ import annotations
@@ -28,11 +24,14 @@ READ_IMAGES = {
     torch.ops.aten.convolution.default: 1,
     torch.ops.aten.convolution_backward.default: 2,
 }
-"""How many of an op's first operands are images: its input, or the gradient and the input."""
+"""Number of leading operands that are images: the input, or the gradient and the input."""
 
 
 def to_channels_last(backward: fx.GraphModule) -> None:
-    """Force channels last on the images that are made in the backward for its convolutions; those whose sizes vary are left alone."""
+    """Force channels last on images made in the backward for its convolutions.
+
+    Images of dynamic sizes keep their layout.
+    """
     readers = [
         (node, READ_IMAGES[node.target])
         for node in backward.graph.nodes
@@ -48,7 +47,7 @@ def to_channels_last(backward: fx.GraphModule) -> None:
 
 
 def _has_two_layouts(value: torch.Tensor) -> bool:
-    """Return whether a value is an image, of fixed sizes, that channels last lays out otherwise than row by row."""
+    """Return whether a value is an image of fixed sizes whose channels-last layout differs."""
     if value.dim() != 4 or not all(isinstance(n, int) for n in value.shape):
         return False
     _, channels, height, width = value.shape
@@ -56,15 +55,17 @@ def _has_two_layouts(value: torch.Tensor) -> bool:
 
 
 def _force(image: fx.Node) -> None:
-    forced = _forced(image, torch.empty_like(image.meta["val"], memory_format=torch.channels_last))
-    # All others read what there is rather than make it again, but for those to whom it matters how the image lies.
+    forced = forced_like(
+        image, torch.empty_like(image.meta["val"], memory_format=torch.channels_last)
+    )
+    # All readers share the forced image, unless they depend on its layout.
     image.replace_all_uses_with(
         forced, delete_user_cb=lambda user: user is not forced and not _depends_on_layout(user)
     )
 
 
-def _forced(value: fx.Node, laid_out: torch.Tensor) -> fx.Node:
-    """Return a node behind a value that is laid out like another."""
+def forced_like(value: fx.Node, laid_out: torch.Tensor) -> fx.Node:
+    """Return a new node after a value: the same value, laid out like ``laid_out``."""
     with value.graph.inserting_after(value):
         forced = value.graph.call_function(FORCE_STRIDE_ORDER, (value, list(laid_out.stride())))
     forced.meta.update(
@@ -75,7 +76,7 @@ def _forced(value: fx.Node, laid_out: torch.Tensor) -> fx.Node:
 
 
 def _depends_on_layout(user: fx.Node) -> bool:
-    """Return whether a reader, or one that reads through it, returns a value whose layout was promised or looks at memory itself."""
+    """Return whether a reader, directly or through views, reads memory or promised a layout."""
     if user.target in READ_IMAGES:
         return False
     if not is_torchs_own(user) or "as_strided" in str(user.target):

@@ -1,8 +1,8 @@
-"""Order: mark each node of an emitted backward with its place, so that a scheduler can be held to it.
+"""Execution order: mark the position of each node of an emitted backward.
 
-The plan's peak is that of the order in which the backward was emitted: what runs again runs right in front of what needs it. A compiler that
-schedules anew sees no reason to wait. The mark is a number and a flag: how many of the backward's own nodes come before, and whether the node runs
-something again.
+The planned peak assumes the order in which the backward was emitted, with a recomputation right
+before its first reader. A compiler that schedules on its own has no reason to wait. The mark is the
+number of the backward's own nodes before a node, and whether the node recomputes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from fxckpt.passes.meta import ORDER, RECOMPUTE_OF
 
 
 def mark_execution_order(backward: fx.GraphModule) -> None:
-    """Mark the nodes."""
+    """Set :data:`~fxckpt.passes.meta.ORDER` on each op of the backward."""
     before = 0
     for node in backward.graph.nodes:
         if node.op == "call_function":
-            again = RECOMPUTE_OF in node.meta
-            node.meta[ORDER] = (before, again)
-            before += not again
+            is_recompute = RECOMPUTE_OF in node.meta
+            node.meta[ORDER] = (before, is_recompute)
+            before += not is_recompute

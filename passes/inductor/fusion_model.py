@@ -1,13 +1,14 @@
-"""Kernels: which values a fusing compiler never stores.
+"""Fusion model: the values that a fusing compiler never stores.
 
-A compiler that fuses (Inductor) takes an element-wise op into the loops of those who read it: its value has no memory of its own, is made again
-in every loop at next to no cost, and what it is made from lives until the last of them has run. To planning it is what a view is. A value is
-stored all the same where somebody needs it in memory: a kernel that is no loop, the caller, the compiler's own thresholds on how much one loop
-may read and how often heavy work is done again. And one that is much smaller than what it is made from (the sum of two, a mask) is better
-treated as stored, so that a plan may save it in their place.
+Inductor inlines an element-wise op into the fused kernels that read it: its value has no memory,
+is recomputed in every kernel at next to no cost, and its inputs live until the last of them has
+run. To planning, such a value is a view. A value is realized all the same if it is needed in
+memory: by an extern kernel, by the caller, or by the compiler's thresholds on the reads of one
+kernel and on repeated heavy work. A value much smaller than its inputs (the sum of two, a mask) is
+also planned as realized, so that a plan may save it in their place.
 
-Reads the graph, leaves it alone. Judging what a compiler really makes of a plan is :mod:`fxckpt.inductor.memory`'s job; this is the model that plans
-are searched with.
+Reads the graph without changing it. This is the model on which plans are searched;
+:mod:`fxckpt.inductor.memory` asks Inductor about a plan.
 """
 
 from __future__ import annotations
@@ -27,40 +28,41 @@ from fxckpt.torch_private.inductor.default_partitioner import fuses
 HEAVY = frozenset(
     ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh", "erf", "inductor_random")
 )
-"""Ops worth storing where they are read more than once."""
+"""Ops that are realized if they are read more than once."""
 
 
 @dataclass(frozen=True)
-class KernelGraph:
+class FusionModel:
     """Finds the values of a joint graph that are never stored."""
 
     fuses: Callable[[fx.Node], bool]
-    """Whether the compiler lowers an op to a loop that others may take in."""
+    """Whether the compiler lowers an op to a loop that it may inline."""
     most_reads: int = 8
-    """A loop that reads more is stored (Inductor: ``realize_acc_reads_threshold``)."""
+    """Most buffers that an inlined value reads (Inductor's ``realize_acc_reads_threshold``)."""
     most_reads_reused: int = 4
-    """The same for one that is read more than once (``realize_reads_threshold``)."""
+    """The same for a value with several readers (Inductor's ``realize_reads_threshold``)."""
     most_bytes: float = 1.5
-    """A value that is made from more bytes than this many times its own is planned as stored."""
+    """Most bytes that an inlined value reads, as a multiple of its own."""
 
     def __call__(self, graph: fx.Graph, stored: Collection[str] = ()) -> frozenset[fx.Node]:
         """Return the values that are never stored.
 
-        Those in ``stored`` are stored whatever the rules say, but for masks and indices that loops make from nothing but their own counters: to make
-        them again takes less than to read them, and loops that read one mask would be fused for it, however far apart they are.
+        Values named in ``stored`` are realized whatever the rules say. Excepted are masks and
+        indices computed from loop counters alone: recomputing them costs less than reading them,
+        and kernels that read one mask would be fused for it, however far apart they are.
         """
-        reader = _Reader(self, graph)
+        visitor = _FusionVisitor(self, graph)
         return frozenset(
             node
             for node in graph.nodes
-            if node.op == "call_function" and reader.read(node, node.name in stored)
+            if node.op == "call_function" and visitor.visit(node, node.name in stored)
         )
 
 
-class _Reader:
-    """Follows one graph in order."""
+class _FusionVisitor:
+    """Visits the nodes of one graph in order."""
 
-    def __init__(self, rules: KernelGraph, graph: fx.Graph) -> None:
+    def __init__(self, rules: FusionModel, graph: fx.Graph) -> None:
         self.rules = rules
         self.closure = backward_closure(graph)
         self.outputs = {
@@ -76,11 +78,11 @@ class _Reader:
             for t in tensors(n.meta.get("val"))
         }
         self.sources: dict[fx.Node, dict[int, int]] = {}
-        """Per node: the stored memory that reading it reads, with its bytes; inputs of the graph count none."""
+        """Storages read through each node, with their bytes; inputs of the graph count none."""
         self.heavy: set[fx.Node] = set()
 
-    def read(self, node: fx.Node, is_stored: bool) -> bool:
-        """Take the next node in; return whether it is never stored."""
+    def visit(self, node: fx.Node, is_stored: bool) -> bool:
+        """Visit the next node; return whether it is never stored."""
         below: dict[int, int] = {}
         for arg in node.all_input_nodes:
             below.update(
@@ -90,14 +92,14 @@ class _Reader:
             )
         own = {storage_id(t): storage_bytes(t) for t in tensors(node.meta.get("val"))}
         is_stored = is_stored and not (
-            _is_index(node) and not below and self._is_taken_in(node, own, below)
+            _is_index(node) and not below and self._is_inlined(node, own, below)
         )
         if not is_stored and own and not is_symbolic(node) and self._is_view(node, own):
             self.sources[node] = below
             if any(arg in self.heavy for arg in node.all_input_nodes):
                 self.heavy.add(node)
             return False
-        if is_stored or not own or not self._is_taken_in(node, own, below):
+        if is_stored or not own or not self._is_inlined(node, own, below):
             self.sources[node] = {
                 sid: 0 if sid in self.free else nbytes for sid, nbytes in own.items()
             }
@@ -117,30 +119,30 @@ class _Reader:
             for sid in own
         )
 
-    def _is_taken_in(self, node: fx.Node, own: dict[int, int], below: dict[int, int]) -> bool:
+    def _is_inlined(self, node: fx.Node, own: dict[int, int], below: dict[int, int]) -> bool:
         if not self.rules.fuses(node) or not self.outputs.isdisjoint(own):
             return False
         readers = _readers(node)
-        if not all(self._is_loop(reader) for reader in readers):
+        if not all(self._is_fused(reader) for reader in readers):
             return False
-        times = max(
+        reads = max(
             sum(reader in self.closure for reader in readers),
             sum(reader not in self.closure for reader in readers),
         )
-        if times > 1 and (
+        if reads > 1 and (
             _is_heavy(node) or any(arg in self.heavy for arg in node.all_input_nodes)
         ):
             return False
-        if len(below) > (self.rules.most_reads_reused if times > 1 else self.rules.most_reads):
+        if len(below) > (self.rules.most_reads_reused if reads > 1 else self.rules.most_reads):
             return False
         return sum(below.values()) <= self.rules.most_bytes * sum(own.values())
 
-    def _is_loop(self, node: fx.Node) -> bool:
+    def _is_fused(self, node: fx.Node) -> bool:
         return self.rules.fuses(node) or is_reduction(node)
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Return whether an op reduces: a loop that may take in what it reads, and stores what it makes."""
+    """Return whether an op reduces: its kernel may inline its inputs, and stores its result."""
     return isinstance(node.target, OpOverload) and (node.target._opname in REDUCTIONS)
 
 
@@ -176,7 +178,7 @@ def _is_index(node: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """Return who reads a value, be it through views."""
+    """Return the readers of a value, directly or through views."""
     held = {storage_id(t) for t in tensors(node.meta.get("val"))}
     found: dict[fx.Node, None] = {}
     todo = [node]
@@ -192,7 +194,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def is_extern_kernel(node: fx.Node) -> bool:
-    """Return whether Inductor calls a kernel of a library for an op, rather than write a loop."""
+    """Return whether Inductor calls a library for an op instead of generating a kernel."""
     return (
         node.op == "call_function"
         and not fuses(node)

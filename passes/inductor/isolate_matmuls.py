@@ -1,11 +1,12 @@
-"""Unfold: keeps a matrix product where it stands, if a compiler would fold it into a later sum and so keep its operands alive until then.
+"""Isolate matmuls: keep a product in place that Inductor would fold into a later sum.
 
-A weight that is used twice (an embedding that is also the head) gets its gradient as a sum, whose parts are made at both ends of the backward.
-Inductor makes sum and product one call, at the place of the sum: the head's operands, the gradient of the logits among them, would live as
-long as the backward. Seen through a view the product is no part of the pattern.
+The gradient of a weight used twice (an embedding that is also the head) is a sum whose parts are
+made at both ends of the backward. Inductor folds the product and the later sum into one ``addmm``
+at the place of the sum: the operands of the head's product, among them the gradient of the logits,
+would live as long as the backward. Behind a view, the product no longer matches the pattern.
 
-The one call reads from memory what it adds to the product. Of the gradient of a slice that would be all the zeros around it too, which loops
-never store.
+``addmm`` also reads the other summand from memory. If that is the gradient of a slice, the zeros
+around the slice, which fused kernels never store, would be stored for it.
 
 Expects an emitted backward. Leaves one that computes the same.
 """
@@ -30,46 +31,50 @@ ADD, PRODUCT = torch.ops.aten.add.Tensor, torch.ops.aten.mm.default
 def isolate_matmuls(
     backward: fx.GraphModule, *, is_extern_kernel: Callable[[fx.Node], bool] = is_extern_kernel
 ) -> None:
-    """Take products out of sums that come after another library call or add what is never stored, where that frees more than the product takes."""
+    """Hide products from the sums that read them, where that frees more memory than it takes.
+
+    Freed are operands that would outlive another extern kernel, and summands that would otherwise
+    never be stored; taken is the product.
+    """
     graph = backward.graph
     sums = [
         (node, product)
         for node in graph.find_nodes(op="call_function", target=ADD)
-        for product in _folded(node)
+        for product in _foldable(node)
     ]
     if not sums:
         return
-    lives = _Lives(graph)
+    intervals = _LiveIntervals(graph)
     calls = [
-        lives.place[node]
+        intervals.place[node]
         for node in graph.nodes
         if node.op == "call_function" and is_extern_kernel(node)
     ]
     for node, product in sums:
-        here = lives.place[node]
+        here = intervals.place[node]
         freed = {
             storage: nbytes
             for arg in product.all_input_nodes
-            for storage, nbytes in lives.storages(arg)
-            if any(lives.last[storage] < call < here for call in calls)
+            for storage, nbytes in intervals.storages(arg)
+            if any(intervals.last[storage] < call < here for call in calls)
         }
         freed.update(
             (storage, nbytes)
             for arg in node.all_input_nodes
-            for storage, nbytes in lives.storages(arg)
-            if lives.made_by[storage].meta.get(NEVER_STORED)
+            for storage, nbytes in intervals.storages(arg)
+            if intervals.made_by[storage].meta.get(NEVER_STORED)
         )
-        if sum(freed.values()) > sum(nbytes for _, nbytes in lives.storages(product)):
+        if sum(freed.values()) > sum(nbytes for _, nbytes in intervals.storages(product)):
             _hide(node, product)
 
 
-def _folded(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the products that a sum alone reads."""
+def _foldable(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the products that are read by a sum only."""
     return (arg for arg in node.all_input_nodes if arg.target is PRODUCT and len(arg.users) == 1)
 
 
-class _Lives:
-    """Which node gives a backward's storages, and where they are read for the last time; what the caller holds is read at the end."""
+class _LiveIntervals:
+    """First node and last read of each storage of a backward; the caller's never die."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.place = {node: i for i, node in enumerate(graph.nodes)}
@@ -89,7 +94,7 @@ class _Lives:
         )
 
     def storages(self, node: fx.Node | None) -> Iterator[tuple[int, int]]:
-        """Yield what a node's value lies in, and its bytes."""
+        """Yield the storages of a node's value, with their bytes."""
         return (
             ((storage_id(t), storage_bytes(t)) for t in tensors(node.meta.get("val")))
             if node is not None
@@ -101,7 +106,10 @@ class _Lives:
 
 
 def _hide(node: fx.Node, product: fx.Node) -> None:
-    """Let a sum read a product, and be read itself, through views; scalars, which give way in type promotion, stay scalars."""
+    """Put views between a sum and its operands and readers.
+
+    Scalars stay scalars, as they give way in type promotion.
+    """
     graph = node.graph
     with graph.inserting_before(node):
         read = [

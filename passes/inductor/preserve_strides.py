@@ -1,16 +1,26 @@
-"""Preserve the strides of what a backward returns."""
+"""Preserve strides: keep the traced layout of values that ``as_strided`` reads in a backward.
+
+``as_strided`` reads memory, not values. In the forward, Inductor lays its operand out as it was
+traced. Recomputed from values of another layout, the operand would take that layout, and
+``as_strided`` would read other numbers.
+
+Expects an emitted backward. Leaves one that computes the same.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
 
-from fxckpt.passes.inductor.channels_last import _forced
+from fxckpt.passes.inductor.channels_last import forced_like
 from fxckpt.torch_private.inductor.default_partitioner import is_view
 
 
 def preserve_strides(backward: fx.GraphModule) -> None:
-    """Force the strides that it was traced with on what is made in the backward and read by ``as_strided``, be it through views."""
+    """Force the traced strides on values of the backward that ``as_strided`` reads.
+
+    Reads through views count. Inputs of the backward and values of dynamic sizes are left alone.
+    """
     forced: dict[fx.Node, fx.Node] = {}
     for reader in [node for node in backward.graph.nodes if "as_strided" in str(node.target)]:
         value = reader.args[0]
@@ -20,8 +30,8 @@ def preserve_strides(backward: fx.GraphModule) -> None:
         if value.op == "placeholder" or not all(isinstance(n, int) for n in traced.shape):
             continue
         laid_out = torch.empty_like(traced)
-        # What has holes, or lies over itself, is no value that Inductor makes.
+        # Inductor makes no value with holes or overlaps.
         if laid_out.stride() == traced.stride():
             if value not in forced:
-                forced[value] = _forced(value, laid_out)
+                forced[value] = forced_like(value, laid_out)
             reader.replace_input_with(value, forced[value])

@@ -1,9 +1,10 @@
-"""Hand over: save the view that library calls read, in place of the value that it shows.
+"""Save views: save the view that extern kernels read, in place of its base.
 
-Both lie in the same memory. But a compiler that lays values out anew returns a saved value in a layout of its choice: if a matrix product of the
-forward reads it as rows, and so does the backward's, the value itself would be laid out, and stored, a second time.
+Both share one storage. But Inductor returns a saved value in a layout of its choice: if a matrix
+product of the forward reads the value as rows, and so does the backward's, the base would be laid
+out, and stored, a second time.
 
-Expects a joint graph that was rematerialized. Leaves the same work in it.
+Expects a rematerialized joint graph. Leaves the same work in it.
 """
 
 from __future__ import annotations
@@ -25,46 +26,57 @@ def save_views(
     *,
     is_extern_kernel: Callable[[fx.Node], bool] = is_extern_kernel,
 ) -> Rematerialized:
-    """Return what the forward must save, a view taken for what a loop makes where the backward's library calls alone read it, and as that."""
+    """Return the values that the forward must save, with views in place of their bases.
+
+    A base is replaced if a fused kernel makes it and the backward reads it only in extern kernels,
+    through that view.
+    """
     nodes = {node.name: node for node in joint.graph.nodes}
     place = {node: i for i, node in enumerate(joint.graph.nodes)}
     saved = set()
     for value in result.saved:
-        views = [] if is_extern_kernel(value) else list(_read_as(value, nodes))
+        views = [] if is_extern_kernel(value) else list(_views_read(value, nodes))
         if views and all(is_extern_kernel(user) for user in views[-1][0].users):
-            _take(value, views)
+            _reuse_view(value, views)
             value = views[-1][1]
         saved.add(value)
     return Rematerialized(tuple(sorted(saved, key=place.__getitem__)), result.symbolic)
 
 
-def _take(value: fx.Node, views: Sequence[tuple[fx.Node, fx.Node]]) -> None:
-    """Let the backward read the forward's view in place of its own."""
-    again, view = views[-1]
-    again.replace_all_uses_with(view)
+def _reuse_view(value: fx.Node, views: Sequence[tuple[fx.Node, fx.Node]]) -> None:
+    """Replace the backward's copy of a view with the forward's view."""
+    copy, view = views[-1]
+    copy.replace_all_uses_with(view)
     for each, _ in reversed(views):
         each.graph.erase_node(each)
     view.meta[VIEW_OF] = value.name
 
 
-def _read_as(value: fx.Node, nodes: Mapping[str, fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the views through which alone the backward reads a value, each shown by the next: the backward's own and the forward's."""
-    shown = again = value
+def _views_read(value: fx.Node, nodes: Mapping[str, fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the chain of views that are the backward's only reads of a value.
+
+    Each is a pair: the backward's copy and the forward's view.
+    """
+    view = copy = value
     while True:
         readers = [
             user
-            for user in again.users
+            for user in copy.users
             if user.op == "output" or user.meta.get("partitioner_tag") == "must_be_in_backward"
         ]
         name = str(readers[0].meta.get(RECOMPUTE_OF)) if len(readers) == 1 else ""
-        if name not in nodes or readers[0].meta.get(IS_RECOMPUTE) or not _shows(nodes[name], shown):
+        if (
+            name not in nodes
+            or readers[0].meta.get(IS_RECOMPUTE)
+            or not _is_whole_view(nodes[name], view)
+        ):
             return
-        again, shown = readers[0], nodes[name]
-        yield again, shown
+        copy, view = readers[0], nodes[name]
+        yield copy, view
 
 
-def _shows(view: fx.Node, value: fx.Node) -> bool:
-    """Return whether a node of the forward is a value in another shape, all of it, and made from nothing else."""
+def _is_whole_view(view: fx.Node, value: fx.Node) -> bool:
+    """Return whether a node is a view of all of a value, made from nothing else."""
     if value.op != "call_function" or [
         read for read in view.all_input_nodes if not is_symbolic(read)
     ] != [value]:

@@ -1,10 +1,13 @@
-"""Unflatten: element-wise work between a view that merges dimensions and one that splits them again is done with the dimensions apart.
+"""Sink reshapes: move a view that merges dimensions behind the element-wise ops that follow it.
 
-A loss over all but the last token of each sequence merges batch and sequence for its softmax; its gradient is split up again, and padded. To a
-compiler that then indexes the logits by ``x // 255`` and ``x % 255`` they and their gradient do not look alike, so that it allocates the gradient
-beside them in place of writing over them: the largest values of many language models, twice.
+A loss over all but the last token of each sequence merges batch and sequence for its softmax; its
+gradient is split again, and padded. In the merged shape a compiler indexes the logits by
+``x // 255`` and ``x % 255``, unlike their gradient, and so allocates the gradient beside them in
+place of overwriting them. Those are the largest values of many language models. MLIR calls the
+rewrite sinking of collapsing reshapes.
 
-Expects a normalized joint graph. Leaves one that computes the same, element by element, under the same names.
+Expects a normalized joint graph. Leaves one that computes the same, element by element, under the
+same names.
 """
 
 from __future__ import annotations
@@ -21,13 +24,18 @@ from fxckpt.passes.meta import NAME
 from fxckpt.torch_private import OpOverload, is_surely_equal
 
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+"""Ops that merge or split dimensions."""
 TAGS = ("recompute", "ac_graph_id")
-"""Metadata by which a user says what of an op is saved."""
+"""Metadata of a user's decisions about saving an op."""
 COPIES = (torch.ops.aten.clone.default, torch.ops.prims.convert_element_type.default)
+"""Ops that copy a slice before it is merged."""
 
 
 def sink_reshapes(graph: fx.Graph) -> None:
-    """Move views that merge the dimensions of a slice behind the element-wise ops between them and a view that splits them again."""
+    """Move views that merge the dimensions of a slice behind element-wise ops.
+
+    Only the ops between them and a view that splits the dimensions again are affected.
+    """
     place = {node: i for i, node in enumerate(graph.nodes)}
     merged: set[fx.Node] = set()
     for node in place:
@@ -45,18 +53,18 @@ def sink_reshapes(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class _Region:
-    """What stands between views that merge and one that splits."""
+    """The nodes between views that merge dimensions and one that splits them."""
 
     ops: tuple[fx.Node, ...]
-    """Element by element, in graph order."""
+    """Element-wise ops, in graph order."""
     merges: tuple[fx.Node, ...]
-    """The views whose sources the ops can read as they are, in graph order."""
+    """Merging views whose sources the ops can read directly, in graph order."""
     sizes: Mapping[fx.Node, Sequence[Any]]
-    """What else they read, split up to these sizes."""
+    """Sizes to which each other operand must be split."""
 
 
 def _region(split: fx.Node, merged: set[fx.Node], place: Mapping[fx.Node, int]) -> _Region | None:
-    """Return what stands before a splitting view, None where it cannot all be had in the split shape."""
+    """Return the region before a splitting view; None if part of it has no split shape."""
     last, apart = split.all_input_nodes[0], split.meta["val"].shape
     flat, into = last.meta["val"].shape, _sizes(split)
     groups = _groups(flat, apart)
@@ -75,7 +83,7 @@ def _region(split: fx.Node, merged: set[fx.Node], place: Mapping[fx.Node, int]) 
         elif node.target not in VIEWS and node in merged and _has_shape(node, flat):
             ops.append(node)
             todo.extend(arg for arg in node.all_input_nodes if arg not in todo)
-        elif (own := _split_up(node, flat, groups, into)) is not None:
+        elif (own := _split_sizes(node, flat, groups, into)) is not None:
             sizes[node] = own
         else:
             return None
@@ -92,7 +100,10 @@ def _region(split: fx.Node, merged: set[fx.Node], place: Mapping[fx.Node, int]) 
 
 
 def _move(split: fx.Node, region: _Region) -> list[fx.Node]:
-    """Let the ops of a region read and make what is split up; return the views that show it merged to everyone else."""
+    """Move the ops of a region to the split shape.
+
+    Returns new views that merge their results for all other readers.
+    """
     graph, apart = split.graph, split.meta["val"].shape
     merged = []
     given = {merge: merge.all_input_nodes[0] for merge in region.merges}
@@ -108,13 +119,13 @@ def _move(split: fx.Node, region: _Region) -> list[fx.Node]:
         readers = [user for user in op.users if user is not split and user not in region.ops]
         if readers:
             with graph.inserting_after(op):
-                # The first of the merging views comes before all of the ops, and so do its sizes.
+                # The first merging view, and so its sizes, come before all of the ops.
                 shown = _view(op, region.merges[0].args[1], op, but=(NAME,))
             merged.append(shown)
             for reader in readers:
                 reader.replace_input_with(op, shown)
         op.args, op.kwargs = fx.map_arg((op.args, op.kwargs), lambda arg: given.get(arg, arg))
-        # The same memory, as those who share it are told by it.
+        # A view keeps the storage, by which aliases are known.
         op.meta["val"] = op.meta["val"].view(apart)
     split.replace_all_uses_with(split.all_input_nodes[0])
     graph.erase_node(split)
@@ -122,7 +133,7 @@ def _move(split: fx.Node, region: _Region) -> list[fx.Node]:
 
 
 def _view(of: fx.Node, sizes: Any, like: fx.Node, *, but: Sequence[str]) -> fx.Node:
-    """Return a view that belongs where ``like`` does, with its metadata but for some."""
+    """Return a view with the metadata of ``like``, except for the keys in ``but``."""
     view = of.graph.call_function(VIEWS[0], (of, sizes))
     shape = [size.meta["val"] if isinstance(size, fx.Node) else size for size in sizes]
     view.meta = {
@@ -133,7 +144,7 @@ def _view(of: fx.Node, sizes: Any, like: fx.Node, *, but: Sequence[str]) -> fx.N
 
 
 def _merges_slice(node: fx.Node) -> bool:
-    """Return whether an op is a view, in fewer dimensions, of a slice's copy."""
+    """Return whether an op is a view, in fewer dimensions, of the copy of a slice."""
     if node.target not in VIEWS:
         return False
     source = node.all_input_nodes[0]
@@ -150,7 +161,7 @@ def _dim(node: fx.Node) -> int:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    """Return whether an op makes each element of a dense tensor from those at its place."""
+    """Return whether an op maps dense tensors element by element."""
     is_pointwise = isinstance(node.target, OpOverload) and (
         torch.Tag.pointwise in node.target.tags or node.target is COPIES[1]
     )
@@ -175,7 +186,7 @@ def _has_shape(node: fx.Node, shape: Sequence[Any]) -> bool:
 
 
 def _sizes(split: fx.Node) -> list[Any] | None:
-    """Return the sizes that a view is given, -1 replaced; None where that is not a number."""
+    """Return the sizes passed to a view, with -1 replaced; None if that is a dynamic size."""
     given = zip(split.args[1], split.meta["val"].shape, strict=True)  # type: ignore[arg-type]
     sizes = [
         size if isinstance(size, fx.Node) or not is_surely_equal(size, -1) else found
@@ -185,7 +196,7 @@ def _sizes(split: fx.Node) -> list[Any] | None:
 
 
 def _groups(flat: Sequence[Any], apart: Sequence[Any]) -> list[slice] | None:
-    """Return, for each merged dimension, the dimensions that it is split into; None where a view does anything else."""
+    """Return the split dimensions of each merged dimension; None if a view does anything else."""
     groups, begin = [], 0
     for size in flat:
         end, product = begin + 1, apart[begin] if begin < len(apart) else 0
@@ -198,10 +209,13 @@ def _groups(flat: Sequence[Any], apart: Sequence[Any]) -> list[slice] | None:
     return groups if begin == len(apart) else None
 
 
-def _split_up(
+def _split_sizes(
     node: fx.Node, flat: Sequence[Any], groups: Sequence[slice], into: Sequence[Any]
 ) -> list[Any] | None:
-    """Return the sizes of what is broadcast to the merged shape, split up; none where it stays as it is, None where it is not broadcast to it."""
+    """Return the split sizes of an operand that is broadcast to the merged shape.
+
+    They are empty if the operand needs no split, None if it is not broadcast to that shape.
+    """
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return []

@@ -25,12 +25,12 @@ from torch.utils.checkpoint import (
 )
 
 import fxckpt
-from fxckpt.inductor.memory import learned, lower_backward
+from fxckpt.inductor.memory import calibrate, lower_backward
 from fxckpt.inductor.planner import InductorPlanner
 from fxckpt.passes.analysis.byte_counts import RNG_STATE_BYTES
 from fxckpt.passes.analysis.joint import no_workspace
 from fxckpt.passes.inductor.execution_order import ORDER
-from fxckpt.passes.inductor.fusion_model import KernelGraph
+from fxckpt.passes.inductor.fusion_model import FusionModel
 from fxckpt.planner.pipeline import EMIT_INDUCTOR
 from fxckpt.planner.planner import Planner
 from fxckpt.torch_private.inductor.default_partitioner import fuses
@@ -813,10 +813,10 @@ def test_what_kernels_write_over_is_learned_from_a_lowering() -> None:
     forward, backward, plan = InductorPlanner(Planner(cost="flops")).partition(
         joint, num_fwd_outputs=count
     )
-    kernels = KernelGraph(fuses)(joint.graph, plan.saved)
+    kernels = FusionModel(fuses)(joint.graph, plan.saved)
     facts, _ = Planner(cost="flops").read(joint, count, bind_preferences=True, never_stored=kernels)
     lowered = lower_backward(forward, backward, Lowerings(None).lower, num_fwd_outputs=count)
-    program, seen = facts.program, learned(facts, lowered, backward, no_workspace)
+    program, seen = facts.program, calibrate(facts, lowered, backward, no_workspace)
     pairs = zip(program.backward, seen.backward, strict=True)
     spared = {
         k: one.workspace_bytes - other.workspace_bytes for k, (one, other) in enumerate(pairs)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxckpt.costs.models import FlopCost, checked
 from fxckpt.passes.analysis.joint import Facts, collect
-from fxckpt.passes.inductor.fusion_model import KernelGraph
+from fxckpt.passes.inductor.fusion_model import FusionModel
 from fxckpt.torch_private.inductor.default_partitioner import fuses
 from tests.joints import plain_joint
 
@@ -24,7 +24,7 @@ def never_stored(
     function: Callable[..., Any], *inputs: Tensor, stored: tuple[str, ...] = ()
 ) -> set[str]:
     joint, _ = plain_joint(function, *inputs)
-    return {node.name for node in KernelGraph(fuses)(joint.graph, stored)}
+    return {node.name for node in FusionModel(fuses)(joint.graph, stored)}
 
 
 def facts(function: Callable[..., Any], *inputs: Tensor) -> Facts:
@@ -33,7 +33,7 @@ def facts(function: Callable[..., Any], *inputs: Tensor) -> Facts:
         joint,
         num_fwd_outputs=count,
         cost=checked(FlopCost()),
-        never_stored=KernelGraph(fuses)(joint.graph),
+        never_stored=FusionModel(fuses)(joint.graph),
     )
 
 
@@ -118,7 +118,7 @@ def test_a_view_of_a_loop_reads_what_the_loop_was_made_from() -> None:
 
 def test_facts_move_to_a_copy_of_the_graph() -> None:
     joint, count = plain_joint(chain, x(), x())
-    kernels = KernelGraph(fuses)(joint.graph)
+    kernels = FusionModel(fuses)(joint.graph)
     found = collect(joint, num_fwd_outputs=count, cost=checked(FlopCost()), never_stored=kernels)
     copied = torch.fx.Graph()
     copied.graph_copy(joint.graph, {})
