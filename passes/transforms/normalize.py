@@ -1,11 +1,11 @@
-"""Normalize: names, dead code and common subexpressions, random ops left alone.
+"""Normalize: take names, drop dead code, merge common subexpressions, raise items of tuples.
 
-Classic local value numbering on the joint graph: two calls of one pure op on the same arguments are one value. Random, mutating and
-effectful ops, outputs, reads of storages that are written later, and ops of different checkpoint regions or names are never merged. What
-:func:`fxckpt.name` left in the graph becomes metadata of the op, or the input, whose value it names. ``getitem`` nodes move
-right behind their tuple, so that a tuple dies at once.
+Merging is classic local value numbering on the joint graph: two calls of one pure op on the same
+arguments are one value. It never merges random, mutating and effectful ops, outputs, reads of
+storages that are written later, or ops of different checkpoint regions or names.
 
-Expects a joint graph. Leaves a joint graph that computes the same outputs and draws the same random numbers in the same order.
+Expects a joint graph. Leaves a joint graph that computes the same outputs and draws the same random
+numbers in the same order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 from fxckpt.ops.properties import has_hidden_effect, is_known_pure, is_mutating, is_random, tensors
 from fxckpt.passes.analysis.placement import graph_outputs
 from fxckpt.passes.meta import NAME
-from fxckpt.passes.transforms.storage_copies import retie
+from fxckpt.passes.transforms.storage_copies import share_storages
 from fxckpt.torch_private import OpOverload, name_op, storage_id
 
 
 def take_names(graph: fx.Graph) -> None:
-    """Move names to the ops that fill the named storages, or the inputs that hold them, and remove the nodes that told them."""
+    """Turn calls of :func:`fxckpt.name` into metadata of the op or the input they name."""
     for node in graph.find_nodes(op="call_function", target=name_op):
         owner, label = _owner(node.args[0]), node.args[1]
         owner.meta[NAME] = tuple(dict.fromkeys((*owner.meta.get(NAME, ()), label)))
@@ -32,7 +32,7 @@ def take_names(graph: fx.Graph) -> None:
 
 
 def _owner(node: fx.Node) -> fx.Node:
-    """Return what fills the storage of a value: its own op, or the op or input that it is a view or an item of."""
+    """Return the op or input whose storage a value holds; the node itself if it is no view."""
     held = {storage_id(t) for t in tensors(node.meta.get("val"))}
     for arg in node.all_input_nodes if node.op == "call_function" and is_known_pure(node) else ():
         if any(storage_id(t) in held for t in tensors(arg.meta.get("val"))):
@@ -41,15 +41,15 @@ def _owner(node: fx.Node) -> fx.Node:
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Remove nodes nobody uses; random ops stay, because they move their generator."""
+    """Remove nodes without users; random ops stay, because they advance their generator."""
     graph.eliminate_dead_code()
 
 
 def merge_common_subexpressions(graph: fx.Graph) -> None:
     """Merge equal calls of pure ops.
 
-    What a user gets stays its own tensor: one in-place op on a merged output would change the other, or what the backward saved. So does what
-    holds a sparse tensor, which cannot be laid over another storage.
+    Outputs stay apart: an in-place op of the user on a merged output would change the other one, or
+    a saved value. Sparse tensors stay apart because their fake values cannot share a storage.
     """
     written = [
         a
@@ -69,10 +69,10 @@ def merge_common_subexpressions(graph: fx.Graph) -> None:
     }
     seen: dict[Any, fx.Node] = {}
     moved: dict[int, tuple[Tensor, Tensor]] = {}
-    """Merged values, and those that stand for them, by the storages of the merged."""
+    """Fake values of merged nodes with their replacements, by the storage id of the former."""
     for node in list(graph.nodes):
         if moved and node.op == "call_function":
-            retie(node, moved)
+            share_storages(node, moved)
         if not _can_merge(node, apart):
             continue
         key = _key(node)
@@ -94,6 +94,7 @@ def _is_sparse(node: fx.Node) -> bool:
 
 
 def _can_merge(node: fx.Node, apart: set[int]) -> bool:
+    """Return whether a node is a pure op that neither reads nor fills a storage of ``apart``."""
     if (
         node.op != "call_function"
         or not is_known_pure(node)
@@ -108,17 +109,18 @@ def _can_merge(node: fx.Node, apart: set[int]) -> bool:
 
 
 def _key(node: fx.Node) -> Any:
+    """Return a key that is equal for calls of one value only."""
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-    # The type is part of the key: 1, 1.0 and True are equal to Python and not to an op.
+    # The type is part of the key: 1, 1.0 and True are equal in Python, but not as arguments.
     typed = tuple(
         (type(leaf), leaf if not isinstance(leaf, float) else repr(leaf)) for leaf in leaves
     )
-    place = (node.meta.get("recompute"), node.meta.get("ac_graph_id"), node.meta.get(NAME))
-    return node.target, typed, spec, place
+    group = (node.meta.get("recompute"), node.meta.get("ac_graph_id"), node.meta.get(NAME))
+    return node.target, typed, spec, group
 
 
 def raise_getitems(graph: fx.Graph) -> None:
-    """Move every ``getitem`` of an op's tuple right behind the op."""
+    """Move every ``getitem`` right behind its op, so that the tuple dies at once."""
     for node in list(graph.nodes):
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             parent = node.args[0]

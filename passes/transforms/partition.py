@@ -1,7 +1,10 @@
 """Partition: split a rematerialized joint graph into forward and backward.
 
-Every node is bound to its half already; the calling convention between the halves (sizes last, version checks, tangents) is
-AOTAutograd's own.
+The calling convention between the halves (sizes last, version checks, tangents) is AOTAutograd's
+own.
+
+Expects a graph in which every node is bound to its half. Leaves two graphs; the joint one is used
+up.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ def partition(
 
 
 def _shared_storages(graph: fx.Graph, num_fwd_outputs: int) -> set[int]:
-    """Return the storages that code outside the graphs can write to: of the inputs, and of what the forward returns."""
+    """Return the storages that outside code can write: those of inputs and of forward outputs."""
     outputs = (n for n in graph_outputs(graph)[:num_fwd_outputs] if isinstance(n, fx.Node))
     return {sid for n in (*graph.find_nodes(op="placeholder"), *outputs) for sid in _storages(n)}
 

@@ -1,7 +1,10 @@
-"""Storages: fake values share them, and have them of a size, as real ones will.
+"""Storage copies: give fake values storages of the size that real values have.
 
-Some ops copy the whole storage of the view that they are given, and return a view of the copy: what is written into a slice by ``x[i] = y``
-becomes one. Their traces are smaller. A compiler that makes kernels of such ops copies the slice alone.
+Some ops clone the whole storage of their first argument and return a view of the clone; a write
+into a slice, ``x[i] = y``, becomes one of them. Traces show a smaller storage. A compiler that
+writes its own kernels for such ops copies the slice alone.
+
+Expects a graph with ``meta["val"]``. Leaves its ops alone, and replaces fake values.
 """
 
 from __future__ import annotations
@@ -25,48 +28,56 @@ COPIES_STORAGE = frozenset(
         torch.ops.aten.as_strided_scatter.default,
     )
 )
-"""Ops that copy the storage of their first argument as it is (ATen's ``clone_preserve_strides``), and write into the copy."""
+"""Ops that clone the storage of their first argument (``clone_preserve_strides``) and write it."""
 
 
 def copy_whole_storages(graph: fx.Graph) -> None:
-    """Let the values of ops that copy the storage of their first argument lie in storages as large as it, where they lay in it."""
-    _store(graph, _whole)
+    """Give ops that clone their first argument's storage an output storage of that size."""
+    _replace_values(graph, _in_whole_storage)
 
 
 def copy_views_alone(graph: fx.Graph) -> None:
-    """Let the values of those ops lie at the beginnings of storages as large as what they show.
+    """Give those ops an output storage of the size of the view they return.
 
-    Traces differ in it: one that finds the op in the cache of fake tensors has a smaller storage than the first of its kind.
+    Traces disagree here: an op found in the cache of fake tensors has a smaller storage than the
+    first of its kind.
     """
-    # What is read by its place in the storage stays in its place.
-    placed = {
+    # as_strided reads at an offset in the storage, so such a storage must stay.
+    addressed = {
         storage_id(t)
         for n in graph.find_nodes(op="call_function", target=as_strided)
         for t in tensors(n.meta.get("val"))
     }
-    _store(
-        graph,
-        lambda node: None if storage_id(node.meta["val"]) in placed else _alone(node.meta["val"]),
-    )
+
+    def smaller(node: fx.Node) -> Tensor | None:
+        value = node.meta["val"]
+        return None if storage_id(value) in addressed else _in_own_storage(value)
+
+    _replace_values(graph, smaller)
 
 
-def _store(graph: fx.Graph, stored: Callable[[fx.Node], Tensor | None]) -> None:
+def _replace_values(graph: fx.Graph, replacement: Callable[[fx.Node], Tensor | None]) -> None:
+    """Replace the fake values of storage-cloning ops, and those of all that shares their storage.
+
+    ``replacement`` returns the new value of an op, or None to leave it.
+    """
     moved: dict[int, tuple[Tensor, Tensor]] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         if moved:
-            retie(node, moved)
-        new = stored(node) if node.target in COPIES_STORAGE else None
+            share_storages(node, moved)
+        new = replacement(node) if node.target in COPIES_STORAGE else None
         if new is not None:
             moved[storage_id(node.meta["val"])] = node.meta["val"], new
-            retie(node, moved)
+            share_storages(node, moved)
 
 
-def retie(node: fx.Node, moved: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-    """Let the fake values of a node share storages with what stands for those that they share them with.
+def share_storages(node: fx.Node, moved: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    """Move the fake values of a node into the storages that replace their own.
 
-    ``moved`` has, by the storage of the first, pairs of a value and of what stands for it: while it lives, no new storage gets an old one's place.
+    ``moved`` maps the id of a replaced storage to a value that had it and the value that replaces
+    this one. It keeps both alive, so that no new storage gets the id of an old one.
     """
     value = node.meta.get("val")
     if any(storage_id(t) in moved for t in tensors(value)):
@@ -77,25 +88,28 @@ def retie(node: fx.Node, moved: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         )
 
 
-def _alone(value: Tensor) -> Tensor | None:
-    """Return the like of a value, in a storage as long as what it shows; None if its own is no longer."""
+def _in_own_storage(value: Tensor) -> Tensor | None:
+    """Return a fake value in a storage no longer than it needs; None if its own is no longer."""
     count = shown(value)
     if size_hint(value.untyped_storage().nbytes()) <= size_hint(count) * value.element_size():
         return None
     return fake_like(value, (count,), value.dtype).as_strided(value.shape, value.stride())
 
 
-def _whole(node: fx.Node) -> Tensor | None:
-    """Return the like of the view that an op copies, in a copy of its storage; None if the view alone is copied, as what shows an element twice."""
+def _in_whole_storage(node: fx.Node) -> Tensor | None:
+    """Return a fake value for the view that an op copies, in a clone of the view's whole storage.
+
+    Return None if the op copies the view alone, which it does for a view that repeats an element.
+    """
     view = node.all_input_nodes[0].meta["val"]
     if view.layout is not torch.strided:
         return None
     count = view.untyped_storage().nbytes() // view.element_size()
-    shows_twice = any(
+    repeats = any(
         stride == 0 and size_hint(size) != 1
         for size, stride in zip(view.shape, view.stride(), strict=True)
     )
-    if shows_twice or size_hint(count) == size_hint(view.numel()):
+    if repeats or size_hint(count) == size_hint(view.numel()):
         return None
     return fake_like(view, (count,), view.dtype).as_strided(
         view.shape, view.stride(), view.storage_offset()

@@ -83,5 +83,5 @@ def test_a_value_the_plan_does_not_save_is_refused(halves: Halves) -> None:
 
 def test_a_run_the_plan_does_not_know_is_refused(halves: Halves) -> None:
     forward, backward, plan = halves
-    with pytest.raises(VerifyError, match="runs"):
+    with pytest.raises(VerifyError, match="recomputes"):
         verify(forward, backward, dataclasses.replace(plan, schedule=plan.schedule[1:]))
