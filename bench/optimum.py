@@ -98,7 +98,7 @@ def compare(graphs: int, ops: int) -> Iterator[tuple[str, ...]]:
     for seed in range(graphs):
         program = training_graph(seed, ops)
         free = PriceSearch()(program, lambda baseline: baseline)
-        low, high = free.floor.simulation.peak_bytes, free.baseline.simulation.peak_bytes
+        low, high = free.least_peak.simulation.peak_bytes, free.baseline.simulation.peak_bytes
         for share in SHARES:
             limit = int(low + share * (high - low))
             begin = time.perf_counter()

@@ -82,7 +82,7 @@ def rows(target: Target) -> Iterator[tuple[str, ...]]:
             f"{least / step:+.2%}",
             gap,
         )
-    floor, bound = found[0].floor.simulation, found[0].floor_bound_bytes
+    floor, bound = found[0].least_peak.simulation, found[0].peak_bound_bytes
     yield (
         "fxckpt, the floor",
         f"{floor.peak_bytes / 1e6:.1f}",

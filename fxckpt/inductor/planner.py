@@ -306,11 +306,11 @@ class _LoweringSearch:
         A candidate planned to take more than another was compiled to is skipped, unless the model
         may be wrong by that much: about one this way, about the other that way.
         """
-        attempts = [self.attempt(found, found.floor, limit, is_whole=True)]
+        attempts = [self.attempt(found, found.least_peak, limit, is_whole=True)]
         program = attempts[0].program
         if attempts[0].fits(limit):
             return attempts
-        for candidate in self._near_floor(found.floor, program):
+        for candidate in self._near_floor(found.least_peak, program):
             error = max(each.model_error for each in attempts)
             least = min(each.compiled_bytes for each in attempts)
             if peak_bytes(program, candidate.schedule) <= (1 + 2 * error) * least:
@@ -322,7 +322,7 @@ class _LoweringSearch:
     def _near_floor(self, floor: Candidate, program: Program) -> Iterator[Candidate]:
         """Yield candidates of the least peak on a calibrated program, and of a little more."""
         if program is not self.facts.program:
-            better = self.search(program, peak_bytes(program, floor.schedule)).floor
+            better = self.search(program, peak_bytes(program, floor.schedule)).least_peak
             if better.schedule != floor.schedule:
                 floor = better
                 yield floor
@@ -521,7 +521,7 @@ class _LoweringSearch:
                         lowered_forward=lowered,
                     ).max()
                 )
-                for half in (lowered_backward, lowered_backward.letting_go or lowered_backward)
+                for half in (lowered_backward, lowered_backward.freeing_early or lowered_backward)
             )
             frees_early = may_free_early and limit is not None and freeing < keeping > limit
             return freeing if frees_early else keeping, frees_early

@@ -85,7 +85,7 @@ class Planner:
             facts.program,
             lambda peak: budgets.resolve(self.budget, baseline_peak_bytes=peak, device=device),
         )
-        budget_bytes, floor = found.limit, found.floor.simulation.peak_bytes
+        budget_bytes, floor = found.limit, found.least_peak.simulation.peak_bytes
         if found.best is None:
             assert budget_bytes is not None
             raise infeasible(self.budget, budget_bytes, floor, found.baseline.simulation.peak_bytes)

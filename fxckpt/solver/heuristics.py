@@ -1,6 +1,6 @@
-"""Heuristics: the plans people make by rule. They are among the planner's candidates, so it is never worse than any of them.
+"""Heuristics: plans by rule. They are among the candidates, so that no plan is worse than they are.
 
-The plan that saves all is :func:`~fxckpt.solver.schedule.save_all`.
+The plan that saves everything is :func:`~fxckpt.solver.schedule.save_all`.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ from fxckpt.solver.stages import StageBoundaries, deepest, persistence
 
 @dataclass(frozen=True)
 class Heuristics:
-    """The reference plans of one program."""
+    """Heuristic plans of one program."""
 
     program: Program
-    places: StageBoundaries
+    boundaries: StageBoundaries
 
     def __call__(self) -> Iterator[Schedule]:
-        """Yield all of them."""
-        yield self.least_saved()
-        yield self.light_ops_again()
+        """Yield all heuristic plans."""
+        yield self.save_least()
+        yield self.recompute_light_ops()
         for count in (8, 16, 32):
             yield self.block_boundaries(count)
 
-    def least_saved(self) -> Schedule:
-        """Save the fewest bytes that allow the backward; all else runs again, once."""
-        return self._one_cut(self.program.tables.is_rerunnable)
+    def save_least(self) -> Schedule:
+        """Return the plan that saves the fewest bytes and recomputes everything else, once."""
+        return self._one_cut(self.program.tables.is_recomputable)
 
-    def light_ops_again(self) -> Schedule:
-        """Save the fewest bytes such that no op with FLOPs and no random op runs again: about what torch's partitioner does by default."""
+    def recompute_light_ops(self) -> Schedule:
+        """Return the plan that saves the fewest bytes without recomputing FLOPs or random ops.
+
+        It resembles the plan of torch's default partitioner.
+        """
         tables = self.program.tables
         is_light = (tables.flops[: len(self.program.ops)] == 0) & (tables.rng_state < 0)
         storages = self.program.storages
@@ -45,7 +48,7 @@ class Heuristics:
             [not all(storages[s].is_savable for s in op.writes) for op in self.program.ops],
             dtype=bool,
         )
-        return self._one_cut(tables.is_rerunnable & (is_light | must))
+        return self._one_cut(tables.is_recomputable & (is_light | must))
 
     @cached_property
     def _whole(self) -> Layout:
@@ -53,19 +56,20 @@ class Heuristics:
         return StagedCut(sweeps=1, reach=math.inf).lay_out(self.program, (0,))
 
     def _one_cut(self, may_run: BoolArray) -> Schedule:
-        # A byte is worth more than any time.
+        # Bytes are the objective; time costs nothing.
         layout = replace(
             self._whole,
             seconds=np.where(may_run[self._whole.op], 0.0, math.inf),
             written_bytes=np.zeros(len(self._whole.op)),
         )
-        ((decisions,),) = StagedCut(sweeps=1)(layout, [(1.0, 0.0)])
-        return emit(self.program, decisions)
+        ((assignment,),) = StagedCut(sweeps=1)(layout, [(1.0, 0.0)])
+        return emit(self.program, assignment)
 
     def block_boundaries(self, count: int) -> Schedule:
-        """Save what crosses the boundaries of about ``count`` blocks of the forward; every block runs again when its backward begins.
+        """Return the plan that saves the values across about ``count`` block boundaries.
 
-        Chen et al. 2016, algorithm 1, with the blocks found as stages are.
+        Each block is recomputed when its backward begins: Chen et al. 2016, algorithm 1. Blocks are
+        found like stages.
         """
         storage, made, read = self._crossing
         boundaries = np.asarray(deepest(self._forward_depth, count), dtype=np.int64)
@@ -73,15 +77,15 @@ class Heuristics:
             boundaries, read, side="right"
         )
         saved = frozenset(storage[crosses].tolist())
-        starts = self.places.stages(count)
-        free = frozenset(np.flatnonzero(self.program.tables.is_rerunnable).tolist())
+        starts = self.boundaries.stages(count)
+        runs = frozenset(np.flatnonzero(self.program.tables.is_recomputable).tolist())
         return emit(
-            self.program, StageAssignment(starts, (saved,) * len(starts), (free,) * len(starts))
+            self.program, StageAssignment(starts, (saved,) * len(starts), (runs,) * len(starts))
         )
 
     @cached_property
     def _crossing(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Values that the forward reads after the op that makes them: storage, where made, where last read."""
+        """Values that later forward ops read: the storage, its writer and its last reader."""
         last: dict[int, int] = {}
         for i in self.program.always_forward:
             last.update((s, i) for s in self.program.ops[i].reads)
@@ -96,7 +100,7 @@ class Heuristics:
 
     @cached_property
     def _forward_depth(self) -> dict[int, int]:
-        """As :attr:`StageBoundaries.depth`, of the forward."""
+        """:attr:`StageBoundaries.depth` of the forward."""
         storage, made, read = self._crossing
         change = np.zeros(len(self.program.ops) + 1, dtype=np.int64)
         np.add.at(change, made + 1, self.program.tables.bytes[storage])

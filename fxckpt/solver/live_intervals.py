@@ -1,7 +1,7 @@
-"""Lifetimes: what holds each byte of a step, and when.
+"""Live intervals: each version of a storage with the positions of the profile at which it is live.
 
-The same liveness as :mod:`~fxckpt.solver.simulate`, kept apart by value: every version of a storage is one interval of the profile's positions.
-Added up they are the profile, byte for byte. Made for looking, not for searching: one pass in plain Python over the ops.
+The liveness is that of :mod:`~fxckpt.solver.simulate`, value by value: the intervals add up to the
+profile, byte for byte. It serves reports, not the search: one pass over the ops in plain Python.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ NO_STORAGE = -1
 
 
 class Holder(enum.StrEnum):
-    """Why bytes are live."""
+    """The reason why bytes are live."""
 
     SAVED = "saved"
-    """A forward value kept for the backward, from when it is made."""
+    """A forward value saved for the backward."""
     OUTPUT = "output"
-    """A forward output: the user holds it."""
+    """A forward output, which the user holds."""
     RECOMPUTED = "recomputed"
-    """A forward value made again in the backward."""
+    """A forward value recomputed in the backward."""
     GRADIENT = "gradients"
-    """What the backward makes for the first time, and the incoming gradients."""
+    """A value of the backward, or an incoming gradient."""
     TEMPORARY = "temporaries"
-    """A forward value that nobody keeps, and the workspace of kernels."""
+    """A forward value that is not saved, or the workspace of a kernel."""
 
 
 class LiveInterval(NamedTuple):
-    """``bytes`` are live during the positions ``first`` to ``last`` of the profile, both included."""
+    """Bytes live at the positions ``first`` to ``last`` of the profile, both included."""
 
     storage: int
-    """Index into the program; ``NO_STORAGE`` for the workspace of kernels."""
+    """Index of the storage; ``NO_STORAGE`` for the workspace of a kernel."""
     holder: Holder
     first: int
     last: int
@@ -48,8 +48,9 @@ class Moment(NamedTuple):
 
     op: Op
     is_forward: bool
-    is_again: bool
-    """A forward op that the backward runs."""
+    """Whether the forward runs the op."""
+    is_recompute: bool
+    """Whether the op is a forward op that the backward runs."""
 
 
 def moments(program: Program, schedule: Schedule) -> list[Moment]:
@@ -65,8 +66,11 @@ def moments(program: Program, schedule: Schedule) -> list[Moment]:
     return found
 
 
-def lifetimes(program: Program, schedule: Schedule) -> list[LiveInterval]:
-    """Return every interval in which a schedule holds bytes; their sum is the profile of :func:`~fxckpt.solver.simulate.simulate`."""
+def live_intervals(program: Program, schedule: Schedule) -> list[LiveInterval]:
+    """Return the live intervals of a schedule, by their first position.
+
+    They add up to the profile of :func:`~fxckpt.solver.simulate.simulate`.
+    """
     order = moments(program, schedule)
     saved = set(schedule.saved)
     backward_at = sum(moment.is_forward for moment in order)
@@ -77,33 +81,33 @@ def lifetimes(program: Program, schedule: Schedule) -> list[LiveInterval]:
     }
     closed: list[LiveInterval] = []
     temporary: list[LiveInterval] = []
-    for at, (op, is_forward, is_again) in enumerate(order):
-        reads = op.needs if is_again else op.reads
+    for at, (op, is_forward, is_recompute) in enumerate(order):
+        reads = op.needs if is_recompute else op.reads
         for s in reads:
             if s in open_:
                 open_[s] = open_[s]._replace(last=at)
-        made = list(op.writes)
+        written = list(op.writes)
         if is_forward and op.rng_state in saved:
-            made.append(op.rng_state)
-        for s in made:
+            written.append(op.rng_state)
+        for s in written:
             if s in open_:
                 closed.append(open_[s])
             open_[s] = LiveInterval(
                 s,
-                _holder(program, s, saved, is_forward, is_again),
+                _holder(program, s, saved, is_forward, is_recompute),
                 at,
                 at,
                 program.storages[s].bytes,
             )
-        if workspace := op.workspace_bytes + (_replay_bytes(program, op) if is_again else 0):
+        if workspace := op.workspace_bytes + (_state_bytes(program, op) if is_recompute else 0):
             temporary.append(LiveInterval(NO_STORAGE, Holder.TEMPORARY, at, at, workspace))
     closed.extend(open_.values())
-    stay = (_stay(interval, backward_at - 1, last) for interval in closed)
-    return sorted([*stay, *temporary], key=lambda i: (i.first, i.storage, i.last))
+    extended = (_extended(interval, backward_at - 1, last) for interval in closed)
+    return sorted([*extended, *temporary], key=lambda i: (i.first, i.storage, i.last))
 
 
-def _stay(interval: LiveInterval, end_of_forward: int, last: int) -> LiveInterval:
-    """Extend what the forward made by how it is held: outputs to the end, what is saved at least to the backward."""
+def _extended(interval: LiveInterval, end_of_forward: int, last: int) -> LiveInterval:
+    """Extend an output to the end of the step, and a saved value at least to the backward."""
     if interval.holder is Holder.OUTPUT:
         return interval._replace(last=last)
     if interval.holder is Holder.SAVED:
@@ -112,9 +116,9 @@ def _stay(interval: LiveInterval, end_of_forward: int, last: int) -> LiveInterva
 
 
 def _holder(
-    program: Program, storage: int, saved: set[int], is_forward: bool, is_again: bool
+    program: Program, storage: int, saved: set[int], is_forward: bool, is_recompute: bool
 ) -> Holder:
-    if is_again:
+    if is_recompute:
         return Holder.RECOMPUTED
     if not is_forward:
         return Holder.GRADIENT
@@ -123,13 +127,13 @@ def _holder(
     return Holder.SAVED if storage in saved else Holder.TEMPORARY
 
 
-def _replay_bytes(program: Program, op: Op) -> int:
-    """Return what the replay of a random op sets aside: the generator's present state."""
+def _state_bytes(program: Program, op: Op) -> int:
+    """Return the bytes of the current generator state, which a recompute puts aside."""
     return 0 if op.rng_state is None else program.storages[op.rng_state].bytes
 
 
 def stacked(intervals: Iterable[LiveInterval], length: int) -> dict[Holder, list[int]]:
-    """Return live bytes at each of ``length`` positions, by holder."""
+    """Return the live bytes at each of ``length`` positions, by holder."""
     change = {holder: [0] * (length + 1) for holder in Holder}
     for interval in intervals:
         change[interval.holder][interval.first] += interval.bytes
@@ -138,15 +142,19 @@ def stacked(intervals: Iterable[LiveInterval], length: int) -> dict[Holder, list
 
 
 def aligned(order: Sequence[Moment], other: Sequence[Moment], profile: Sequence[int]) -> list[int]:
-    """Return ``profile``, which is over ``other``, over ``order``: at each op its own bytes, in between those of the next op in common."""
-    common = {(m.op.name, m.is_again) for m in order} & {
-        (m.op.name, m.is_again) for m in other if not m.is_again
+    """Return the profile of the moments ``other`` at the moments ``order``.
+
+    Each op in common has the most bytes since the one before, each other op those of the next in
+    common.
+    """
+    common = {(m.op.name, m.is_recompute) for m in order} & {
+        (m.op.name, m.is_recompute) for m in other if not m.is_recompute
     }
     bytes_at: dict[str, int] = {}
     most = 0
     for moment, live in zip(other, profile, strict=True):
         most = max(most, live)
-        if (moment.op.name, moment.is_again) in common:
+        if (moment.op.name, moment.is_recompute) in common:
             bytes_at[moment.op.name], most = most, 0
     return list(reversed(list(_filled(reversed(order), bytes_at))))
 
@@ -154,6 +162,6 @@ def aligned(order: Sequence[Moment], other: Sequence[Moment], profile: Sequence[
 def _filled(order: Iterable[Moment], bytes_at: dict[str, int]) -> Iterator[int]:
     latest = 0
     for moment in order:
-        if not moment.is_again:
+        if not moment.is_recompute:
             latest = bytes_at.get(moment.op.name, latest)
         yield latest

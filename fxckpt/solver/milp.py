@@ -1,9 +1,11 @@
-"""The integer program: the least time within a budget, exactly, for small programs.
+"""The mixed-integer program: the least extra time within a budget, exactly, for small programs.
 
-In the form of Checkmate (Jain et al., MLSys 2020, section 4): R[t, i] says whether op i runs again in stage t, a stage being one backward op,
-and within a stage ops run in topological order. Checkmate's S[t, i] (kept into stage t) and its products for when a value may be freed are
-here one variable per value and point of the stage, whether it is there; with R integral its least solution is too. As in any plan of
-ours the forward runs once, in order; Checkmate's may recompute there too.
+It has the form of Checkmate (Jain et al., MLSys 2020, section 4). R[t, i] says whether op i is
+recomputed in stage t, a stage being one backward op; within a stage ops run in topological order.
+In place of Checkmate's S[t, i] (kept into stage t) and its products for when a value is freed,
+there is one variable for the presence of each value at each point of the stage; if R is integral,
+its least solution is too. The forward runs once, in order, as in any plan here; Checkmate may
+recompute in the forward too.
 """
 
 from __future__ import annotations
@@ -19,20 +21,21 @@ from fxckpt.solver.schedule import Schedule, with_runs
 from fxckpt.solver.simulate import backward_own_profile
 
 MOST_NODES = 2**31 - 1
-"""As good as no limit."""
+"""Greatest limit on the nodes of the search tree: practically none."""
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """What the integer program found. ``seconds`` and ``schedule`` are None if nothing fits ``limit`` or nothing was found.
-
-    No plan takes less than ``bound_seconds``.
-    """
+    """Solution of the integer program."""
 
     limit: int
+    """Budget in bytes."""
     seconds: float | None
+    """Extra time of ``schedule``, or None if no schedule was found."""
     bound_seconds: float
+    """Lower bound on the extra time of any schedule."""
     schedule: Schedule | None = None
+    """Best schedule found, or None if none fits or none was found in time."""
 
     @property
     def is_proven(self) -> bool:
@@ -41,16 +44,17 @@ class Optimum:
 
 
 def in_forward(program: Program) -> Program:
-    """Return ``program`` with all that reads no tangent run by the forward: what the integer program takes."""
+    """Return ``program`` with all ops that read no tangent in the forward, for the MILP."""
     return replace(program, ops=tuple(replace(op, side=Side.FORWARD) for op in program.ops))
 
 
 def optimum(
     program: Program, limit: int, *, seconds: float = 60.0, nodes: int = MOST_NODES
 ) -> Optimum:
-    """Return the least extra time within ``limit`` bytes, after at most ``seconds`` of solving and ``nodes`` of the solver's search tree.
+    """Return the schedule of least extra time within ``limit`` bytes.
 
-    Raises :class:`ValueError` if an op may run on either side (see :func:`in_forward`).
+    The solver stops after ``seconds``, and after ``nodes`` of its search tree. Raises
+    :class:`ValueError` if an op may run on either side (see :func:`in_forward`).
     """
     if any(op.side is not Side.FORWARD for op in program.ops):
         raise ValueError("an op may run on either side: plan in_forward(program) instead")
@@ -58,7 +62,10 @@ def optimum(
 
 
 class _Model:
-    """Columns: runs R[j, i], then presences P[point, s]; rows are ``low <= a @ x <= high``."""
+    """The program in matrix form, ``low <= a @ x <= high``.
+
+    Columns are the recomputes R[j, i] and the presences P[point, s].
+    """
 
     def __init__(self, program: Program, limit: int) -> None:
         self.program = program
@@ -74,15 +81,18 @@ class _Model:
         self.rows: list[tuple[dict[int, float], float, float]] = []
 
     def run(self, j: int, i: int) -> int:
+        """Return the column of the recompute of op ``i`` in front of backward op ``j``."""
         return self.column.setdefault(("run", j, i), len(self.column))
 
-    def there(self, point: int, s: int) -> int:
-        """Column of whether storage ``s`` is there at a point; at point -1: saved."""
-        return self.column.setdefault(("there", point, s), len(self.column))
+    def present(self, point: int, s: int) -> int:
+        """Return the column of the presence of storage ``s`` at a point; at -1 it is saved."""
+        return self.column.setdefault(("present", point, s), len(self.column))
 
     def solve(self, seconds: float, nodes: int) -> Optimum:
-        self.there(-1, 0)  # never no column at all
-        self._build()
+        """Build and solve the program."""
+        self.present(-1, 0)  # at least one column
+        self._constrain_forward()
+        self._constrain_backward()
         tables, size = self.program.tables, len(self.column)
         cost, integral, upper = np.zeros(size), np.zeros(size, dtype=np.int64), np.ones(size)
         for (kind, a, b), at in self.column.items():
@@ -91,19 +101,11 @@ class _Model:
             elif a == -1 and not tables.is_savable[b]:
                 upper[at] = 0
         scale = cost.max(initial=0.0) or 1.0
-        entries = [(r, c, v) for r, (row, _, _) in enumerate(self.rows) for c, v in row.items()]
-        matrix = csr_array(
-            ([v for *_, v in entries], ([r for r, *_ in entries], [c for _, c, _ in entries])),
-            shape=(len(self.rows), size),
-        )
-        constraint = LinearConstraint(
-            matrix, [row[1] for row in self.rows], [row[2] for row in self.rows]
-        )
         answer = milp(
             cost / scale,
             integrality=integral,
             bounds=Bounds(0, upper),
-            constraints=constraint,
+            constraints=self._constraint(size),
             options={"time_limit": seconds, "mip_rel_gap": 0, "node_limit": nodes},
         )
         if answer.status == 2:
@@ -119,36 +121,47 @@ class _Model:
         schedule = with_runs(self.program, tuple(i for _, i in runs), tuple(j for j, _ in runs))
         return Optimum(self.limit, float(answer.fun) * scale, bound, schedule)
 
-    def _build(self) -> None:
+    def _constraint(self, size: int) -> LinearConstraint:
+        """Return the rows as one constraint over ``size`` columns."""
+        entries = [(r, c, v) for r, (row, _, _) in enumerate(self.rows) for c, v in row.items()]
+        matrix = csr_array(
+            ([v for *_, v in entries], ([r for r, *_ in entries], [c for _, c, _ in entries])),
+            shape=(len(self.rows), size),
+        )
+        return LinearConstraint(
+            matrix, [row[1] for row in self.rows], [row[2] for row in self.rows]
+        )
+
+    def _constrain_backward(self) -> None:
+        """Add the memory, the reads and the presences at every point of the backward."""
         program, tables = self.program, self.program.tables
         own = backward_own_profile(program)
         outputs = int(tables.bytes[tables.is_output].sum())
-        self._forward()
         for t, (j, i) in enumerate(self.points):
-            memory = {self.there(t, s): float(tables.bytes[s]) for s in self.storages}
+            memory = {self.present(t, s): float(tables.bytes[s]) for s in self.storages}
             room = self.limit - outputs - own[j]
             if i is None:
                 room -= int(tables.workspace_bytes[len(program.ops) + j])
                 for s in program.forward_reads[j]:
                     if not tables.is_output[s]:
-                        self.rows.append(({self.there(t, s): 1.0}, 1.0, 1.0))
+                        self.rows.append(({self.present(t, s): 1.0}, 1.0, 1.0))
             else:
                 room += int(tables.written_bytes[len(program.ops) + j])
-                memory[self.run(j, i)] = float(tables.workspace_bytes[i] + tables.replay_bytes[i])
+                memory[self.run(j, i)] = float(tables.workspace_bytes[i] + tables.state_bytes[i])
                 for s in {*program.ops[i].needs, *program.ops[i].writes}:
                     if not tables.is_output[s]:
                         self.rows.append(
-                            ({self.there(t, s): 1.0, self.run(j, i): -1.0}, 0.0, np.inf)
+                            ({self.present(t, s): 1.0, self.run(j, i): -1.0}, 0.0, np.inf)
                         )
             self.rows.append((memory, -np.inf, float(room)))
             for s in self.storages:
-                since = {self.there(t, s): 1.0, self.there(t - 1, s): -1.0}
+                since = {self.present(t, s): 1.0, self.present(t - 1, s): -1.0}
                 if i is not None and program.storages[s].producer == i:
                     since[self.run(j, i)] = -1.0
                 self.rows.append((since, -np.inf, 0.0))
 
-    def _forward(self) -> None:
-        """While the forward runs: what it needs itself, and what was saved before."""
+    def _constrain_forward(self) -> None:
+        """Add the memory of every forward op: its live values, and those saved before."""
         program, tables = self.program, self.program.tables
         last = {s: k for k, op in enumerate(program.ops) for s in (*op.reads, *op.writes)}
         for k in range(len(program.ops)):
@@ -162,5 +175,5 @@ class _Model:
                 if tables.is_output[s] or last.get(s, -1) >= k:
                     live += int(tables.bytes[s])
                 else:
-                    saved[self.there(-1, s)] = float(tables.bytes[s])
+                    saved[self.present(-1, s)] = float(tables.bytes[s])
             self.rows.append((saved, -np.inf, float(self.limit - live)))

@@ -1,16 +1,17 @@
-"""The priced min-cut of one stage: save by bytes or recompute by time, exactly.
+"""The min-cut of one stage: keep values at the price of their bytes or recompute them, exactly.
 
-Max-flow min-cut (Ford and Fulkerson 1956) on a bipartite reading of the recompute graph, an op and the values it fills being separate
-vertices, so that an op with several outputs is paid once:
+Max-flow min-cut (Ford and Fulkerson 1956) on a bipartite form of the recompute graph. An op and the
+values it writes are separate vertices, so that an op with several results is paid once:
 
-    source -> op       capacity: seconds of running it again         (op on the sink side: it runs again)
-    op     -> value    capacity: price of keeping the value          (cut here: the value is kept)
-    value  -> op       infinite                                      (an op that runs again needs what it reads)
-    value  -> sink     infinite                                      (the stage needs the value)
+    source -> op       capacity: cost of recomputing the op   (op on the sink side: recomputed)
+    op     -> value    capacity: cost of keeping the value    (arc cut: the value is kept)
+    value  -> op       infinite                               (a recomputed op needs its inputs)
+    value  -> sink     infinite                               (the stage needs the value)
 
-A value no op can fill again hangs on the source by its price. The minimum over all cuts is the minimum over all legal choices of
-``recompute time + price of what is kept``, shared ancestors counted once. ``networkx`` is the model and the reference solver;
-``scipy`` solves the same network in integers, some hundred times faster, and many stages in one call.
+The arc of a value that no op can recompute comes from the source. The least cut is the least of all
+legal choices of ``recompute cost + keep cost``, shared ancestors counted once. ``networkx`` is the
+model and the reference solver; ``scipy`` solves the same network in integers, about a hundred times
+faster, and many stages in one call.
 """
 
 from __future__ import annotations
@@ -29,40 +30,43 @@ from fxckpt.solver.program import BoolArray, FloatArray, IntArray
 Vertex = tuple[str, int] | str
 SOURCE, SINK = "source", "sink"
 FINITE_SUM = 2**30
-"""Finite capacities are scaled so that they add up to this: int32 is what scipy's solvers take."""
+"""Sum of the finite capacities after scaling; scipy's solvers take int32."""
 INFINITE = 2**31 - 1
-NOTHING = 1e-250
-"""Prices that add up to less are all the same: scaled, they would overflow."""
+NEGLIGIBLE = 1e-250
+"""Sum of costs below which they count as zero: scaled, they would overflow."""
 
 
 @dataclass(frozen=True)
 class CutProblem:
-    """Ops and values of one stage by position. ``math.inf`` means must not."""
+    """Ops and values of one stage, by position; a cost of ``math.inf`` forbids the choice."""
 
     recompute_cost: tuple[float, ...]
-    """Per op: seconds (and priced bytes) of running it again."""
+    """Seconds, and bytes by their price, of recomputing each op."""
     op_reads: tuple[tuple[int, ...], ...]
-    """Per op: the values it reads."""
+    """Values that each op reads."""
     keep_cost: tuple[float, ...]
-    """Per value: price of keeping it."""
+    """Price of keeping each value."""
     producer: tuple[int, ...]
-    """Per value: the op that fills it, or -1."""
+    """Op that writes each value, or -1."""
     needed: tuple[int, ...]
-    """Values the stage needs."""
+    """Values that the stage needs."""
 
     def network(self) -> nx.DiGraph[Vertex]:
-        """Return the flow network; vertices are ``("op", i)``, ``("value", i)``, ``"source"`` and ``"sink"``."""
+        """Return the flow network.
+
+        Its vertices are ``("op", i)``, ``("value", i)``, ``"source"`` and ``"sink"``.
+        """
         graph: nx.DiGraph[Vertex] = nx.DiGraph()
         graph.add_nodes_from((SOURCE, SINK))
-        for i, price in enumerate(self.recompute_cost):
-            graph.add_edge(SOURCE, ("op", i), capacity=price, reason="runs again")
+        for i, cost in enumerate(self.recompute_cost):
+            graph.add_edge(SOURCE, ("op", i), capacity=cost, reason="is recomputed")
             for v in self.op_reads[i]:
                 graph.add_edge(
-                    ("value", v), ("op", i), capacity=math.inf, reason="needs what it reads"
+                    ("value", v), ("op", i), capacity=math.inf, reason="needs its inputs"
                 )
-        for v, price in enumerate(self.keep_cost):
+        for v, cost in enumerate(self.keep_cost):
             tail: Vertex = ("op", self.producer[v]) if self.producer[v] >= 0 else SOURCE
-            graph.add_edge(tail, ("value", v), capacity=price, reason="is kept")
+            graph.add_edge(tail, ("value", v), capacity=cost, reason="is kept")
         for v in self.needed:
             graph.add_edge(("value", v), SINK, capacity=math.inf, reason="the stage needs it")
         return graph
@@ -70,13 +74,13 @@ class CutProblem:
 
 @dataclass(frozen=True)
 class Cut:
-    """The answer: values kept and ops run again, by position."""
+    """Solution of a cut problem: kept values and recomputed ops, by position."""
 
     kept: frozenset[int]
     runs: frozenset[int]
 
     def price(self, problem: CutProblem) -> float:
-        """Return what the choice costs."""
+        """Return the sum of the costs of the choice."""
         return sum(problem.keep_cost[v] for v in self.kept) + sum(
             problem.recompute_cost[o] for o in self.runs
         )
@@ -86,7 +90,7 @@ Solver = Callable[[CutProblem], Cut]
 
 
 class Unbounded(Exception):
-    """Some needed value can be neither kept nor recomputed; ``value`` is its position."""
+    """A needed value that can be neither kept nor recomputed; ``value`` is its position."""
 
     def __init__(self, value: int) -> None:
         super().__init__(f"value {value} can be neither kept nor recomputed")
@@ -98,8 +102,8 @@ def _cut_from_sink_side(problem: CutProblem, ops: set[int], values: set[int]) ->
     return Cut(kept, frozenset(ops))
 
 
-def _blocked(problem: CutProblem) -> int | None:
-    """Return a needed value for which there is no finite choice, or None."""
+def _infeasible_value(problem: CutProblem) -> int | None:
+    """Return a needed value without a choice of finite cost, or None."""
     possible: dict[int, bool] = {}
     for root in problem.needed:
         stack = [root]
@@ -126,10 +130,13 @@ def _blocked(problem: CutProblem) -> int | None:
 
 
 def solve_networkx(problem: CutProblem) -> Cut:
-    """Reference solver: ``networkx.minimum_cut``. Raises :class:`Unbounded`."""
-    blocked = _blocked(problem)
-    if blocked is not None:
-        raise Unbounded(blocked)
+    """Return a least cut by ``networkx.minimum_cut``, the reference solver.
+
+    Raises :class:`Unbounded` if a needed value has no choice of finite cost.
+    """
+    infeasible = _infeasible_value(problem)
+    if infeasible is not None:
+        raise Unbounded(infeasible)
     if not problem.needed:
         return Cut(frozenset(), frozenset())
     graph = problem.network()
@@ -143,7 +150,10 @@ def solve_networkx(problem: CutProblem) -> Cut:
 
 
 def solve_scipy(problem: CutProblem) -> Cut:
-    """Fast solver: :class:`Network` of this one problem. Raises :class:`Unbounded`."""
+    """Return a least cut by :class:`Network`, the fast solver.
+
+    Raises :class:`Unbounded` if a needed value has no choice of finite cost.
+    """
     network = Network.disjoint_union([problem])
     kept, runs = network.solve(np.asarray(problem.recompute_cost), np.asarray(problem.keep_cost))
     return Cut(frozenset(np.flatnonzero(kept).tolist()), frozenset(np.flatnonzero(runs).tolist()))
@@ -151,82 +161,87 @@ def solve_scipy(problem: CutProblem) -> Cut:
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """Several cut problems side by side in one flow network, laid out as arrays once; only prices change between solves.
+    """Disjoint union of several cut problems as one flow network in arrays.
 
-    Ops and values are numbered through: those of the first problem first. An infinite arc that is the only way on from a value is contracted:
-    what the stage needs is the sink, and a value that one op alone reads is that op. Each arc is stored with its reverse of capacity 0, because
-    scipy returns the flow on the places it was given.
+    The arrays are built once; only costs change between solves. Ops and values are numbered through
+    all problems. An infinite arc that is the only one out of a value is contracted: a value that
+    the stage needs becomes the sink, and a value with one reader becomes that op. Each arc is
+    stored with its reverse of capacity 0, for scipy returns the flow in the sparsity pattern it was
+    given.
     """
 
     problems: tuple[CutProblem, ...]
-    part_of_op: IntArray
-    """Per op: the problem it belongs to."""
-    part_of_value: IntArray
-    prices: IntArray
-    """Per problem: how many prices it has."""
+    problem_of_op: IntArray
+    """Problem of each op."""
+    problem_of_value: IntArray
+    """Problem of each value."""
+    counts: IntArray
+    """Number of costs of each problem."""
     producer: IntArray
-    """Per value: the op that fills it, or -1."""
+    """Op that writes each value, or -1."""
     needed: IntArray
+    """Values that their stages need."""
     vertex: IntArray
-    """Per op and then per value: its vertex. The source and the sink are the last two."""
+    """Vertex of each op, then of each value; the source and the sink are the last two vertices."""
     arc: IntArray
-    """Per op and then per value: place of the arc that has its price, which several may share; one past the last where no cut depends on it."""
+    """Index of the arc with the cost of each op, then of each value.
+
+    Values may share an arc; the index is one past the last if no cut depends on the cost.
+    """
     head: IntArray
+    """Head of each arc."""
     indptr: IntArray
+    """First arc of each vertex."""
     reverse: IntArray
-    """Per arc: place of its reverse."""
+    """Index of the reverse of each arc."""
     infinite: FloatArray
-    """Per arc: its capacity beside those of ops and values, infinite or 0."""
+    """Capacity of each arc beside the costs: infinite or 0."""
 
     @classmethod
     def disjoint_union(cls, problems: Sequence[CutProblem]) -> Network:
-        """Lay out ``problems``; their prices are not read."""
+        """Return the network of ``problems``, whose costs are not read."""
         count = len(problems)
         ops, values = [len(p.op_reads) for p in problems], [len(p.producer) for p in problems]
-        part_of_op, part_of_value = (
-            np.repeat(np.arange(count), ops),
-            np.repeat(np.arange(count), values),
-        )
-        first_op, first_value = (
-            np.cumsum([0, *ops], dtype=np.int64),
-            np.cumsum([0, *values], dtype=np.int64),
-        )
+        problem_of_op = np.repeat(np.arange(count), ops)
+        problem_of_value = np.repeat(np.arange(count), values)
+        first_op = np.cumsum([0, *ops], dtype=np.int64)
+        first_value = np.cumsum([0, *values], dtype=np.int64)
         n_ops = int(first_op[-1])
-        made_by = np.asarray([o for p in problems for o in p.producer], dtype=np.int64)
-        made_by = np.where(made_by >= 0, made_by + first_op[part_of_value], -1)
+        producer = np.asarray([o for p in problems for o in p.producer], dtype=np.int64)
+        producer = np.where(producer >= 0, producer + first_op[problem_of_value], -1)
         needed = np.asarray([v for p in problems for v in p.needed], dtype=np.int64)
         wanted = needed + np.repeat(first_value[:-1], [len(p.needed) for p in problems])
         reader = np.repeat(np.arange(n_ops), [len(reads) for p in problems for reads in p.op_reads])
         read = (
             np.asarray([v for p in problems for reads in p.op_reads for v in reads], dtype=np.int64)
-            + first_value[part_of_op[reader]]
+            + first_value[problem_of_op[reader]]
         )
-        vertex, size = _contracted(n_ops, len(made_by), wanted, reader, read)
+        vertex, size = _contracted(n_ops, len(producer), wanted, reader, read)
         source, sink = size - 2, size - 1
         is_shared = (vertex[read] >= n_ops) & (vertex[read] < source)
         tails = np.concatenate(
             (
                 np.full(n_ops, source),
-                np.where(made_by >= 0, made_by, source),
+                np.where(producer >= 0, producer, source),
                 vertex[read[is_shared]],
             )
         )
         heads = np.concatenate((np.arange(n_ops), vertex, reader[is_shared]))
-        # No cut depends on the arc of a value that nobody wants, nor on that of one that is kept in any case.
+        # No cut depends on the arc of a value without readers, nor on that of one kept in any case.
         matters = np.flatnonzero((heads != source) & ((tails != source) | (heads != sink)))
         ways = tails[matters] * size + heads[matters], heads[matters] * size + tails[matters]
         places, place_of = np.unique(np.concatenate(ways), return_inverse=True)
         place = np.full(len(tails), len(places))
         place[matters] = place_of[: len(matters)]
-        priced = n_ops + len(made_by)
+        priced = n_ops + len(producer)
         infinite = np.zeros(len(places))
         infinite[place[priced:]] = INFINITE
         return cls(
             tuple(problems),
-            part_of_op,
-            part_of_value,
+            problem_of_op,
+            problem_of_value,
             np.diff(first_op) + np.diff(first_value),
-            made_by,
+            producer,
             wanted,
             np.concatenate((np.arange(n_ops), vertex)),
             place[:priced],
@@ -236,13 +251,16 @@ class Network:
             infinite,
         )
 
-    def copies(self, count: int) -> Network:
-        """Return the network of ``count`` times the same problems; they share the source and the sink."""
+    def tile(self, count: int) -> Network:
+        """Return the network of ``count`` copies of the same problems.
+
+        The copies share the source and the sink.
+        """
         if count == 1:
             return self
         copy = np.arange(count)[:, np.newaxis]
         inner, arcs = len(self.indptr) - 3, len(self.head)
-        # The arcs lie by their tails: those of the copies' vertices, then those of the source, and of the sink.
+        # Arcs are sorted by their tails: inner vertices first, then the source, then the sink.
         begin, ends = 0, (int(self.indptr[inner]), int(self.indptr[inner + 1]), arcs)
         blocks, starts = [], [(copy * ends[0] + self.indptr[:inner]).ravel()]
         for end in ends:
@@ -258,14 +276,14 @@ class Network:
         reverse[place[:, :-1]] = place[:, self.reverse]
         infinite = np.zeros(count * arcs)
         infinite[place[:, :-1]] = self.infinite
-        n_ops, n_values = len(self.part_of_op), len(self.producer)
+        n_ops, n_values = len(self.problem_of_op), len(self.producer)
         of_ops, of_values = slice(0, n_ops), slice(n_ops, None)
         vertex, arc = self._renumbered(self.vertex, copy), place[:, self.arc]
         return Network(
             self.problems * count,
-            (copy * len(self.problems) + self.part_of_op).ravel(),
-            (copy * len(self.problems) + self.part_of_value).ravel(),
-            np.tile(self.prices, count),
+            (copy * len(self.problems) + self.problem_of_op).ravel(),
+            (copy * len(self.problems) + self.problem_of_value).ravel(),
+            np.tile(self.counts, count),
             np.where(self.producer >= 0, self.producer + copy * n_ops, -1).ravel(),
             (copy * n_values + self.needed).ravel(),
             np.concatenate((vertex[:, of_ops].ravel(), vertex[:, of_values].ravel())),
@@ -277,7 +295,7 @@ class Network:
         )
 
     def _renumbered(self, vertices: IntArray, copy: IntArray) -> IntArray:
-        """Return the numbers of ``vertices`` in each copy, a row a copy."""
+        """Return the numbers of ``vertices`` in each copy, one row per copy."""
         inner = len(self.indptr) - 3
         return np.where(
             vertices < inner, vertices + copy * inner, vertices + (len(copy) - 1) * inner
@@ -286,9 +304,11 @@ class Network:
     def solve(
         self, recompute_cost: FloatArray, keep_cost: FloatArray
     ) -> tuple[BoolArray, BoolArray]:
-        """Return which values are kept and which ops run again: the least sink side, fewest runs and fewest kept values.
+        """Return which values are kept and which ops are recomputed.
 
-        Prices are rounded to about 1e-9 of their problem's sum (Dinic's algorithm on int32). Raises :class:`Unbounded`.
+        Of equal cuts it is the one of smallest sink side: fewest recomputes and fewest kept values.
+        Costs are rounded to about 1e-9 of their problem's sum (Dinic's algorithm on int32). Raises
+        :class:`Unbounded` if a needed value has no choice of finite cost.
         """
         n_ops, n_values = len(recompute_cost), len(keep_cost)
         if not len(self.needed):
@@ -302,11 +322,10 @@ class Network:
             sink,
             method="dinic",
         ).flow
-        open_into = (capacity > flow.data)[self.reverse]
-        starts = np.concatenate(([0], np.cumsum(open_into)), dtype=np.int32)[self.indptr]
-        residual = csr_array(
-            (np.ones(starts[-1]), self.head[open_into], starts), shape=(size, size)
-        )
+        # The residual graph backwards: an arc is there if its reverse has capacity left.
+        is_open = (capacity > flow.data)[self.reverse]
+        starts = np.concatenate(([0], np.cumsum(is_open)), dtype=np.int32)[self.indptr]
+        residual = csr_array((np.ones(starts[-1]), self.head[is_open], starts), shape=(size, size))
         sink_side = np.zeros(size, dtype=bool)
         sink_side[breadth_first_order(residual, sink, return_predecessors=False)] = True
         runs, wanted = sink_side[self.vertex[:n_ops]], sink_side[self.vertex[n_ops:]]
@@ -314,32 +333,38 @@ class Network:
         self._check(kept, runs, wanted, recompute_cost, keep_cost)
         return kept, runs
 
-    def errors(self, recompute_cost: FloatArray, keep_cost: FloatArray) -> FloatArray:
-        """Return, per problem, by how much the cut of :meth:`solve` may be dearer than the least, from rounding."""
-        errors: FloatArray = self.prices / self._scale(recompute_cost, keep_cost)
+    def rounding_errors(self, recompute_cost: FloatArray, keep_cost: FloatArray) -> FloatArray:
+        """Return the most by which rounding may raise each problem's cut above the least."""
+        errors: FloatArray = self.counts / self._scale(recompute_cost, keep_cost)
         return errors
 
     def _scale(self, recompute_cost: FloatArray, keep_cost: FloatArray) -> FloatArray:
-        """Return, per problem, what its prices are multiplied by."""
+        """Return the factor from costs to capacities of each problem."""
         parts = len(self.problems)
         total = np.bincount(
-            self.part_of_op,
+            self.problem_of_op,
             weights=np.where(np.isfinite(recompute_cost), recompute_cost, 0.0),
             minlength=parts,
         )
         total += np.bincount(
-            self.part_of_value,
+            self.problem_of_value,
             weights=np.where(np.isfinite(keep_cost), keep_cost, 0.0),
             minlength=parts,
         )
-        return (FINITE_SUM - self.prices) / np.where(total > NOTHING, total, 1.0)
+        return (FINITE_SUM - self.counts) / np.where(total > NEGLIGIBLE, total, 1.0)
 
     def _capacity(self, recompute_cost: FloatArray, keep_cost: FloatArray) -> IntArray:
-        """Scale prices to int32, each problem on its own; infinite ones become greater than the sum of all finite ones."""
+        """Return the capacities as int32, each problem scaled on its own.
+
+        Infinite costs become greater than the sum of all finite ones.
+        """
         scale = self._scale(recompute_cost, keep_cost)
         whole = np.ceil(
             np.concatenate(
-                (recompute_cost * scale[self.part_of_op], keep_cost * scale[self.part_of_value])
+                (
+                    recompute_cost * scale[self.problem_of_op],
+                    keep_cost * scale[self.problem_of_value],
+                )
             )
         )
         finite = np.bincount(
@@ -356,7 +381,7 @@ class Network:
         recompute_cost: FloatArray,
         keep_cost: FloatArray,
     ) -> None:
-        """Raise :class:`Unbounded` if the cut goes through an infinite arc."""
+        """Raise :class:`Unbounded` if the cut contains an infinite arc."""
         if (
             wanted[self.needed].all()
             and np.isfinite(keep_cost[kept]).all()
@@ -371,9 +396,9 @@ class Network:
                 recompute_cost=tuple(recompute_cost[first_op : first_op + n_ops].tolist()),
                 keep_cost=tuple(keep_cost[first_value : first_value + n_values].tolist()),
             )
-            blocked = _blocked(priced)
-            if blocked is not None:
-                raise Unbounded(first_value + blocked)
+            infeasible = _infeasible_value(priced)
+            if infeasible is not None:
+                raise Unbounded(first_value + infeasible)
             first_op, first_value = first_op + n_ops, first_value + n_values
         raise AssertionError(
             "an infinite arc was cut although every needed value has a finite choice"
@@ -383,9 +408,10 @@ class Network:
 def _contracted(
     n_ops: int, n_values: int, needed: IntArray, reader: IntArray, read: IntArray
 ) -> tuple[IntArray, int]:
-    """Return the vertex of each value, and how many vertices there are, the source and the sink being the last two.
+    """Return the vertex of each value, and the number of vertices.
 
-    ``reader`` reads ``read``, pair by pair. A value that nobody wants is left with the source, where it costs nothing.
+    The source and the sink are the last two. ``reader`` reads ``read``, pair by pair. A value
+    without a reader joins the source, at no cost.
     """
     readers = np.bincount(read, minlength=n_values)
     is_needed = np.zeros(n_values, dtype=bool)

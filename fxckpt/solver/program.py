@@ -1,6 +1,6 @@
-"""Program: a joint graph as planning sees it, forward ops and backward ops in joint order that read and write storages by index.
+"""Program: the joint graph as plain data, ops in joint order that access storages by index.
 
-It knows no ``fx.Node``, so planning on it is deterministic and easy to test.
+A program holds no ``fx.Node``, so that planning is deterministic and easy to test.
 """
 
 from __future__ import annotations
@@ -26,61 +26,73 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Side(enum.Enum):
-    """Where an op runs in the uncheckpointed step, and where else it may."""
+    """The half of the uncheckpointed step that an op runs in."""
 
     FORWARD = enum.auto()
-    """The forward outputs (or an effect) need it."""
+    """A forward output or a side effect depends on the op."""
     EITHER = enum.auto()
-    """Only the backward needs it, but it reads no tangent."""
+    """Only the backward depends on the op, which reads no tangent: either half may run it."""
     BACKWARD = enum.auto()
-    """It reads a tangent, or was traced in the backward and may not move."""
+    """The op reads a tangent, or was traced in the backward and may not move."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory filled by one op. ``name`` is the node that owns it: what gets saved."""
+    """Memory written by one op."""
 
     name: str
+    """The node that owns the storage, and is saved with it."""
     bytes: int
     producer: int
-    """Index of the op that fills it; ``FORWARD_ONLY`` for a generator state, ``IN_BACKWARD`` for the backward's own."""
+    """Index of the forward op that writes the storage.
+
+    ``FORWARD_ONLY`` for a generator state, ``IN_BACKWARD`` for a storage of the backward.
+    """
     is_output: bool = False
-    """A forward output holds it: it stays until the end whatever is planned."""
+    """Whether a forward output holds the storage, which is then live to the end under any plan."""
     is_savable: bool = True
+    """Whether a plan may save the storage."""
 
 
 @dataclass(frozen=True)
 class Op:
-    """One unit of work. ``reads`` and ``writes`` are storage indices; inputs of the graph are free and not listed."""
+    """One operation of the joint graph."""
 
     name: str
     side: Side
     seconds: float
     flops: int
     reads: tuple[int, ...]
+    """Indices of the storages read; inputs of the graph are free and not listed."""
     writes: tuple[int, ...]
+    """Indices of the storages written."""
     no_recompute: Reason | None = None
-    """Why it must not run in the backward again; None if it may."""
+    """The reason why the op must not be recomputed, or None if it may."""
     rng_state: int | None = None
-    """Storage of the generator state a second run needs."""
+    """Storage of the generator state that a recompute reads."""
     workspace_bytes: int = 0
-    """What the kernel allocates and frees before it returns."""
+    """Bytes that the kernel allocates and frees before it returns."""
 
     @cached_property
     def needs(self) -> tuple[int, ...]:
-        """What a second run reads, the generator state included."""
+        """Storages that a recompute reads, the generator state included."""
         return self.reads if self.rng_state is None else (*self.reads, self.rng_state)
 
 
 @dataclass(frozen=True)
 class Program:
-    """A joint graph as planning sees it. The last backward op is the graph's output and reads what is returned."""
+    """A joint graph as plain data."""
 
     ops: tuple[Op, ...]
+    """Ops that the forward may run."""
     backward: tuple[Op, ...]
+    """Ops of the backward; the last one is the graph's output, which reads the returned values."""
     storages: tuple[Storage, ...]
     tangents: tuple[int, ...]
-    """Storages of the incoming gradients: there when the backward begins, whatever is planned. Each is read by some backward op."""
+    """Storages of the incoming gradients, live when the backward begins.
+
+    Each is read by some backward op.
+    """
 
     @cached_property
     def tangent_bytes(self) -> int:
@@ -89,7 +101,7 @@ class Program:
 
     @cached_property
     def forward_reads(self) -> tuple[tuple[int, ...], ...]:
-        """Per backward op: the forward values it reads."""
+        """Forward values read by each backward op."""
         storages = self.storages
         return tuple(
             tuple([s for s in op.reads if storages[s].producer != IN_BACKWARD])
@@ -98,17 +110,17 @@ class Program:
 
     @cached_property
     def always_forward(self) -> dict[int, None]:
-        """The ops that the forward runs whatever is saved, in order."""
+        """Ops that the forward runs under any plan, in order."""
         return dict.fromkeys(i for i, op in enumerate(self.ops) if op.side is Side.FORWARD)
 
     @cached_property
     def producers(self) -> tuple[int, ...]:
-        """Per storage: :attr:`Storage.producer`."""
+        """:attr:`Storage.producer` of each storage."""
         return tuple([s.producer for s in self.storages])
 
     @cached_property
     def tables(self) -> Tables:
-        """The same as arrays."""
+        """The program as arrays."""
         return Tables.of(self)
 
     @cached_property
@@ -124,21 +136,21 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """A list of int lists as two arrays: list i is ``items[starts[i] : starts[i + 1]]``."""
+    """A ragged array of ints (CSR form): row i is ``items[starts[i] : starts[i + 1]]``."""
 
     items: IntArray
     starts: IntArray
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
-        """Lay out ``rows``."""
+        """Return ``rows`` as a ragged array."""
         return cls(
             np.asarray(list(itertools.chain.from_iterable(rows)), dtype=np.int64),
             np.concatenate(([0], np.cumsum([len(row) for row in rows], dtype=np.int64))),
         )
 
     def rows(self, chosen: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the items of the chosen lists, one list after the other, and for each item the position in ``chosen`` of its list."""
+        """Return the items of the chosen rows, row by row, and the position in ``chosen`` of each."""
         first, length = self.starts[chosen], self.starts[chosen + 1] - self.starts[chosen]
         position = np.repeat(np.arange(len(chosen)), length)
         begin = np.cumsum(length) - length
@@ -147,34 +159,44 @@ class Ragged:
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """A program as arrays. Ops are numbered forward first, then backward; bytes and FLOPs are int64, seconds float64."""
+    """A program as arrays, in which forward ops come before backward ops."""
 
     reads: Ragged
-    """Per op: storages it reads."""
+    """Storages that each op reads."""
     needs: Ragged
-    """Per forward op: what a second run reads, the generator state included."""
+    """Storages that a recompute of each forward op reads, the generator state included."""
     writes: Ragged
+    """Storages that each op writes."""
     seconds: FloatArray
+    """Seconds of each op."""
     flops: IntArray
+    """FLOPs of each op."""
     workspace_bytes: IntArray
-    replay_bytes: IntArray
-    """Per forward op: what a second run needs beside its workspace, the generator's present state set aside."""
+    """Workspace of each op."""
+    state_bytes: IntArray
+    """Bytes of the current generator state, which a recompute of each forward op puts aside."""
     written_bytes: IntArray
+    """Bytes that each op writes."""
     rng_state: IntArray
-    """Per forward op: its generator state's storage, or -1."""
+    """Storage of each forward op's generator state, or -1."""
     is_forward: BoolArray
-    """Per forward op: the forward runs it whatever is saved."""
+    """Whether the forward runs each forward op under any plan."""
     is_either: BoolArray
-    is_rerunnable: BoolArray
+    """Whether either half may run each forward op."""
+    is_recomputable: BoolArray
+    """Whether each forward op may be recomputed."""
     bytes: IntArray
-    """Per storage."""
+    """Bytes of each storage."""
     producer: IntArray
+    """:attr:`Storage.producer` of each storage."""
     is_output: BoolArray
+    """:attr:`Storage.is_output` of each storage."""
     is_savable: BoolArray
+    """:attr:`Storage.is_savable` of each storage."""
 
     @classmethod
     def of(cls, program: Program) -> Tables:
-        """Lay ``program`` out."""
+        """Return the arrays of ``program``."""
         ops, storages = program.ops, program.storages
         both = (*ops, *program.backward)
         nbytes = np.asarray([s.bytes for s in storages], dtype=np.int64)
@@ -188,14 +210,14 @@ class Tables:
             seconds=np.asarray([op.seconds for op in both], dtype=np.float64),
             flops=np.asarray([op.flops for op in both], dtype=np.int64),
             workspace_bytes=np.asarray([op.workspace_bytes for op in both], dtype=np.int64),
-            replay_bytes=np.where(state >= 0, np.append(nbytes, 0)[state], 0),
+            state_bytes=np.where(state >= 0, np.append(nbytes, 0)[state], 0),
             written_bytes=np.asarray(
                 [sum(storages[s].bytes for s in op.writes) for op in both], dtype=np.int64
             ),
             rng_state=state,
             is_forward=_mask(op.side is Side.FORWARD for op in ops),
             is_either=_mask(op.side is Side.EITHER for op in ops),
-            is_rerunnable=_mask(op.no_recompute is None for op in ops),
+            is_recomputable=_mask(op.no_recompute is None for op in ops),
             bytes=nbytes,
             producer=np.asarray(program.producers, dtype=np.int64),
             is_output=_mask(s.is_output for s in storages),

@@ -1,7 +1,8 @@
-"""Schedule: from the stages' decisions to the order in which things run.
+"""Schedule: saved storages, and recomputes in the order of the backward.
 
-Recompute is placed just in time: an op of a stage's recompute set runs right before the first op of that stage that reads it, its own
-inputs first. A read sees the latest copy; a copy dies after its last read before the next one is made.
+Recomputes are placed just in time: an op that a stage recomputes runs right before the first op of
+that stage that reads its result, after its own inputs. A read sees the latest copy of a value; a
+copy dies after its last read before the next copy is written.
 """
 
 from __future__ import annotations
@@ -14,23 +15,26 @@ from fxckpt.solver.program import Program, Side
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the forward saves (storages) and what the backward runs again, in order. The whole of a plan, by index."""
+    """A complete plan in the indices of a program."""
 
     saved: tuple[int, ...]
+    """Storages that the forward saves, ascending."""
     runs: tuple[int, ...]
-    """Ops that run again, once for every run."""
+    """Forward op of each recompute, in execution order."""
     before: tuple[int, ...]
-    """Per run: the backward op it runs in front of."""
+    """Backward op that each recompute precedes."""
 
 
 @dataclass(frozen=True)
 class StageAssignment:
-    """Per stage: storages taken from before the stage, and ops run again in it."""
+    """Decisions about values, stage by stage."""
 
     starts: tuple[int, ...]
     """First backward op of each stage; ``starts[0] == 0``."""
     kept: tuple[frozenset[int], ...]
+    """Storages that each stage takes from before it."""
     runs: tuple[frozenset[int], ...]
+    """Ops that each stage recomputes."""
 
 
 def stage_ranges(program: Program, starts: tuple[int, ...]) -> list[range]:
@@ -39,38 +43,38 @@ def stage_ranges(program: Program, starts: tuple[int, ...]) -> list[range]:
     return [range(a, b) for a, b in zip(starts, ends, strict=True)]
 
 
-def emit(program: Program, decisions: StageAssignment) -> Schedule:
-    """Return the schedule of the decisions.
+def emit(program: Program, assignment: StageAssignment) -> Schedule:
+    """Return the schedule of an assignment.
 
-    A value that a decision takes from before but that nobody made there is saved from the forward; so any decisions that a cut can make
-    are legal, and what is saved follows from them.
+    A value that a stage takes from before, but that no earlier stage holds, is saved from the
+    forward. So every assignment is legal, and the saved values follow from it.
     """
     producer, ops, wanted = program.producers, program.ops, program.forward_reads
     saved: set[int] = set()
     runs: list[int] = []
     before: list[int] = []
-    have: set[int] = set()  # storages with a copy, from whatever stage
-    for k, positions in enumerate(stage_ranges(program, decisions.starts)):
-        kept, rerun = decisions.kept[k], decisions.runs[k]
-        if not rerun:
+    available: set[int] = set()  # storages saved, or written by an earlier recompute
+    for k, positions in enumerate(stage_ranges(program, assignment.starts)):
+        kept, recomputed = assignment.kept[k], assignment.runs[k]
+        if not recomputed:
             needed = set(chain.from_iterable(wanted[positions.start : positions.stop]))
-            saved |= needed - have
-            have |= needed
+            saved |= needed - available
+            available |= needed
             continue
-        fresh: set[int] = set()  # ops that ran in this stage
-        opened: set[int] = set()  # ops whose inputs are on the stack above them, or at hand
+        done: set[int] = set()  # ops recomputed in this stage
+        opened: set[int] = set()  # ops whose inputs are available, or above them on the stack
         for j in positions:
-            stack = [s for s in wanted[j][::-1] if producer[s] not in fresh]
+            stack = [s for s in wanted[j][::-1] if producer[s] not in done]
             while stack:
                 s = stack[-1]
                 o = producer[s]
-                if o in fresh:
+                if o in done:
                     stack.pop()
                     continue
-                if o not in rerun or s in kept:
-                    if s not in have:
+                if o not in recomputed or s in kept:
+                    if s not in available:
                         saved.add(s)
-                        have.add(s)
+                        available.add(s)
                     stack.pop()
                     continue
                 if o not in opened:
@@ -79,22 +83,25 @@ def emit(program: Program, decisions: StageAssignment) -> Schedule:
                     missing = [
                         u
                         for u in inputs
-                        if (p := producer[u]) not in fresh
-                        and (u not in have or (p in rerun and u not in kept))
+                        if (p := producer[u]) not in done
+                        and (u not in available or (p in recomputed and u not in kept))
                     ]
                     if missing:
                         stack.extend(reversed(missing))
                         continue
                 runs.append(o)
                 before.append(j)
-                fresh.add(o)
-                have.update(ops[o].writes)
+                done.add(o)
+                available.update(ops[o].writes)
                 stack.pop()
     return Schedule(tuple(sorted(saved)), tuple(runs), tuple(before))
 
 
 def save_all(program: Program) -> Schedule:
-    """Return the uncheckpointed schedule: everything the backward reads is saved, what only the backward needs runs in it once."""
+    """Return the uncheckpointed schedule: every forward value that the backward reads is saved.
+
+    Ops that only the backward depends on run in it, once.
+    """
     either = frozenset(
         i for i, op in enumerate(program.ops) if op.side is Side.EITHER and op.no_recompute is None
     )
@@ -102,7 +109,10 @@ def save_all(program: Program) -> Schedule:
 
 
 def with_runs(program: Program, runs: tuple[int, ...], before: tuple[int, ...]) -> Schedule:
-    """Return the schedule of these runs, without those that nobody reads: what is read before it is made again is saved."""
+    """Return the schedule of these recomputes, without dead ones.
+
+    Values that are read before they are recomputed are saved.
+    """
     wanted: set[int] = set()
     kept: list[int] = []
     at = len(runs) - 1
@@ -122,7 +132,7 @@ def with_runs(program: Program, runs: tuple[int, ...], before: tuple[int, ...]) 
 
 
 def forward_ops(program: Program, saved: tuple[int, ...]) -> list[int]:
-    """Return the ops the forward runs: what its outputs need, and what the saved values need."""
+    """Return the ops that the forward runs for its outputs and for the saved values, in order."""
     always, producers = program.always_forward, program.producers
     more: set[int] = set()
     stack = [i for s in saved if (i := producers[s]) >= 0 and i not in always]

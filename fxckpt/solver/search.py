@@ -1,12 +1,15 @@
-"""The price search: the least extra time whose simulated peak fits a budget in bytes.
+"""The search: the least extra time whose simulated peak fits a budget in bytes.
 
-The peak constraint is dualized into prices per byte: one at the forward's end, where all that is saved is live, and a share of it at every stage.
-Around the price of the lower bound a few prices and shares are cut at several numbers of stages. Cuts flip whole classes of identical layers at
-once, so the most promising schedules, over the budget or under it, are then brought to it by single moves: :mod:`~fxckpt.solver.evict` gives up
-copies until the peak fits, :mod:`~fxckpt.solver.retain` drops runs that the slack pays for. The best is shaken a few times: trimmed below the
-budget and filled again; small programs are searched from random starts too, and the smallest by an integer program. The simulator judges
-every schedule. The search ends after a fixed number of steps and reads no clock and no true randomness, so the same graph always gets the
-same plan.
+Multi-start local search on Lagrange multipliers. The peak constraint is dualized into prices per
+byte: one at the end of the forward, where all saved values are live, and a share of it at every
+stage. A few prices and shares around the price of the lower bound are cut at several numbers of
+stages. Cuts flip whole classes of identical layers at once, so the most promising schedules, over
+the budget or under it, are then repaired by single moves: :mod:`~fxckpt.solver.evict` lowers the
+peak until it fits, :mod:`~fxckpt.solver.retain` removes recomputes that the slack pays for. The
+best schedule is perturbed a few times: evicted to less than the budget and repaired. Small programs
+have random restarts too, and the smallest are solved by an integer program. The simulator evaluates
+every schedule. The search ends after a fixed number of steps and reads neither a clock nor true
+randomness, so that the same graph always has the same plan.
 """
 
 from __future__ import annotations
@@ -29,19 +32,21 @@ from fxckpt.solver.staged_cut import Layout, StagedCut
 from fxckpt.solver.stages import StageBoundaries
 
 NEXT_BYTES = 100 * 2**20
+"""Bytes beyond a limit at which a second bound is given."""
 PRICE_STEP = 1.1
+"""Ratio of neighboring prices in the grid of prices tried."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule and what it costs."""
+    """A schedule with its memory and time."""
 
     schedule: Schedule
     simulation: Simulation
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """Less is better: time first, then peak, then saved bytes."""
+        """Sort key, less is better: time, then peak, then saved bytes."""
         return (
             self.simulation.extra_seconds,
             self.simulation.peak_bytes,
@@ -51,75 +56,89 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found within one limit. ``best`` is None if nothing fits."""
+    """Result of a search within one limit."""
 
     limit: int | None
-    """Bytes; None asks for no extra time."""
+    """Budget in bytes; None asks for no extra time."""
     best: Candidate | None
-    floor: Candidate
-    """The least peak reached."""
+    """Candidate of least extra time within the limit, or None if nothing fits."""
+    least_peak: Candidate
+    """Candidate of the least peak reached."""
     baseline: Candidate
     """The uncheckpointed schedule."""
     bound: Bound
-    """No plan within the limit takes less extra time."""
+    """Lower bound on the extra time of any plan within the limit."""
     next_bound: Bound
-    """The same for a limit that is greater by ``NEXT_BYTES``."""
-    floor_bound_bytes: int
-    """No plan at all has a lower peak."""
+    """Lower bound for a limit that is greater by ``NEXT_BYTES``."""
+    peak_bound_bytes: int
+    """Lower bound on the peak of any plan."""
 
 
 @dataclass(frozen=True)
 class PriceSearch:
-    """Search prices for schedules within a budget. The numbers are guesses; bench/planner.py prints what they come to in time and in quality."""
+    """Multi-start local search on Lagrange multipliers.
+
+    The defaults are empirical; ``bench/planner.py`` prints their time and their quality.
+    """
 
     stage_counts: tuple[int, ...] = (32, 64)
+    """Numbers of stages that each price is tried with."""
     share: float = 0.01
-    """Price of each stage beside that of the forward's end."""
+    """Price at each stage as a share of that at the end of the forward."""
     factors: tuple[float, ...] = (1.0, 1.5, 2.5, 4.0)
-    """Prices tried for one budget, beside the price of its lower bound."""
+    """Prices tried for one budget, in multiples of its lower bound's price."""
     factors_along: tuple[float, ...] = (1.5,)
-    """The same for each budget of a frontier of more than ``few`` points."""
+    """``factors`` for each budget of a frontier of more than ``short_frontier`` points."""
     small_ops: int = 150
+    """Most forward ops of a small program."""
     small_factors: tuple[float, ...] = (1.0, 1.5, 2.5, 4.0, 0.5, 0.25, 8.0, 16.0, 64.0)
-    """The same for programs of at most ``small_ops`` forward ops."""
-    floor_shares: tuple[float, ...] = (0.01, 0.001)
-    floor_prices: int = 3
+    """``factors`` for small programs."""
+    least_peak_shares: tuple[float, ...] = (0.01, 0.001)
+    """Shares tried for the least peak."""
+    least_peak_prices: int = 3
+    """Number of prices tried for the least peak."""
     descents: int = 6
-    """How often the floor is trimmed further."""
+    """Most evictions that lower the least peak further."""
     refined: int = 6
-    """How many schedules are brought to a budget by single moves."""
+    """Number of schedules repaired for one budget."""
     refined_along: int = 2
-    """The same for each budget of a frontier of more than ``few`` points."""
-    few: int = 8
-    shakes: tuple[float, ...] = (0.9, 0.9, 0.97, 0.98)
-    """Shares of the budget that the best schedule is trimmed to before it is filled again."""
+    """``refined`` for each budget of a frontier of more than ``short_frontier`` points."""
+    short_frontier: int = 8
+    """Most points of a frontier that is searched as thoroughly as a single budget."""
+    perturbations: tuple[float, ...] = (0.9, 0.9, 0.97, 0.98)
+    """Shares of the budget that the best schedule is evicted to before it is repaired."""
     restarts: int = 200
-    """How often a small program's schedules are brought to a budget by moves in an order drawn at random."""
+    """Number of random restarts for small programs."""
     restart_ops: int = 1500
-    """Restarts times forward ops at most."""
+    """Most restarts times forward ops."""
     noise: float = 1.5
-    """Standard deviation of the logarithm of what the ops' seconds are multiplied by for a restart."""
+    """Standard deviation of the logarithm of the random factors on the ops' seconds."""
     depths: tuple[float, ...] = (0.9, 0.7, 0.5, 0.97)
-    """Shares of the budget that restarts trim to, in turn."""
+    """Shares of the budget that restarts evict to, in turn."""
     exact_size: int = 320
-    """Forward ops times backward ops up to which an integer program is solved."""
+    """Most forward ops times backward ops for which an integer program is solved."""
     exact_nodes: int = 2000
-    """Nodes of its search tree at most."""
-    enough: float = 0.005
-    """No more moves for a schedule that is certified to be this near to the best, relatively."""
+    """Most nodes of the integer program's search tree."""
+    tolerance: float = 0.005
+    """Relative distance to the lower bound at which the search stops."""
     cut: StagedCut = field(default_factory=StagedCut)
+    """Solver of one choice of prices."""
 
     def __call__(self, program: Program, budget: Callable[[int], int | None]) -> SearchResult:
-        """Return the best schedule within ``budget(baseline_peak_bytes)`` bytes; None asks for no extra time."""
+        """Return the best schedule within ``budget(baseline_peak_bytes)`` bytes.
+
+        A budget of None asks for no extra time.
+        """
         search = _Search(self, program)
         limit = budget(search.baseline.simulation.peak_bytes)
-        free = search.free()
-        floor = search.floor()
-        # The floor is found before and without the budget, so that asking for just the floor always succeeds; less may be found too.
-        if limit is not None and search.bounds.peak_bytes <= limit < free.simulation.peak_bytes:
+        fastest = search.least_time()
+        # The least peak is searched before the budget's schedules and without the budget, so that a
+        # budget of exactly that peak always succeeds; the search may find a lower one too.
+        least_peak = search.least_peak()
+        if limit is not None and search.bounds.peak_bytes <= limit < fastest.simulation.peak_bytes:
             search.fit(limit, self.factors)
-            search.refine(limit, self.refined, self.shakes)
-        return search.found(limit, floor)
+            search.refine(limit, self.refined, self.perturbations)
+        return search.result(limit, least_peak)
 
     def frontier(
         self,
@@ -127,28 +146,33 @@ class PriceSearch:
         limits: Callable[[Candidate, Candidate], Sequence[int]],
         tick: Callable[[], object] = lambda: None,
     ) -> tuple[SearchResult, ...]:
-        """Return the best schedules at ``limits(floor, baseline)``, ascending. ``tick`` is called once a limit.
+        """Return the best schedules at ``limits(least_peak, baseline)``, ascending.
 
-        All limits choose from all schedules seen, so the time never rises with the limit.
+        All limits choose among all schedules seen, so that the time never rises with the limit.
+        ``tick`` is called once per limit.
         """
         search = _Search(self, program)
-        search.free()
-        floor = search.floor()
-        chosen = sorted(limits(floor, search.baseline))
+        search.least_time()
+        least_peak = search.least_peak()
+        chosen = sorted(limits(least_peak, search.baseline))
         # The plan of one limit is a good start for the next.
-        refined, shakes, factors = self.refined, self.shakes, self.factors
-        if len(chosen) > self.few:
-            refined, shakes, factors = self.refined_along, self.shakes[:1], self.factors_along
+        refined, perturbations, factors = self.refined, self.perturbations, self.factors
+        if len(chosen) > self.short_frontier:
+            refined, factors = self.refined_along, self.factors_along
+            perturbations = self.perturbations[:1]
         for limit in reversed(chosen):
             search.fit(limit, factors)
-            search.refine(limit, refined, shakes)
+            search.refine(limit, refined, perturbations)
             tick()
-        return tuple(search.found(limit, floor) for limit in chosen)
+        return tuple(search.result(limit, least_peak) for limit in chosen)
 
 
-def evenly_spaced(count: int, floor: Candidate, baseline: Candidate) -> tuple[int, ...]:
-    """Return ``count`` limits from the floor's peak to the uncheckpointed one, evenly spaced in their logarithm; one if the two are the same."""
-    low, high = floor.simulation.peak_bytes, baseline.simulation.peak_bytes
+def evenly_spaced(count: int, least_peak: Candidate, baseline: Candidate) -> tuple[int, ...]:
+    """Return ``count`` limits from the least peak to the uncheckpointed one, evenly in logarithm.
+
+    There is only one if the two peaks are equal.
+    """
+    low, high = least_peak.simulation.peak_bytes, baseline.simulation.peak_bytes
     if high <= low:
         return (low,)
     return (low, *(round(p) for p in _between(max(low, 1), high, count)[1:-1]), high)
@@ -160,21 +184,22 @@ class _Search:
     def __init__(self, options: PriceSearch, program: Program) -> None:
         self.options = options
         self.program = program
-        self.places = StageBoundaries(program)
+        self.boundaries = StageBoundaries(program)
         self.layouts: dict[int, Layout] = {}
         self.seen: dict[Schedule, Candidate] = {}
         self.legal: list[Candidate] = []
-        """Those that save nothing they must not; the uncheckpointed schedule may."""
+        """Candidates that save only savable values; the uncheckpointed schedule may save others."""
         self.low, self.high = price_range(program)
         self.bounds = LowerBounds(program, self.low, self.high)
         self.tried: set[int] = set()
-        """Logarithms of prices."""
+        """Prices tried, in steps of the price grid."""
         self.bound_at: dict[int, Bound] = {}
-        self.baseline = self.judge(save_all(program))
-        for schedule in Heuristics(program, self.places)():
-            self.judge(schedule)
+        self.baseline = self.evaluate(save_all(program))
+        for schedule in Heuristics(program, self.boundaries)():
+            self.evaluate(schedule)
 
-    def judge(self, schedule: Schedule) -> Candidate:
+    def evaluate(self, schedule: Schedule) -> Candidate:
+        """Return the candidate of ``schedule``, and remember it."""
         if schedule not in self.seen:
             candidate = self.seen[schedule] = Candidate(schedule, simulate(self.program, schedule))
             if self.program.tables.is_savable[list(schedule.saved)].all():
@@ -182,78 +207,100 @@ class _Search:
         return self.seen[schedule]
 
     def within(self, limit: int) -> Iterator[Candidate]:
+        """Yield the legal candidates within ``limit`` bytes."""
         return (c for c in self.legal if c.simulation.peak_bytes <= limit)
 
-    def found(self, limit: int | None, floor: Candidate) -> SearchResult:
-        """Return the best seen. Bytes below the limit buy nothing: of the fastest the one of least peak is as good as any."""
+    def best(self, limit: int | None) -> Candidate | None:
+        """Return the legal candidate of least rank within ``limit`` bytes, if any is.
+
+        Bytes below the limit buy nothing, so that the least peak among the fastest does no harm.
+        """
         candidates = self.legal if limit is None else self.within(limit)
-        best = min(candidates, key=lambda c: c.rank, default=None)
+        return min(candidates, key=lambda c: c.rank, default=None)
+
+    def result(self, limit: int | None, least_peak: Candidate) -> SearchResult:
+        """Return the best candidate within ``limit`` bytes, with its bounds."""
+        best = self.best(limit)
         bound = next_bound = Bound(0.0, 0.0)
         if best is not None and limit is not None and best.simulation.extra_seconds > 0:
             bound, next_bound = self.bound(limit), self.bound(limit + NEXT_BYTES)
         return SearchResult(
-            limit, best, floor, self.baseline, bound, next_bound, self.bounds.peak_bytes
+            limit, best, least_peak, self.baseline, bound, next_bound, self.bounds.peak_bytes
         )
 
     def layout(self, count: int) -> Layout:
+        """Return the layout of about ``count`` stages."""
         if count not in self.layouts:
-            self.layouts[count] = self.options.cut.lay_out(self.program, self.places.stages(count))
+            starts = self.boundaries.stages(count)
+            self.layouts[count] = self.options.cut.lay_out(self.program, starts)
         return self.layouts[count]
 
-    def shaped(
-        self, count: int, shapes: Sequence[tuple[float, float]], sweeps: int | None = None
+    def cut(
+        self, count: int, prices: Sequence[tuple[float, float]], sweeps: int | None = None
     ) -> list[list[StageAssignment]]:
-        """Return the decisions at some prices at the forward's end, each with a share of it that is the price of every stage."""
+        """Return the assignments to about ``count`` stages at each of some prices.
+
+        Each is given as the price at the end of the forward, and the share of it at every stage.
+        """
         cut = self.options.cut if sweeps is None else replace(self.options.cut, sweeps=sweeps)
         layout = self.layout(count)
         return cut(
-            layout, [[price, *[price * share] * len(layout.starts)] for price, share in shapes]
+            layout, [[price, *[price * share] * len(layout.starts)] for price, share in prices]
         )
 
-    def judge_all(self, decided: Iterable[Iterable[StageAssignment]]) -> None:
-        for decisions in chain.from_iterable(decided):
-            self.judge(emit(self.program, decisions))
+    def evaluate_all(self, assignments: Iterable[Iterable[StageAssignment]]) -> None:
+        """Evaluate the schedules of all assignments."""
+        for assignment in chain.from_iterable(assignments):
+            self.evaluate(emit(self.program, assignment))
 
-    def free(self) -> Candidate:
-        """The least extra time there is, and the least peak at it."""
-        self.judge_all(self.shaped(self.options.stage_counts[0], [(self.low * 1e-6, 1.0)]))
+    def least_time(self) -> Candidate:
+        """Return the candidate of least extra time, and of least peak among those."""
+        self.evaluate_all(self.cut(self.options.stage_counts[0], [(self.low * 1e-6, 1.0)]))
         return min(self.legal, key=lambda c: c.rank)
 
-    def floor(self) -> Candidate:
-        """The least peak of any schedule seen: at high prices, where one sweep mostly gives less than two, then trimmed further."""
-        prices = _between((self.low * self.high) ** 0.5, self.high, self.options.floor_prices)
+    def least_peak(self) -> Candidate:
+        """Return the candidate of least peak: at high prices, then evicted further.
+
+        There one sweep mostly has a lower peak than two.
+        """
+        prices = _between((self.low * self.high) ** 0.5, self.high, self.options.least_peak_prices)
         for count in self.options.stage_counts:
-            self.judge_all(
-                self.shaped(count, list(product(prices, self.options.floor_shares)), sweeps=1)
+            self.evaluate_all(
+                self.cut(count, list(product(prices, self.options.least_peak_shares)), sweeps=1)
             )
-        least = self._least_peak()
+        least = self._lowest_peak()
         for _ in range(self.options.descents):
             peak = least.simulation.peak_bytes
-            self.judge(
+            self.evaluate(
                 Evict(max(self.bounds.peak_bytes, peak * 19 // 20))(
                     self.program, least.schedule, least.simulation
                 )
             )
-            least = self._least_peak()
+            least = self._lowest_peak()
             if least.simulation.peak_bytes >= peak:
                 break
         return least
 
-    def _least_peak(self) -> Candidate:
+    def _lowest_peak(self) -> Candidate:
+        """Return the legal candidate of least peak seen so far."""
         return min(self.legal, key=lambda c: (c.simulation.peak_bytes, c.rank))
 
     def fit(self, limit: int, factors: Sequence[float]) -> None:
-        """Look for schedules about ``limit``."""
+        """Cut at prices around that of the lower bound at ``limit``."""
         price = self.bound(limit).price or self.low
         factors = (
             factors
             if len(self.program.ops) > self.options.small_ops
             else self.options.small_factors
         )
-        self._shapes(price * factor for factor in factors)
+        self._try_prices(price * factor for factor in factors)
 
-    def _shapes(self, prices: Iterable[float]) -> None:
-        """Try every number of stages at prices that a value saved through half the stages pays, rounded so that near budgets share them."""
+    def _try_prices(self, prices: Iterable[float]) -> None:
+        """Cut at every number of stages, with total prices rounded to a grid.
+
+        The total price is that of a value saved through half of the stages. Near budgets share the
+        points of the grid.
+        """
         steps = [
             s
             for s in dict.fromkeys(
@@ -264,55 +311,60 @@ class _Search:
         self.tried.update(steps)
         if steps:
             share = self.options.share
-            shapes = {
-                n: [(PRICE_STEP**step / (1 + share * n / 2), share) for step in steps]
+            assignments = [
+                self.cut(n, [(PRICE_STEP**step / (1 + share * n / 2), share) for step in steps])
                 for n in self.options.stage_counts
-            }
-            decided = [self.shaped(n, shapes[n]) for n in self.options.stage_counts]
-            # All stage counts of a price before the next price: of equals the first one counts.
-            self.judge_all(chain.from_iterable(zip(*decided, strict=True)))
+            ]
+            # All stage counts of a price before the next price: of equal candidates the first wins.
+            self.evaluate_all(chain.from_iterable(zip(*assignments, strict=True)))
 
-    def refine(self, limit: int, count: int, shakes: Sequence[float]) -> None:
-        """Bring the most promising schedules to ``limit`` by single moves."""
-        enough = (1 + self.options.enough) * self.bound(limit).seconds
+    def refine(self, limit: int, count: int, perturbations: Sequence[float]) -> None:
+        """Repair the most promising schedules, then perturb the best, up to near the bound.
+
+        Small programs are solved exactly, or have random restarts.
+        """
+        target = (1 + self.options.tolerance) * self.bound(limit).seconds
         for candidate in self._promising(limit, count):
-            if self._best(limit) <= enough:
+            if self._least_seconds(limit) <= target:
                 return
-            self._bring(candidate, limit, limit)
-        for share in shakes:
-            best = min(self.within(limit), key=lambda c: c.rank, default=None)
-            if best is None or best.simulation.extra_seconds <= enough:
+            self._repair(candidate, limit, limit)
+        for share in perturbations:
+            best = self.best(limit)
+            if best is None or best.simulation.extra_seconds <= target:
                 return
-            self._bring(best, int(limit * share), limit)
+            self._repair(best, int(limit * share), limit)
         if len(self.program.ops) * len(self.program.backward) <= self.options.exact_size:
-            self._solve(limit, enough)
+            self._solve_exactly(limit, target)
         else:
-            self._restart(limit, enough)
+            self._restart(limit, target)
 
-    def _solve(self, limit: int, enough: float) -> None:
-        """Look for the optimum itself."""
-        if self._best(limit) <= enough:
+    def _solve_exactly(self, limit: int, target: float) -> None:
+        """Evaluate the schedule of the integer program."""
+        if self._least_seconds(limit) <= target:
             return
         schedule = optimum(
             in_forward(self.program), limit, seconds=math.inf, nodes=self.options.exact_nodes
         ).schedule
         if schedule is not None:
-            # An op that may run on either side costs nothing if the forward has no need of it.
-            self.judge(with_runs(self.program, schedule.runs, schedule.before))
+            # An op on either side takes no extra time if the forward does not depend on it.
+            self.evaluate(with_runs(self.program, schedule.runs, schedule.before))
 
-    def _restart(self, limit: int, enough: float) -> None:
-        """Look farther from what single moves reach (compare GRASP, Feo and Resende 1995)."""
+    def _restart(self, limit: int, target: float) -> None:
+        """Repair with randomized seconds, beyond the reach of single moves.
+
+        Compare GRASP (Feo and Resende 1995).
+        """
         options, random, ops = self.options, Random(0), max(len(self.program.ops), 1)
-        # What is free has a little weight too, so that it takes turns.
+        if ops > options.small_ops:
+            return
+        # Ops of no time have a little weight too, so that their order varies.
         plain = [
             s + self.program.step_seconds / 1000
             for s in self.program.tables.seconds[: len(self.program.ops)]
         ]
-        for k in range(
-            min(options.restarts, options.restart_ops // ops) if ops <= options.small_ops else 0
-        ):
-            best = min(self.within(limit), key=lambda c: c.rank, default=None)
-            if best is None or best.simulation.extra_seconds <= enough:
+        for k in range(min(options.restarts, options.restart_ops // ops)):
+            best = self.best(limit)
+            if best is None or best.simulation.extra_seconds <= target:
                 return
             start = random.choice(self.legal) if k % 3 == 0 else best
             if k % 2:
@@ -321,18 +373,21 @@ class _Search:
                     seconds[o] *= random.choice((1e-3, 1e3))
             else:
                 seconds = [s * random.lognormvariate(0, options.noise) for s in plain]
-            self._bring(start, int(limit * options.depths[k % len(options.depths)]), limit, seconds)
+            depth = options.depths[k % len(options.depths)]
+            self._repair(start, int(limit * depth), limit, seconds)
 
-    def _best(self, limit: int) -> float:
+    def _least_seconds(self, limit: int) -> float:
+        """Return the least extra time within ``limit`` bytes, infinite if nothing fits."""
         return min((c.simulation.extra_seconds for c in self.within(limit)), default=math.inf)
 
     def bound(self, limit: int) -> Bound:
+        """Return the lower bound on the extra time within ``limit`` bytes."""
         if limit not in self.bound_at:
             self.bound_at[limit] = self.bounds.seconds(limit)
         return self.bound_at[limit]
 
     def _promising(self, limit: int, count: int) -> list[Candidate]:
-        """Return candidates whose time, and their distance to ``limit`` at the bound's price, and at four times that, are least."""
+        """Return the candidates of least Lagrangian at the bound's price and at four times it."""
         price = self.bound(limit).price or self.low
         chosen: dict[Schedule, Candidate] = {}
         for times in (1.0, 4.0):
@@ -348,42 +403,46 @@ class _Search:
             )
         return list(chosen.values())
 
-    def _bring(
+    def _repair(
         self, candidate: Candidate, low: int, limit: int, seconds: Sequence[float] | None = None
     ) -> None:
-        """Evict ``candidate`` to at most ``low`` bytes, as far as it goes, then spend what is left up to ``limit``; at last by true seconds."""
+        """Evict to at most ``low`` bytes, as far as possible, then retain up to ``limit`` bytes.
+
+        ``seconds`` perturbs the order of the moves; the last pass retains by the true seconds.
+        """
         program = self.program
         while candidate.simulation.peak_bytes > low:
-            trimmed = self.judge(
+            evicted = self.evaluate(
                 Evict(low, seconds)(program, candidate.schedule, candidate.simulation)
             )
-            if trimmed.simulation.peak_bytes >= candidate.simulation.peak_bytes:
+            if evicted.simulation.peak_bytes >= candidate.simulation.peak_bytes:
                 break
-            candidate = trimmed
+            candidate = evicted
         if candidate.simulation.peak_bytes <= limit and seconds is not None:
-            candidate = self._filled(candidate, limit, seconds)
+            candidate = self._retained(candidate, limit, seconds)
         if candidate.simulation.peak_bytes <= limit:
-            self._filled(candidate, limit, None)
+            self._retained(candidate, limit, None)
 
-    def _filled(
+    def _retained(
         self, candidate: Candidate, limit: int, seconds: Sequence[float] | None
     ) -> Candidate:
+        """Retain within ``limit`` bytes until nothing more is gained."""
         while True:
-            fuller = self.judge(
+            retained = self.evaluate(
                 Retain(limit, seconds)(self.program, candidate.schedule, candidate.simulation)
             )
-            if fuller.simulation.peak_bytes > limit or len(fuller.schedule.runs) >= len(
+            if retained.simulation.peak_bytes > limit or len(retained.schedule.runs) >= len(
                 candidate.schedule.runs
             ):
                 return candidate
-            candidate = fuller
+            candidate = retained
 
 
 def price_range(program: Program) -> tuple[float, float]:
-    """Return the seconds per byte below which nothing and above which everything that may is recomputed, roughly.
+    """Return about the seconds per byte below which nothing is recomputed, and above which all is.
 
-    The ends are the least and the greatest seconds per byte of any one op, the former shared by many stages, the latter times the ops a
-    chain may have.
+    They are the least and the greatest seconds per byte of any op: the former divided by 100, for
+    many stages share it, the latter times 100, for chains of ops.
     """
     tables = program.tables
     count = len(program.ops)

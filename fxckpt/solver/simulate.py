@@ -1,8 +1,10 @@
-"""Simulator: storage-exact liveness of a forward and a backward in their node order. The judge of every plan.
+"""Simulator: exact liveness of the storages of a scheduled step, which gives every plan's peak.
 
-During an op what it reads and what it writes are live together; after it, what nobody reads any more is free. Forward outputs live to the
-end (the user holds them), incoming gradients from the start of the backward to their last read, parameters and inputs are not
-counted. A recomputed value is a new version of its storage: it lives from its run to its last read.
+The storages that an op reads and writes are live together while it runs; after it, storages without
+a later reader are free. Forward outputs live to the end, for the user holds them; incoming
+gradients live from the start of the backward to their last read; parameters and inputs are not
+counted. A recomputed value is a new version of its storage, live from its recompute to its last
+read.
 """
 
 from __future__ import annotations
@@ -18,14 +20,20 @@ from fxckpt.solver.schedule import Schedule, forward_ops
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What a schedule costs. Bytes beyond what was allocated when the step began; time beyond the uncheckpointed step's."""
+    """Memory and time of a schedule."""
 
     live: IntArray
-    """Bytes during each op of the forward, then of the backward."""
+    """Live bytes during each op, beyond those allocated when the step began.
+
+    The forward's ops come first, then recomputes and backward ops as they run.
+    """
     forward_ops: int
+    """Number of leading entries of ``live`` that belong to the forward."""
     saved_bytes: int
     extra_seconds: float
+    """Seconds beyond those of the uncheckpointed step."""
     extra_flops: int
+    """FLOPs beyond those of the uncheckpointed step."""
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -39,12 +47,12 @@ class Simulation:
 
     @property
     def peak_position(self) -> int:
-        """Where in the profile the peak is first reached."""
+        """First position of the profile at which the peak is reached."""
         return int(self.live.argmax()) if len(self.live) else 0
 
 
 def simulate(program: Program, schedule: Schedule) -> Simulation:
-    """Run a schedule without running it."""
+    """Return the live bytes and the extra time of a schedule."""
     tables = program.tables
     order = np.asarray(forward_ops(program, schedule.saved), dtype=np.int64)
     saved = np.asarray(schedule.saved, dtype=np.int64)
@@ -58,45 +66,44 @@ def simulate(program: Program, schedule: Schedule) -> Simulation:
         tables, held, runs, before, len(program.backward), live + program.tangent_bytes
     )
     times = np.bincount(np.concatenate((order, runs)), minlength=len(program.ops))
-    again = np.maximum(times - 1, 0)
-    extra = np.flatnonzero(again)
+    repeats = np.maximum(times - 1, 0)
+    extra = np.flatnonzero(repeats)
     return Simulation(
         np.concatenate((forward, backward)),
         len(forward),
         int(tables.bytes[saved].sum()),
-        float((again[extra] * tables.seconds[extra]).sum()),
-        int((again[extra] * tables.flops[extra]).sum()),
+        float((repeats[extra] * tables.seconds[extra]).sum()),
+        int((repeats[extra] * tables.flops[extra]).sum()),
     )
 
 
 def _forward_profile(tables: Tables, order: IntArray, held: BoolArray) -> tuple[IntArray, int]:
-    """Return the live bytes during each op of ``order``, and what is live at the end."""
-    last = last_touches(tables, order)
+    """Return the live bytes during each op of ``order``, and the live bytes at the end."""
+    last = last_accesses(tables, order)
     state = tables.rng_state[order]
-    gives_state = (state >= 0) & np.append(held, False)[state]
-    born = tables.written_bytes[order] + np.where(gives_state, tables.replay_bytes[order], 0)
+    saves_state = (state >= 0) & np.append(held, False)[state]
+    born = tables.written_bytes[order] + np.where(saves_state, tables.state_bytes[order], 0)
     dying = np.flatnonzero((last >= 0) & ~held)
     died = _sum_at(last[dying], tables.bytes[dying], len(order))
     after = np.cumsum(born - died)
     return after + died + tables.workspace_bytes[order], int(after[-1]) if len(after) else 0
 
 
-def last_touches(tables: Tables, order: IntArray) -> IntArray:
-    """Return, per storage, the last position in ``order`` of an op that reads or writes it, or -1."""
+def last_accesses(tables: Tables, order: IntArray) -> IntArray:
+    """Return the last position in ``order`` of an op that accesses each storage, or -1."""
     reads, read_at = tables.reads.rows(order)
     writes, written_at = tables.writes.rows(order)
     last = np.full(len(tables.bytes), -1)
     last[writes] = written_at
-    last[reads] = (
-        read_at  # of equal indices the last one counts, and what is read was written before
-    )
+    # The last of equal indices counts, and a storage is read after it is written.
+    last[reads] = read_at
     return last
 
 
 def _backward_profile(
     tables: Tables, held: BoolArray, runs: IntArray, before: IntArray, length: int, live: int
 ) -> IntArray:
-    """Return the live bytes during each run and each backward op, in order."""
+    """Return the live bytes during each recompute and each backward op, in order."""
     forward_count = len(tables.rng_state)
     total = len(runs) + length
     run_at = np.arange(len(runs)) + before
@@ -107,14 +114,15 @@ def _backward_profile(
     writes, written_at = tables.writes.rows(op)
     stateful = np.flatnonzero(tables.rng_state[runs] >= 0)
     initial = np.flatnonzero(held)
-    # One row per access; time counts in halves, so that an op reads before it writes, and what is held at the start comes first.
+    # One row per access. Time counts in halves, so that an op reads before it writes; storages that
+    # are held at the start come first.
     storage = np.concatenate((initial, reads, tables.rng_state[runs[stateful]], writes))
     time = np.concatenate(
         (np.full(len(initial), -1), 2 * read_at, 2 * run_at[stateful], 2 * written_at + 1)
     )
     order = np.argsort(storage * (2 * total + 2) + time + 1, kind="stable")
     storage, time = storage[order], time[order]
-    # A version of a storage begins with what is held at the start or with a write, and ends with its last access.
+    # A version of a storage begins at the start or with a write, and ends with its last access.
     begins = np.concatenate(([True], (storage[1:] != storage[:-1]) | (time[1:] % 2 == 1)))[
         : len(storage)
     ]
@@ -128,21 +136,21 @@ def _backward_profile(
     died = _sum_at(dies[~unread], tables.bytes[version[~unread]], total)
     born = tables.written_bytes[op]
     workspace = tables.workspace_bytes[op]
-    # The replay of a random op sets the generator's present state aside, and puts it back after.
-    workspace[run_at] += tables.replay_bytes[runs]
+    # The recompute of a random op puts the current generator state aside, and restores it after.
+    workspace[run_at] += tables.state_bytes[runs]
     return live + np.cumsum(born - died) + died + workspace
 
 
 def _sum_at(position: IntArray, nbytes: IntArray, length: int) -> IntArray:
-    """Add up bytes by position."""
+    """Return the sum of the bytes at each position."""
     return np.bincount(position, weights=nbytes, minlength=length).astype(np.int64)
 
 
 def backward_own_profile(program: Program) -> list[int]:
-    """Return, for each backward op, the bytes of the backward's own values live during it, whatever is planned."""
+    """Return the bytes of gradients that are live during each backward op under any plan."""
     tables, length = program.tables, len(program.backward)
     order = len(program.ops) + np.arange(length)
-    last = last_touches(tables, order)
+    last = last_accesses(tables, order)
     own = np.unique(
         np.append(tables.writes.rows(order)[0], np.asarray(program.tangents, dtype=np.int64))
     )

@@ -1,23 +1,26 @@
-"""The staged priced cut: min-cuts of all stages, by coordinate descent on the whole step's price.
+"""The staged cut: min-cuts of all stages, by coordinate descent on the cost of the whole step.
 
-Stage k has a memory price p_k in seconds per byte, and p_0 is that of the forward's end, where only saved values are live. A value that stage
-k = 1, 2, ... needs is taken from where it was last at hand (saved from the forward, or made in an earlier stage), or is made again here:
+Stage k has a memory price p_k in seconds per byte (a Lagrange multiplier); p_0 is the price at the
+end of the forward, where only saved values are live. A value that stage k = 1, 2, ... needs is kept
+from where it was last available (saved from the forward, or recomputed in an earlier stage) or is
+recomputed in the stage:
 
-    keep, last at hand in stage j < k:          m(v) * (p_{j+1} + ... + p_k)
+    keep, last available in stage j < k:        m(v) * (p_{j+1} + ... + p_k)
     keep, saved from the forward:               m(v) * (p_0 + ... + p_k)
     recompute in stage k:                       t(v) + m(v) * p_k
     held through k for a later stage anyway:    0
 
-The joint problem is not submodular (keeping and recomputing are substitutes), so it is a descent: every ``colors``-th stage is decided in one
-cut with the others as they are, the latest stages first, the longest-lived decisions. Compare Checkmate's integer program (Jain et al.,
-MLSys 2020), which decides every (value, stage) pair at once.
+The joint problem is not submodular, for keeping and recomputing are substitutes. Hence a descent:
+every ``colors``-th stage is decided in one cut while the others are fixed, the latest stages first,
+whose values live longest. Compare Checkmate's integer program (Jain et al., MLSys 2020), which
+decides every (value, stage) pair at once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -30,175 +33,167 @@ from fxckpt.solver.program import BoolArray, FloatArray, IntArray, Program
 from fxckpt.solver.schedule import StageAssignment, stage_ranges
 
 LEAST_REACH = 96
-"""Ops a stage may always look at; small programs are looked at whole."""
+"""Least number of forward ops within a stage's reach; covers small programs completely."""
 
 
 @dataclass(frozen=True)
 class StagedCut:
-    """Decide, for given stages and prices, what each stage keeps and runs again."""
+    """Coordinate descent over the stages: which values each stage keeps and which it recomputes."""
 
     sweeps: int = 2
+    """Number of passes over all stages."""
     colors: int = 4
-    """Stages that are ``colors`` apart are decided together."""
+    """Distance of the stages that one cut decides together."""
     reach: float = 4.0
-    """A stage looks at this many times its share of the forward ops, nearest first; what is farther is kept."""
+    """Forward ops that a stage may recompute, in multiples of its share, nearest first.
+
+    Values beyond the reach are kept.
+    """
 
     def lay_out(self, program: Program, starts: tuple[int, ...]) -> Layout:
-        """Lay ``program`` out for these stages, once for all prices."""
+        """Return the layout of ``program`` for these stages, for use at all prices."""
         return Layout.of(program, starts, self.colors, self.reach)
 
     def __call__(
         self, layout: Layout, prices: Sequence[Sequence[float]]
     ) -> list[list[StageAssignment]]:
-        """Return, for each of several choices of prices, the decisions after each sweep that changes them; often the first has the least peak.
+        """Return, for each row of prices, the assignment after every sweep that changes it.
 
-        Prices are seconds per byte: of the forward's end, then one a stage. Raises :class:`FxckptError` if a value has no way.
+        The first sweep often has the least peak. A row of prices, in seconds per byte, begins with
+        the forward's end and has one more per stage. Raises :class:`FxckptError` if a value can be
+        neither saved nor recomputed.
         """
-        # One network for all choices: a solve of a small network is mostly overhead.
+        # One network for all rows: a solve of a small network is mostly overhead.
         price, count = np.asarray(prices, dtype=np.float64), len(prices)
-        networks = {group: group.network.copies(count) for group in layout.groups}
+        networks = {group: group.network.tile(count) for group in layout.groups}
         kept = np.zeros((count, len(layout.storage)), dtype=bool)
         runs = np.zeros((count, len(layout.op)), dtype=bool)
         decided: list[list[StageAssignment]] = [[] for _ in prices]
         for sweep in range(self.sweeps):
             before = kept.copy(), runs.copy()
             for group in layout.groups if sweep % 2 == 0 else tuple(reversed(layout.groups)):
-                recompute_cost, keep_cost = (
-                    layout.recompute_costs(group, price, runs),
-                    layout.keep_costs(group, price, kept, runs),
-                )
+                recompute_cost = layout.recompute_costs(group, price, runs)
+                keep_cost = layout.keep_costs(group, price, kept, runs)
                 try:
-                    keeps, again = networks[group].solve(recompute_cost.ravel(), keep_cost.ravel())
+                    keeps, recomputes = networks[group].solve(
+                        recompute_cost.ravel(), keep_cost.ravel()
+                    )
                 except Unbounded as error:
                     value = group.values.start + error.value % keep_cost.shape[1]
-                    raise no_way(layout.program, int(layout.storage[value])) from error
-                kept[:, group.values], runs[:, group.ops] = (
-                    keeps.reshape(keep_cost.shape),
-                    again.reshape(recompute_cost.shape),
-                )
+                    raise infeasible(layout.program, int(layout.storage[value])) from error
+                kept[:, group.values] = keeps.reshape(keep_cost.shape)
+                runs[:, group.ops] = recomputes.reshape(recompute_cost.shape)
             changed = (before[0] != kept).any(axis=1) | (before[1] != runs).any(axis=1)
             for i in range(count) if sweep == 0 else np.flatnonzero(changed).tolist():
-                decided[i].append(layout.decisions(kept[i], runs[i]))
+                decided[i].append(layout.assignment(kept[i], runs[i]))
         return decided
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Stages decided in one cut, and where their vertices lie among the layout's."""
+    """Stages decided in one cut."""
 
     network: Network
     ops: slice
+    """Op vertices of the group in the layout."""
     values: slice
+    """Value vertices of the group in the layout."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A program cut into stages, as arrays. A vertex is an (op, stage) or a (storage, stage) that some stage may care about."""
+    """A program cut into stages, as arrays.
+
+    An op vertex is an (op, stage) pair and a value vertex a (storage, stage) pair.
+    """
 
     program: Program
     starts: tuple[int, ...]
+    """First backward op of each stage."""
     groups: tuple[Group, ...]
     op: IntArray
-    """Per op vertex: the op."""
+    """Op of each op vertex."""
     op_stage: IntArray
+    """Stage of each op vertex."""
     storage: IntArray
-    """Per value vertex: the storage."""
+    """Storage of each value vertex."""
     stage: IntArray
+    """Stage of each value vertex."""
     producer: IntArray
-    """Per value vertex: the op vertex that fills it, or -1 where the stage does not look that far."""
+    """Op vertex that writes each value vertex, or -1 beyond the stage's reach."""
     is_needed: BoolArray
-    """Per value vertex: ops of the stage's own backward read it."""
+    """Whether backward ops of the stage read each value vertex."""
     seconds: FloatArray
-    """Per op vertex; infinite for an op that must not run again."""
+    """Seconds of each op vertex; infinite if it must not be recomputed."""
     written_bytes: FloatArray
+    """Bytes that each op vertex writes."""
     is_either: BoolArray
+    """Whether either half may run each op vertex."""
     bytes: FloatArray
+    """Bytes of each value vertex."""
     is_output: BoolArray
+    """Whether a forward output holds each value vertex."""
     is_savable: BoolArray
+    """Whether a plan may save each value vertex."""
     by_storage: IntArray
-    """Value vertices by storage, then stage."""
-    place: IntArray
-    """Per value vertex: its place in ``by_storage``."""
+    """Value vertices sorted by storage, then stage."""
+    rank: IntArray
+    """Position of each value vertex in ``by_storage``."""
     first: IntArray
-    """Per value vertex: the first place of the same storage."""
+    """First position in ``by_storage`` of each value vertex's storage."""
     last: IntArray
+    """Last position in ``by_storage`` of each value vertex's storage."""
     producer_by_storage: IntArray
+    """``producer`` in the order of ``by_storage``."""
     is_needed_by_storage: BoolArray
+    """``is_needed`` in the order of ``by_storage``."""
 
     @classmethod
     def of(cls, program: Program, starts: tuple[int, ...], colors: int, reach: float) -> Layout:
-        """Lay ``program`` out for the stages that begin at ``starts``."""
-        ranges = stage_ranges(program, starts)
-        count = len(ranges)
-        share = max(LEAST_REACH, math.ceil(min(reach, count) * len(program.ops) / count))
-        groups: list[Group] = []
-        op: list[int] = []
-        op_stage: list[int] = []
-        storage: list[int] = []
-        stage: list[int] = []
-        needed: list[int] = []
-        producers = []
-        for color in range(min(colors, count)):
-            first_op, first_value = len(op), len(storage)
-            problems = []
-            for k in range(count - 1 - color, -1, -colors):
-                problem, ops, values = stage_cut(program, ranges[k], share)
-                needed.extend(len(storage) + v for v in problem.needed)
-                op.extend(ops)
-                op_stage.extend([k] * len(ops))
-                storage.extend(values)
-                stage.extend([k] * len(values))
-                problems.append(problem)
-            network = Network.disjoint_union(problems)
-            producers.append(np.where(network.producer >= 0, network.producer + first_op, -1))
-            groups.append(
-                Group(network, slice(first_op, len(op)), slice(first_value, len(storage)))
-            )
+        """Return the layout of ``program`` for the stages that begin at ``starts``."""
+        vertices = _Vertices.of(program, starts, colors, reach)
         tables = program.tables
+        op, storage = np.asarray(vertices.op, np.int64), np.asarray(vertices.storage, np.int64)
+        stage = np.asarray(vertices.stage, np.int64)
+        producer = np.concatenate(vertices.producers)
         is_needed = np.zeros(len(storage), dtype=bool)
-        is_needed[needed] = True
-        of_storage, in_stage = (
-            np.asarray(storage, dtype=np.int64),
-            np.asarray(stage, dtype=np.int64),
-        )
-        by_storage = np.lexsort((in_stage, of_storage))
-        place = np.empty_like(by_storage)
-        place[by_storage] = np.arange(len(by_storage))
-        ordered = of_storage[by_storage]
-        producer = np.concatenate(producers)
-        of_op = np.asarray(op, dtype=np.int64)
+        is_needed[vertices.needed] = True
+        by_storage = np.lexsort((stage, storage))
+        rank = np.empty_like(by_storage)
+        rank[by_storage] = np.arange(len(by_storage))
+        ordered = storage[by_storage]
         return cls(
-            program,
-            starts,
-            tuple(groups),
-            of_op,
-            np.asarray(op_stage, dtype=np.int64),
-            of_storage,
-            in_stage,
-            producer,
-            is_needed,
-            np.where(tables.is_rerunnable[of_op], tables.seconds[of_op], math.inf),
-            tables.written_bytes[of_op].astype(np.float64),
-            tables.is_either[of_op],
-            tables.bytes[of_storage].astype(np.float64),
-            tables.is_output[of_storage],
-            tables.is_savable[of_storage],
-            by_storage,
-            place,
-            np.searchsorted(ordered, of_storage, side="left"),
-            np.searchsorted(ordered, of_storage, side="right") - 1,
-            producer[by_storage],
-            is_needed[by_storage],
+            program=program,
+            starts=starts,
+            groups=tuple(vertices.groups),
+            op=op,
+            op_stage=np.asarray(vertices.op_stage, np.int64),
+            storage=storage,
+            stage=stage,
+            producer=producer,
+            is_needed=is_needed,
+            seconds=np.where(tables.is_recomputable[op], tables.seconds[op], math.inf),
+            written_bytes=tables.written_bytes[op].astype(np.float64),
+            is_either=tables.is_either[op],
+            bytes=tables.bytes[storage].astype(np.float64),
+            is_output=tables.is_output[storage],
+            is_savable=tables.is_savable[storage],
+            by_storage=by_storage,
+            rank=rank,
+            first=np.searchsorted(ordered, storage, side="left"),
+            last=np.searchsorted(ordered, storage, side="right") - 1,
+            producer_by_storage=producer[by_storage],
+            is_needed_by_storage=is_needed[by_storage],
         )
 
     def recompute_costs(self, group: Group, price: FloatArray, runs: BoolArray) -> FloatArray:
-        """Return, per op vertex of a group, the price of running it again; a row for each choice of prices.
+        """Return the cost of recomputing each op vertex of a group, one row per row of prices.
 
-        The first run of what only the backward needs is part of any step.
+        The first run of an op that only the backward depends on is part of any step.
         """
         of, count, n_ops = group.ops, len(price), len(self.program.ops)
-        choice, vertex = np.nonzero(runs)
-        times = np.bincount(choice * n_ops + self.op[vertex], minlength=count * n_ops).reshape(
+        row, vertex = np.nonzero(runs)
+        times = np.bincount(row * n_ops + self.op[vertex], minlength=count * n_ops).reshape(
             count, n_ops
         )
         is_first = (
@@ -214,20 +209,23 @@ class Layout:
     def keep_costs(
         self, group: Group, price: FloatArray, kept: BoolArray, runs: BoolArray
     ) -> FloatArray:
-        """Return, per value vertex of a group, the price of having it from before its stage; a row for each choice of prices."""
-        of, end = group.values, len(self.place)
-        held, made = kept[:, self.by_storage], _with_last(runs, False)[:, self.producer_by_storage]
-        had = made | (held & self.is_needed_by_storage)
-        since = self._stage_before(had, of)
+        """Return the cost of keeping each value vertex of a group from before its stage.
+
+        There is one row per row of prices.
+        """
+        of, end = group.values, len(self.rank)
+        held, made = kept[:, self.by_storage], _appended(runs, False)[:, self.producer_by_storage]
+        available = made | (held & self.is_needed_by_storage)
+        since = self._stage_before(available, of)
         before = np.concatenate((np.zeros((len(price), 1)), np.cumsum(price, axis=1)), axis=1)
         paid = np.take_along_axis(before, np.where(since >= 0, since + 2, 0), axis=1)
         result: FloatArray = self.bytes[of] * (before[:, self.stage[of] + 2] - paid)
         following = np.minimum.accumulate(
             np.where(made | held, np.arange(end), end)[:, ::-1], axis=1
         )[:, ::-1]
-        following = _with_last(following, end)[:, self.place[of] + 1]
+        following = _appended(following, end)[:, self.rank[of] + 1]
         passes = (following <= self.last[of]) & np.take_along_axis(
-            _with_last(held & ~made, False), following, axis=1
+            _appended(held & ~made, False), following, axis=1
         )
         result[(passes & ~self.is_needed[of]) | self.is_output[of]] = 0.0
         if not self.is_savable.all():
@@ -237,18 +235,17 @@ class Layout:
         return result
 
     def _stage_before(self, happens: BoolArray, of: slice) -> IntArray:
-        """Return, for some value vertices, the last earlier stage in which something happens to the storage, or -1.
+        """Return the last earlier stage in which ``happens`` holds for the storage, or -1.
 
-        ``happens`` is in the order of ``by_storage``.
+        The result is for the value vertices ``of``; ``happens`` is in the order of ``by_storage``.
         """
-        latest = np.maximum.accumulate(np.where(happens, np.arange(len(self.place)), -1), axis=1)
-        before = _with_last(latest, -1)[
-            :, self.place[of] - 1
-        ]  # before the first place is what was put last
+        latest = np.maximum.accumulate(np.where(happens, np.arange(len(self.rank)), -1), axis=1)
+        # Position -1, before the first, is the one appended.
+        before = _appended(latest, -1)[:, self.rank[of] - 1]
         return np.where(before >= self.first[of], self.stage[self.by_storage[before]], -1)
 
-    def decisions(self, kept: BoolArray, runs: BoolArray) -> StageAssignment:
-        """Return the decisions that two masks over the vertices say."""
+    def assignment(self, kept: BoolArray, runs: BoolArray) -> StageAssignment:
+        """Return the assignment given by two masks over the vertices."""
         count = len(self.starts)
         values: list[list[int]] = [[] for _ in range(count)]
         ops: list[list[int]] = [[] for _ in range(count)]
@@ -261,17 +258,60 @@ class Layout:
         )
 
 
-def _with_last(rows: npt.NDArray[Any], item: int) -> npt.NDArray[Any]:
-    """Return ``rows``, each with one item more."""
+@dataclass
+class _Vertices:
+    """The vertices of all stages, group by group, while they are collected."""
+
+    op: list[int] = field(default_factory=list)
+    op_stage: list[int] = field(default_factory=list)
+    storage: list[int] = field(default_factory=list)
+    stage: list[int] = field(default_factory=list)
+    needed: list[int] = field(default_factory=list)
+    producers: list[IntArray] = field(default_factory=list)
+    """Op vertex that writes each value vertex, or -1, group by group."""
+    groups: list[Group] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, program: Program, starts: tuple[int, ...], colors: int, reach: float) -> _Vertices:
+        """Collect the vertices of every ``colors``-th stage into one group, the latest first."""
+        ranges = stage_ranges(program, starts)
+        count = len(ranges)
+        share = max(LEAST_REACH, math.ceil(min(reach, count) * len(program.ops) / count))
+        found = cls()
+        for color in range(min(colors, count)):
+            first_op, first_value = len(found.op), len(found.storage)
+            problems = [
+                found.add(k, *stage_cut(program, ranges[k], share))
+                for k in range(count - 1 - color, -1, -colors)
+            ]
+            network = Network.disjoint_union(problems)
+            found.producers.append(np.where(network.producer >= 0, network.producer + first_op, -1))
+            ops, values = slice(first_op, len(found.op)), slice(first_value, len(found.storage))
+            found.groups.append(Group(network, ops, values))
+        return found
+
+    def add(self, k: int, problem: CutProblem, ops: list[int], storages: list[int]) -> CutProblem:
+        """Add the vertices of stage ``k``, and return its cut problem."""
+        self.needed.extend(len(self.storage) + v for v in problem.needed)
+        self.op.extend(ops)
+        self.op_stage.extend([k] * len(ops))
+        self.storage.extend(storages)
+        self.stage.extend([k] * len(storages))
+        return problem
+
+
+def _appended(rows: npt.NDArray[Any], item: int) -> npt.NDArray[Any]:
+    """Return ``rows`` with ``item`` appended to each."""
     return np.concatenate((rows, np.full((len(rows), 1), item, dtype=rows.dtype)), axis=1)
 
 
 def stage_cut(
     program: Program, positions: range, reach: int
 ) -> tuple[CutProblem, list[int], list[int]]:
-    """Return the cut of one stage without its prices, and the ops and storages its positions stand for.
+    """Return the cut problem of one stage without its costs, and its ops and storages by position.
 
-    Looks breadth first at what the stage's needs depend on, at most ``reach`` ops, but always past values that must not be saved.
+    The problem has the nearest ``reach`` ops, breadth first, that the values read by the stage
+    depend on, and always those of values that must not be saved.
     """
     producers, storages, all_ops = program.producers, program.storages, program.ops
     needs = list(
@@ -298,17 +338,17 @@ def stage_cut(
     return unpriced, list(ops), list(values)
 
 
-def no_way(program: Program, s: int) -> FxckptError:
-    """Return the error for a storage that may be neither saved nor recomputed, with the path to it."""
+def infeasible(program: Program, s: int) -> FxckptError:
+    """Return the error for a storage that may be neither saved nor recomputed, with its path."""
     name, path = program.storages[s].name, " -> ".join(_path(program, s))
     return FxckptError(
-        f"cannot plan: {name!r} is needed in the backward, but it may be neither saved nor recomputed. Path: {path}. "
-        "Allow one of the two in the policy, or drop the region's MUST."
+        f"cannot plan: {name!r} is needed in the backward, but it may be neither saved nor "
+        f"recomputed. Path: {path}. Allow one of the two in the policy, or drop the region's MUST."
     )
 
 
 def _path(program: Program, s: int) -> list[str]:
-    """Return a chain of names from a value back to where its recomputation stops."""
+    """Return the names of the ancestors of a value at which its recompute ends, then its own."""
     path: list[str] = []
     while s >= 0 and len(path) < 8:
         path.append(program.storages[s].name)

@@ -1,9 +1,11 @@
-"""Stages: cut the backward's op order into spans at narrow places.
+"""Stages: spans of the backward's op order, cut where few bytes cross.
 
-A narrow place is a position where few bytes of forward values are read on both sides and few bytes of gradients are passed on: there a
-recomputed value is seldom worth keeping across. How much deeper a place is than the way to a narrower one (its persistence, as the terms of
-merge trees go: Edelsbrunner, Letscher and Zomorodian 2002) tells the boundaries of blocks from those inside them, and identical layers
-have boundaries of equal depth; stages are cut at all places of a depth or at none, so that a stage is a block, or a half of it, all along.
+Few bytes cross a position if few forward values are read on both sides of it and few gradients are
+passed over it: there a recomputed value is seldom worth keeping. The persistence of such a local
+minimum (Edelsbrunner, Letscher and Zomorodian 2002), its depth below the way to a lower one, tells
+the boundaries of blocks from those inside blocks. Identical layers have boundaries of equal depth.
+Stages are cut at all positions of a depth or at none, so that every stage is a block, or the same
+part of one.
 """
 
 from __future__ import annotations
@@ -14,36 +16,40 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from scipy.signal import argrelmin, peak_prominences
 
 from fxckpt.solver.program import IN_BACKWARD, IntArray, Program
 
 
 @dataclass(frozen=True)
 class StageBoundaries:
-    """The narrow places of one program."""
+    """Candidate stage boundaries of one program."""
 
     program: Program
 
     def stages(self, count: int) -> tuple[int, ...]:
-        """Return the first backward op of each of about ``count`` stages: at most 1.5 times as many, fewer where there are no more ops."""
-        places = deepest(self.depth, count - 1)
-        if len(places) > 1.5 * (count - 1):
-            step = math.ceil(len(places) / max(count - 1, 1))
-            places = places[step - 1 :: step]
-        return self._split((0, *places), count)
+        """Return the first backward op of each of about ``count`` stages.
+
+        There are at most 1.5 times as many stages, and fewer if the program has fewer ops.
+        """
+        boundaries = deepest(self.depth, count - 1)
+        if len(boundaries) > 1.5 * (count - 1):
+            step = math.ceil(len(boundaries) / max(count - 1, 1))
+            boundaries = boundaries[step - 1 :: step]
+        return self._split((0, *boundaries), count)
 
     @cached_property
     def width(self) -> IntArray:
-        """Per backward op: bytes that would be passed across a boundary right before it, gradients that are returned aside."""
+        """Bytes that cross a boundary before each backward op, without returned gradients."""
         return crossing_bytes(self.program)
 
     @cached_property
     def depth(self) -> dict[int, int]:
-        """Per narrow place: bytes more that are passed on the way to the next narrower one."""
+        """Persistence of each local minimum of :attr:`width`."""
         return persistence(self.width)
 
     def _split(self, starts: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """Split stages that are longer than half as many as wanted would be, at the narrowest place of their middle."""
+        """Split stages longer than 1.5 times their share, at narrow positions near even cuts."""
         n = len(self.program.backward)
         longest = max(1, math.ceil(1.5 * n / count))
         split: list[int] = []
@@ -86,38 +92,30 @@ def crossing_bytes(program: Program) -> IntArray:
 
 
 def persistence(heights: IntArray) -> dict[int, int]:
-    """Return, per local minimum, how far one must climb from it to reach a lower one, and for the lowest how far to the top.
+    """Return the persistence of each local minimum: the climb from it to a lower one.
 
-    Of equal minima the later one climbs to the earlier, of a level stretch the first place stands for all.
+    The global minimum has the climb to the maximum. Of equal minima the later one climbs to the
+    earlier; the first position of a level stretch stands for all of it.
     """
-    height = heights.tolist()
-    parent = [-1] * len(height)  # -1: not flooded yet; a basin's root is its lowest place
-    climbs: dict[int, int] = {}
-
-    def root(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
-    for i in np.argsort(heights, kind="stable").tolist():
-        parent[i] = i
-        for neighbor in (i - 1, i + 1):
-            if 0 <= neighbor < len(parent) and parent[neighbor] >= 0:
-                low, high = root(i), root(neighbor)
-                if (height[high], high) < (height[low], low):
-                    low, high = high, low
-                if low != high:
-                    if height[i] > height[high]:
-                        climbs[high] = height[i] - height[high]
-                    parent[high] = low
-    if len(heights):
-        climbs[int(heights.argmin())] = int(heights.max() - heights.min())
-    return climbs
+    if not len(heights):
+        return {}
+    rank = np.empty(len(heights), dtype=np.int64)
+    rank[np.argsort(heights, kind="stable")] = np.arange(len(heights))
+    # Walls at both ends, so that the way to a lower minimum never leads over them.
+    walled = np.pad(rank, 1, constant_values=len(heights))
+    (minima,) = argrelmin(walled)
+    _, *bases = peak_prominences(-walled, minima)
+    saddle = np.pad(heights, 1, constant_values=heights.max())[np.array(bases)].min(axis=0)
+    climb = saddle - heights[minima - 1]
+    counts = (climb > 0) | (rank[minima - 1] == 0)
+    return dict(zip((minima - 1)[counts].tolist(), climb[counts].tolist(), strict=True))
 
 
 def deepest(depth: dict[int, int], count: int) -> tuple[int, ...]:
-    """Return the places of the greatest depths, the start aside, all of a depth or none, so that there are about ``count``."""
+    """Return about ``count`` positions of greatest depth, all of one depth or none.
+
+    The start is never among them.
+    """
     classes = sorted(Counter(d for place, d in depth.items() if place > 0).items(), reverse=True)
     sums = np.cumsum([n for _, n in classes])
     if not len(sums) or count < 1:

@@ -57,7 +57,7 @@ def exhaustive(program: Program, limit: int) -> float | None:
             more = there | {s for s in op.writes if not tables.is_output[s]}
             before_op = own[j] - int(tables.written_bytes[len(program.ops) + j])
             if (
-                held(more) + before_op + int(tables.workspace_bytes[i] + tables.replay_bytes[i])
+                held(more) + before_op + int(tables.workspace_bytes[i] + tables.state_bytes[i])
                 <= limit
             ):
                 after.append(

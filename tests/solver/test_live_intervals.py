@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxckpt.solver.live_intervals import Holder, aligned, lifetimes, moments, stacked
+from fxckpt.solver.live_intervals import Holder, aligned, live_intervals, moments, stacked
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import emit, save_all
 from fxckpt.solver.simulate import simulate
@@ -17,7 +17,7 @@ from tests.solver.test_search import decisions
 def test_the_parts_add_up_to_the_profile(data: st.DataObject, program: Program) -> None:
     schedule = emit(program, data.draw(decisions(program)))
     profile = simulate(program, schedule).profile
-    parts = stacked(lifetimes(program, schedule), len(profile))
+    parts = stacked(live_intervals(program, schedule), len(profile))
     assert [sum(live) for live in zip(*parts.values(), strict=True)] == list(profile)
     forward = simulate(program, schedule).forward_ops
     assert not any(parts[Holder.RECOMPUTED][:forward]) and not any(parts[Holder.GRADIENT][:forward])

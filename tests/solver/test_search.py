@@ -27,9 +27,9 @@ from tests.solver.programs import interpret, programs
 SEARCH = PriceSearch(
     stage_counts=(2, 5),
     small_factors=(1.0, 4.0),
-    floor_prices=2,
+    least_peak_prices=2,
     refined=2,
-    shakes=(0.9,),
+    perturbations=(0.9,),
     restarts=3,
 )
 
@@ -142,7 +142,7 @@ def test_best_is_inside_the_budget_or_there_is_none(program: Program, share: flo
     found = SEARCH(program, lambda baseline: int(share * baseline))
     limit = int(share * found.baseline.simulation.peak_bytes)
     if found.best is None:
-        assert limit < found.floor.simulation.peak_bytes
+        assert limit < found.least_peak.simulation.peak_bytes
         return
     ran = interpret(program, found.best.schedule)
     assert max(ran.profile) <= limit
@@ -161,7 +161,7 @@ def test_never_worse_than_a_reference_plan(program: Program) -> None:
 
 @given(program=programs())
 def test_the_floor_itself_is_always_feasible(program: Program) -> None:
-    floor = SEARCH(program, lambda baseline: 0).floor.simulation.peak_bytes
+    floor = SEARCH(program, lambda baseline: 0).least_peak.simulation.peak_bytes
     assert SEARCH(program, lambda baseline: floor).best is not None
 
 
@@ -173,7 +173,7 @@ def test_bound_is_below_every_schedule_of_one_stage(program: Program) -> None:
         for n in range(len(free) + 1)
         for runs in itertools.combinations(free, n)
     )
-    limit = SEARCH(program, lambda baseline: 0).floor.simulation.peak_bytes
+    limit = SEARCH(program, lambda baseline: 0).least_peak.simulation.peak_bytes
     bound = SEARCH(program, lambda baseline: limit).bound.seconds
     assert all(s.extra_seconds >= bound - 1e-6 for s in every if s.peak_bytes <= limit)
 
@@ -181,8 +181,8 @@ def test_bound_is_below_every_schedule_of_one_stage(program: Program) -> None:
 @given(program=programs())
 def test_no_plan_peaks_below_the_bound(program: Program) -> None:
     found = SEARCH(program, lambda baseline: 0)
-    assert found.floor_bound_bytes <= max(
-        interpret(program, found.floor.schedule).profile, default=0
+    assert found.peak_bound_bytes <= max(
+        interpret(program, found.least_peak.schedule).profile, default=0
     )
 
 
