@@ -1,4 +1,4 @@
-"""Activation checkpointing for PyTorch as an FX graph-rewriting pass, within a budget of peak bytes."""
+"""Activation checkpointing for PyTorch: FX graph rewriting within a budget of peak bytes."""
 
 import sys
 
@@ -54,6 +54,7 @@ from fxckpt.errors import (
 from fxckpt.measure import measure_peak
 from fxckpt.ops.naming import name
 from fxckpt.ops.registry import register_op
+from fxckpt.partitioner import Partitioner
 from fxckpt.planner.capture import plan
 from fxckpt.planner.sweep import frontier
 from fxckpt.plans.types import Plan, Recompute, Row
@@ -82,6 +83,7 @@ __all__ = [
     "InvalidCost",
     "InvalidOption",
     "InvalidPlan",
+    "Partitioner",
     "Plan",
     "PlanMismatch",
     "PlanningFailed",

@@ -1,27 +1,23 @@
-"""The compile door: ``torch.compile(model, backend="fxckpt")``.
+"""Entry point of torch.compile: ``torch.compile(model, backend="fxckpt")``.
 
-A :class:`Backend` hands the captured graph to AOTAutograd (or Inductor) with the planner as its partition function; the planner sees the
-joint graph, the inner compiler gets the forward and the backward.
+A :class:`Backend` compiles a graph that Dynamo captured by AOTAutograd, or by Inductor, with a
+:class:`~fxckpt.partitioner.Partitioner` as the partitioner of its joint graph; the inner compiler
+compiles the forward and the backward half.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from torch import fx
 
 from fxckpt import budget as budgets
 from fxckpt.costs.models import CostModel
-from fxckpt.errors import BudgetInfeasible, FxckptError, InvalidOption, PlanningFailed
-from fxckpt.inductor.plan_cache import PlanCache
-from fxckpt.inductor.planner import InductorPlanner
+from fxckpt.errors import BudgetInfeasible, FxckptError, InvalidOption
+from fxckpt.partitioner import Partitioner, source_digest
 from fxckpt.passes.meta import ORDER
-from fxckpt.planner.planner import planner_of
 from fxckpt.plans.types import Plan
 from fxckpt.profiling import record_runs
 from fxckpt.reports.compile_report import Break, Report, outputs_bytes
@@ -29,7 +25,6 @@ from fxckpt.torch_private import (
     aot_autograd,
     boxed,
     break_after,
-    guard_sizes,
     inline_regions,
     is_cut_short,
     keep_saved_values,
@@ -56,37 +51,45 @@ class Backend:
     Parameters
     ----------
     budget:
-        Peak bytes of one forward and backward beyond what was allocated when the step began, per compiled graph: an int or a string
-        (``"2GiB"``), a fraction of the uncheckpointed peak in (0, 1], ``"auto"`` (free device memory less a margin), or None
-        (recompute only what is free).
+        Peak of the bytes that one forward and backward allocate beyond those allocated before it,
+        for each compiled graph: an int or a string (``"2GiB"``), a fraction in (0, 1] of the
+        uncheckpointed peak, or ``"auto"`` (the device's free memory less a margin). None recomputes
+        only what is free to recompute.
     policy:
-        One of :mod:`fxckpt.policies`, a list of them, or torch's own form: a function ``policy(ctx, op, *args, **kwargs)`` that returns a
-        ``torch.utils.checkpoint.CheckpointPolicy``, or a list of ops to save. MUST_SAVE and MUST_RECOMPUTE bind at any budget; what must not run
-        twice (mutation, effects, unknown ops) is saved all the same, and the plan says why. PREFER_SAVE and PREFER_RECOMPUTE are done without a
-        budget, and settle ties with one. A policy goes before the checkpoint regions in the model. A :class:`Plan` is applied as it is.
+        One of :mod:`fxckpt.policies`, a list of them, or torch's own form: a function
+        ``policy(ctx, op, *args, **kwargs)`` that returns a ``CheckpointPolicy``, or a list of ops
+        to save. MUST_SAVE and MUST_RECOMPUTE bind at any budget; ops that must not run twice
+        (mutation, effects, unknown ops) are saved all the same, and the plan gives the reason.
+        PREFER_SAVE and PREFER_RECOMPUTE are followed without a budget, and settle ties with one. A
+        policy takes precedence over the checkpoint regions in the model. A :class:`Plan` is applied
+        unchanged.
     inner:
-        Who compiles the two halves: ``"inductor"``, ``"aot_eager"`` or a callable ``(gm, example_inputs) -> callable``, given the forward
-        graph, then the backward graph.
+        Compiler of the two halves: ``"inductor"``, ``"aot_eager"``, or a callable
+        ``(gm, example_inputs) -> callable`` that gets the forward graph, then the backward graph.
     cost:
-        ``"roofline"``, ``"flops"``, ``"measured"`` or a cost model object (see :class:`fxckpt.costs.models.CostModel`).
+        ``"roofline"``, ``"flops"``, ``"measured"``, or a cost model object
+        (:class:`fxckpt.costs.models.CostModel`).
     verify:
-        ``"exact"``, for debugging: every value that the backward makes again is compared, bit by bit, with a hash of what the forward made;
-        :class:`RecomputeMismatch` names the first op that differs. Takes time and memory beyond the plan, and not with ``inner="inductor"``, which
-        compiles the two runs of an op differently. None: costs nothing.
+        ``"exact"`` compares every recomputed value bitwise with a checksum of the forward's;
+        :class:`RecomputeMismatch` names the first op that differs. It takes time and memory beyond
+        the plan, and excludes ``inner="inductor"``, which compiles the two runs of an op
+        differently.
     mode, options:
-        With ``inner="inductor"``: its mode (``"reduce-overhead"``, ``"max-autotune"``, ...) and its configuration, as ``torch.compile`` takes them.
+        Mode (``"reduce-overhead"``, ``"max-autotune"``, ...) and configuration of Inductor, as
+        ``torch.compile`` takes them; only with ``inner="inductor"``.
 
     Raises
     ------
     InvalidBudget, InvalidOption
-        At construction, for arguments that cannot be meant.
+        At construction, for invalid arguments.
     BudgetInfeasible
         At the first call of the compiled model, if no plan fits.
 
     Examples
     --------
     >>> import torch, fxckpt
-    >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(6)))
+    >>> from torch import nn
+    >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(6)))
     >>> backend = fxckpt.Backend(budget=0.9, inner="aot_eager")
     >>> torch.compile(model, backend=backend)(torch.randn(256, 8)).sum().backward()
     >>> backend.plans[0].peak_bytes <= backend.plans[0].budget_bytes
@@ -107,22 +110,26 @@ class Backend:
             raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
         if not callable(inner) and inner not in INNER_NAMES:
             raise InvalidOption(
-                f"inner={inner!r} is not an inner compiler. Use one of {', '.join(map(repr, INNER_NAMES))}, "
-                'or a callable (gm, example_inputs) -> callable. Example: fxckpt.Backend(inner="aot_eager").'
+                f"inner={inner!r} is not an inner compiler. Use one of "
+                f"{', '.join(map(repr, INNER_NAMES))}, or a callable "
+                '(gm, example_inputs) -> callable. Example: fxckpt.Backend(inner="aot_eager").'
             )
         if verify == "exact" and inner == "inductor":
             raise InvalidOption(
-                "verify='exact' compares bits, and Inductor compiles the two runs of an op separately, so that they may differ in the last one. "
-                "Look for the op with inner='aot_eager': fxckpt.Backend(inner='aot_eager', verify='exact')."
+                "verify='exact' compares bits, and Inductor compiles the two runs of an op "
+                "separately, so that they may differ in the last one. Look for the op with "
+                "inner='aot_eager': fxckpt.Backend(inner='aot_eager', verify='exact')."
             )
         if inner != "inductor" and (mode or options):
             raise InvalidOption(
-                f"mode={mode!r}, options={options!r} are Inductor's, and inner={inner!r} is not. Leave them out, or use inner='inductor'."
+                f"mode={mode!r}, options={options!r} are Inductor's, and inner={inner!r} is not. "
+                "Leave them out, or use inner='inductor'."
             )
         self._inductor = inductor_options(mode, options)
-        self._planner = planner_of(budget, policy, cost, exact=verify == "exact")
-        self._inner = inner
-        self._plans: list[Plan] = []
+        self.partitioner = Partitioner(budget, policy, cost, verify)
+        """Plans the graphs."""
+        self.inner = inner
+        """The compiler of the halves."""
         self._breaks: list[Break] = []
         self._options = (budget, policy, inner, cost, verify, mode, options)
         # Dynamo prints this name in its own errors.
@@ -135,43 +142,44 @@ class Backend:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plan of every graph with a backward, in compile order."""
-        return tuple(self._plans)
+        return self.partitioner.plans
 
     def report(self) -> Report:
         """Return one table per compiled graph, and where the model broke into graphs; print it."""
-        return Report(self.plans, tuple(self._breaks))
+        return Report(self.plans, tuple(self._breaks), self.partitioner.fallbacks)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one captured graph; called by Dynamo."""
         warn_of_newer()
         gm = inline_regions(gm)
-        if is_cut_short(gm) and self._planner.policy is not None:
-            self._planner = replace(self._planner, policy=self._planner.policy.lenient())
-        planned = len(self._plans)
+        if is_cut_short(gm):
+            self.partitioner.expect_several_graphs()
+        planned = len(self.plans)
         compiled = self._compile(gm, example_inputs)
         if is_cut_short(gm):
             reason, source = break_after(gm)
-            has_plan = len(self._plans) > planned
-            held = outputs_bytes(self._plans[-1]) if has_plan else 0
-            self._breaks.append(Break(len(self._plans) if has_plan else None, reason, source, held))
+            has_plan = len(self.plans) > planned
+            held = outputs_bytes(self.plans[-1]) if has_plan else 0
+            self._breaks.append(Break(len(self.plans) if has_plan else None, reason, source, held))
         return compiled
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            if self._inner == "inductor":
+            if self.inner == "inductor":
                 keep_order = KeepExecutionOrder(ORDER)
                 lowerings = Lowerings(keep_order)
                 partitioner = _InductorPartitioner(self, lowerings)
-                return inductor_backend(
+                run: Callable[..., Any] = inductor_backend(
                     gm, example_inputs, partitioner, keep_order, self._inductor, lowerings.compile
-                )  # type: ignore[no-any-return]
-            compiler = make_boxed(self._inner) if callable(self._inner) else boxed
+                )
+                return run
+            compiler = make_boxed(self.inner) if callable(self.inner) else boxed
 
             def compile_backward(half: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
                 keep_saved_values()
                 return (
                     compiler(half, inputs)
-                    if callable(self._inner)
+                    if callable(self.inner)
                     else boxed(half, inputs, record=record_runs)
                 )
 
@@ -179,60 +187,22 @@ class Backend:
                 fw_compiler=compiler,
                 bw_compiler=compile_backward,
                 inference_compiler=compiler,
-                partition_fn=self._partition,
+                partition_fn=self.partitioner.split,
                 keep_inference_input_mutations=True,
             )
             return compile_graph(gm, example_inputs)  # type: ignore[no-any-return]
         except BudgetInfeasible as error:
             broke = is_cut_short(gm) or self._breaks
-            raise through_dynamo(error.among(len(self._plans) + 1) if broke else error) from error
+            raise through_dynamo(error.among(len(self.plans) + 1) if broke else error) from error
         except FxckptError as error:
             raise through_dynamo(error) from error
 
-    def _partition(
-        self,
-        joint: fx.GraphModule,
-        joint_inputs: Sequence[Any],
-        *,
-        num_fwd_outputs: int,
-        lowerings: Lowerings | None = None,
-        **given: Any,
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        try:
-            if self._planner.budget is not None:
-                guard_sizes(joint)
-            if lowerings is None:
-                forward, backward, plan = self._planner.partition(
-                    joint, num_fwd_outputs=num_fwd_outputs
-                )
-            else:
-                timed = lowerings.compile_alone if self._planner.cost == "measured" else None
-                fused = InductorPlanner(
-                    self._planner,
-                    lowerings.lower,
-                    PlanCache.beside_inductor(),
-                    source_digest(),
-                    timed,
-                )
-                forward, backward, plan = fused.partition(
-                    joint, num_fwd_outputs=num_fwd_outputs, **given
-                )
-        except (FxckptError, Warning):
-            raise
-        except Exception as error:
-            # Dynamo takes some exceptions as a reason to run the model as it is, without a word and without a budget.
-            raise PlanningFailed(
-                f"planning failed, which is a defect of fxckpt: {type(error).__name__}: {error}\nThe model runs without backend='fxckpt'."
-            ) from error
-        self._plans.append(plan)
-        return forward, backward
-
-    def _identity(self) -> str:
-        return f"{source_digest()} {self!r}"
-
 
 class _InductorPartitioner(CustomPartitionerFn):
-    """The planner as Inductor calls it. Two with equal options and equal code have equal uuids."""
+    """A backend's partitioner as Inductor calls it, with the lowerings of one compile.
+
+    Two with equal options and equal code have equal uuids.
+    """
 
     def __init__(self, backend: Backend, lowerings: Lowerings) -> None:
         self._backend, self._lowerings = backend, lowerings
@@ -241,29 +211,19 @@ class _InductorPartitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         kwargs.pop("compiler")
-        return self._backend._partition(gm, joint_inputs, lowerings=self._lowerings, **kwargs)
+        return self._backend.partitioner.split(
+            gm, joint_inputs, lowerings=self._lowerings, **kwargs
+        )
 
     def uuid(self) -> str:
-        return self._backend._identity()
+        return f"{source_digest()} {self._backend!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _InductorPartitioner:
-        # Inductor copies its configuration; the plans must still reach the one backend the user holds.
+        # Inductor copies its configuration; the plans must still reach the user's backend.
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (str, (self.uuid(),))
-
-
-def source_digest() -> str:
-    """Return a hash of this package's own code, so that caches know when it changes."""
-    import fxckpt.passes
-
-    folders = [Path(__file__).parent, Path(str(fxckpt.passes.__file__)).parent]
-    digest = hashlib.sha256()
-    for path in sorted(p for folder in folders for p in folder.rglob("*.py")):
-        digest.update(path.name.encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def fxckpt_backend(
@@ -274,15 +234,20 @@ def fxckpt_backend(
     mode: str | None = None,
     **unknown: Any,
 ) -> Callable[..., Any]:
-    """The function behind ``backend="fxckpt"``; ``options`` are the arguments of :class:`Backend`, and Inductor's own."""
+    """Compile one captured graph, for ``backend="fxckpt"``.
+
+    ``options`` are the arguments of :class:`Backend`, and Inductor's own.
+    """
     try:
         if unknown:
             raise InvalidOption(
-                f"unknown argument {next(iter(unknown))!r} for backend='fxckpt'. Give options={{...}}, or mode=...."
+                f"unknown argument {next(iter(unknown))!r} for backend='fxckpt'. Give "
+                "options={...}, or mode=...."
             )
         if options is not None and not isinstance(options, Mapping):
             raise InvalidOption(
-                f"options={options!r} is a {type(options).__name__}. Give a dict: options={{'budget': '2GiB'}}."
+                f"options={options!r} is a {type(options).__name__}. Give a dict: "
+                "options={'budget': '2GiB'}."
             )
         ours = {name: value for name, value in (options or {}).items() if name in OPTIONS}
         inductor = {name: value for name, value in (options or {}).items() if name not in OPTIONS}
@@ -298,7 +263,7 @@ def fxckpt_backend(
 
 
 def _refuse_misspelt(options: Mapping[str, Any]) -> None:
-    """Raise :class:`InvalidOption` for what Inductor does not know either."""
+    """Raise :class:`InvalidOption` for options that Inductor does not know either."""
     try:
         inductor_options(None, options)
     except InvalidOption as error:

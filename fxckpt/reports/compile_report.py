@@ -32,6 +32,27 @@ class Break:
         return f"graph break: {graph} ends{at} ({self.reason}): nothing is planned across it{held}"
 
 
+@dataclass(frozen=True)
+class Fallback:
+    """A graph that could not be planned and took torch's own partition."""
+
+    graph: int
+    """The graph, counted from 1."""
+    error: str
+    """The error that stopped planning."""
+    repro: str
+    """Path of the file from which ``fxckpt doctor`` reads the graph."""
+    peak_bytes: int
+    """Simulated peak of torch's partition."""
+
+    def __str__(self) -> str:
+        return (
+            f"graph {self.graph} is not planned: it takes torch's own partition, with a simulated "
+            f"peak of {format_bytes(self.peak_bytes)}. Planning failed: {self.error}. Repro: "
+            f"{self.repro}"
+        )
+
+
 def outputs_bytes(plan: Plan) -> int:
     """Return the bytes of the forward's outputs; 0 if the plan carries no graph snapshot."""
     if plan.step is None:
@@ -47,8 +68,12 @@ class Report:
     """One plan for each compiled graph that has a backward, in the order of compilation."""
     breaks: tuple[Break, ...] = ()
     """The graph breaks that Dynamo reported."""
+    fallbacks: tuple[Fallback, ...] = ()
+    """The graphs that could not be planned."""
 
     def __str__(self) -> str:
+        if not self.plans and self.fallbacks:
+            return "\n\n".join(map(str, self.fallbacks))
         if not self.plans:
             return (
                 "no graph with a backward has been compiled yet: run one forward of the compiled "
@@ -57,6 +82,7 @@ class Report:
             )
         count = len(self.plans)
         parts = [f"graph {i} of {count}\n{plan.explain()}" for i, plan in enumerate(self.plans, 1)]
+        parts.extend(map(str, self.fallbacks))
         parts.extend(map(str, self.breaks))
         if count > 1 and not self.breaks:
             parts.append(

@@ -12,14 +12,15 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxckpt.backend import Backend
-from fxckpt.errors import CaptureError
+from fxckpt.errors import CaptureError, PlanningFailed
+from fxckpt.partitioner import Partitioner
 from fxckpt.planner.capture import capture_joint
 from fxckpt.plans.types import Plan
 from fxckpt.rewriting.call_signature import Signature, signature_of
@@ -44,32 +45,16 @@ class Halves:
     backward: fx.GraphModule
 
 
-class RecordingBackend(Backend):
-    """The compile door's backend; keeps the graphs it emits, and applies plans that are known already."""
+class RecordingPartitioner(Partitioner):
+    """Keeps the graphs it emits, and applies the plans that are known already."""
 
-    def __init__(self, known: Sequence[Plan], *options: Any) -> None:
-        super().__init__(*options)
-        if not self._planner.is_fixed:
-            self._planner = replace(self._planner, known=tuple(known))
+    def __init__(self, options: Partitioner, known: Sequence[Plan]) -> None:
+        super().__init__(*options.options)
+        if not self.planner.is_fixed:
+            self.planner = replace(self.planner, known=tuple(known))
         self.made: list[Halves] = []
 
-    @property
-    def known(self) -> tuple[Plan, ...]:
-        """The plans made and given."""
-        return self._planner.known
-
-    def capture(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Plan ``function(*args, **kwargs)`` on fake tensors."""
-        if self._inner == "inductor":
-            # Inductor plans the graph that its own passes leave.
-            capture_whole(function, tuple(args), dict(kwargs), self)
-            return
-        joint = capture_joint(function, args, dict(kwargs))
-        self._partition(joint.module, (), num_fwd_outputs=joint.num_fwd_outputs)
-
-    def _partition(
+    def split(
         self,
         joint: fx.GraphModule,
         joint_inputs: Sequence[Any],
@@ -77,19 +62,56 @@ class RecordingBackend(Backend):
         num_fwd_outputs: int,
         **given: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = super()._partition(
+        """Return the forward and the backward of a joint graph, and keep copies of both."""
+        forward, backward = super().split(
             joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **given
         )
-        plan = self._plans[-1]
-        # What compiles them changes them.
+        plan = self.plans[-1]
+        # The inner compiler rewrites the graphs it is given.
         halves = [
             fx.GraphModule(half, copy.deepcopy(half.graph), name)
             for half, name in ((forward, "Forward"), (backward, "Backward"))
         ]
         self.made = [*(known for known in self.made if known.plan != plan), Halves(plan, *halves)]
-        if plan not in self._planner.known:
-            self._planner = replace(self._planner, known=(*self._planner.known, plan))
+        if plan not in self.planner.known:
+            self.planner = replace(self.planner, known=(*self.planner.known, plan))
         return forward, backward
+
+    def _fall_back(self, *given: Any) -> NoReturn:
+        """Raise the error: without a plan there is nothing to rewrite a module by."""
+        failed = next(error for error in given if isinstance(error, PlanningFailed))
+        raise failed from failed.__cause__
+
+
+class RecordingBackend(Backend):
+    """The compile door's backend; keeps the graphs it emits, and applies plans that are known already."""
+
+    partitioner: RecordingPartitioner
+
+    def __init__(self, known: Sequence[Plan], *options: Any) -> None:
+        super().__init__(*options)
+        self.partitioner = RecordingPartitioner(self.partitioner, known)
+
+    @property
+    def made(self) -> list[Halves]:
+        """The latest graphs of each plan."""
+        return self.partitioner.made
+
+    @property
+    def known(self) -> tuple[Plan, ...]:
+        """The plans made and given."""
+        return self.partitioner.planner.known
+
+    def capture(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Plan ``function(*args, **kwargs)`` on fake tensors."""
+        if self.inner == "inductor":
+            # Inductor plans the graph that its own passes leave.
+            capture_whole(function, tuple(args), dict(kwargs), self)
+            return
+        joint = capture_joint(function, args, dict(kwargs))
+        self.partitioner.split(joint.module, (), num_fwd_outputs=joint.num_fwd_outputs)
 
 
 class Runner(ABC):

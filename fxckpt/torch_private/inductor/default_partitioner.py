@@ -29,11 +29,14 @@ INDEXING = frozenset(
         ),
     )
 )
-"""Ops that Inductor lowers to element-wise loops, though torch does not tag them as pointwise: they read by an index, make or cast."""
+"""Ops that Inductor lowers to element-wise loops, though torch does not tag them as pointwise.
+
+They index, create or cast.
+"""
 
 
 def fuses(node: fx.Node) -> bool:
-    """Return whether Inductor lowers an op to an element-wise loop that its readers may take into their own."""
+    """Return whether Inductor lowers an op to an element-wise loop that it may inline."""
     target = node.target
     return is_view(node) or (
         isinstance(target, OpOverload)
@@ -42,7 +45,7 @@ def fuses(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether an op returns what it reads, shown otherwise."""
+    """Return whether an op returns an alias of its input."""
     if not isinstance(node.target, OpOverload):
         return False
     return any(
@@ -51,7 +54,10 @@ def is_view(node: fx.Node) -> bool:
 
 
 def default_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) -> frozenset[str]:
-    """Return the names of what torch's own partitioner saves of a joint graph, which is left alone."""
+    """Return the names of the values that torch's default partitioner saves.
+
+    The joint graph is not modified.
+    """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     forward, _ = min_cut_rematerialization_partition(
@@ -62,10 +68,35 @@ def default_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) 
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph module that holds the same constants: real tensors, which cannot be copied among fake ones."""
+    """Return a copy of a graph module that shares its constants.
+
+    They are real tensors, which cannot be copied in a fake mode.
+    """
     constants = (
         *gm.buffers(),
         *gm.parameters(),
         *(value for module in gm.modules() for value in vars(module).values()),
     )
     return copy.deepcopy(gm, {id(c): c for c in constants if isinstance(c, torch.Tensor)})
+
+
+def partition_by_default(
+    joint: fx.GraphModule,
+    joint_inputs: Any,
+    *,
+    num_fwd_outputs: int,
+    inner: str | None,
+    **given: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the halves of torch's own partitioner: Inductor's min-cut, or the one that saves all.
+
+    Only Inductor gets the min-cut, which recomputes random ops without their generator state; there
+    they are seeded in the graph.
+    """
+    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+
+    if inner == "inductor":
+        return min_cut_rematerialization_partition(
+            joint, joint_inputs, compiler=inner, num_fwd_outputs=num_fwd_outputs, **given
+        )
+    return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **given)

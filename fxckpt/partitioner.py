@@ -1,0 +1,303 @@
+"""Partitioner: the planner as torch's own stack calls it, without a backend."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from fxckpt import budget as budgets
+from fxckpt import repro
+from fxckpt.costs.models import CostModel
+from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed, VerifyError
+from fxckpt.inductor.plan_cache import PlanCache
+from fxckpt.inductor.planner import InductorPlanner
+from fxckpt.passes.analysis.graph_memory import emitted_peak
+from fxckpt.planner.planner import device_of, planner_of
+from fxckpt.plans.types import Plan
+from fxckpt.policies.torch_form import FunctionPolicy
+from fxckpt.reports.compile_report import Fallback, Report
+from fxckpt.torch_private import guard_sizes, through_dynamo
+from fxckpt.torch_private.inductor.default_partitioner import copied, partition_by_default
+from fxckpt.torch_private.inductor.lowering import Lowerings
+from fxckpt.torch_private.inductor.options import CustomPartitionerFn
+
+log = logging.getLogger("fxckpt")
+
+OPTIONS = ("budget", "policy", "cost", "verify")
+STRICT = "FXCKPT_STRICT"
+"""Environment variable that makes every defect of the planner an error when it is ``"1"``."""
+
+Halves = tuple[fx.GraphModule, fx.GraphModule]
+
+
+class Partitioner(CustomPartitionerFn):
+    """A partitioner of joint graphs that keeps the peak of each within a budget.
+
+    One object with two faces. As a ``partition_fn`` it serves ``functorch.compile.aot_function``,
+    ``aot_module``, ``aot_module_simplified`` and ``torch._dynamo.backends.common.aot_autograd``. As
+    ``torch._inductor.config.custom_partitioner_fn`` it plans whatever Inductor compiles, whoever
+    calls ``torch.compile``.
+
+    :class:`fxckpt.Backend` is built on it and does more with Inductor: there the schedule is held
+    to the plan's order, buffers are freed early near the budget, and what was lowered to be judged
+    is compiled as it is. Here Inductor schedules as it likes; a plan is still judged by lowering
+    both halves, but the halves are lowered a second time to be compiled, and the least budget that
+    can be met is higher. A budget holds for each graph alone. A hit in AOTAutograd's cache skips
+    the partitioner: the code is that of the plan made before, and :attr:`plans` does not list it.
+
+    Parameters
+    ----------
+    budget, policy, cost, verify:
+        As for :class:`fxckpt.Backend`. ``verify="exact"`` is for inner compilers that call ops as
+        they are.
+
+    Raises
+    ------
+    InvalidBudget, InvalidOption
+        At construction, for invalid arguments.
+    BudgetInfeasible
+        When a graph is compiled, if no plan fits.
+
+    Examples
+    --------
+    >>> import torch, fxckpt
+    >>> from functorch.compile import aot_function, make_boxed_func
+    >>> partitioner = fxckpt.Partitioner(budget=0.8)
+    >>> def run(gm, inputs): return make_boxed_func(gm.forward)
+    >>> step = aot_function(
+    ...     lambda x, w: ((x @ w).sin() @ w).exp().sum(), fw_compiler=run, partition_fn=partitioner
+    ... )
+    >>> step(torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)).backward()
+    >>> len(partitioner.plans)
+    1
+    """
+
+    def __init__(
+        self,
+        budget: budgets.Budget = None,
+        policy: Any = None,
+        cost: str | CostModel = "roofline",
+        verify: str | None = None,
+    ) -> None:
+        if verify not in (None, "exact"):
+            raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
+        self.planner = planner_of(budget, policy, cost, exact=verify == "exact")
+        self.options = (budget, policy, cost, verify)
+        self._plans: list[Plan] = []
+        self._fallbacks: list[Fallback] = []
+
+    def __repr__(self) -> str:
+        given = zip(OPTIONS, self.options, strict=True)
+        return f"Partitioner({', '.join(f'{name}={value!r}' for name, value in given)})"
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of every graph with a backward, in compile order."""
+        return tuple(self._plans)
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """The graphs that could not be planned and took torch's own partition."""
+        return tuple(self._fallbacks)
+
+    def expect_several_graphs(self) -> None:
+        """Allow that what the policy names is missing in a graph: it may be in another one."""
+        if self.planner.policy is not None:
+            self.planner = replace(self.planner, policy=self.planner.policy.lenient())
+
+    def report(self) -> Report:
+        """Return one table per partitioned graph; print it."""
+        return Report(self.plans, fallbacks=self.fallbacks)
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
+        """Partition a joint graph; called by AOTAutograd, or by Inductor with its name."""
+        is_inductor = kwargs.pop("compiler", None) == "inductor"
+        lowerings = Lowerings(None) if is_inductor else None
+        try:
+            if lowerings is not None and self.planner.exact:
+                raise InvalidOption(
+                    "verify='exact' compares bits, and Inductor compiles the two runs of an op "
+                    "separately, so that they may differ in the last one. Use "
+                    "fxckpt.Backend(inner='aot_eager', verify='exact')."
+                )
+            return self.split(gm, joint_inputs, lowerings=lowerings, **kwargs)
+        except FxckptError as error:
+            raise through_dynamo(error) from error
+
+    def split(
+        self,
+        joint: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        lowerings: Lowerings | None = None,
+        **given: Any,
+    ) -> Halves:
+        """Return the forward and the backward of a joint graph, which is used up; keep the plan.
+
+        ``lowerings`` lowers halves where Inductor compiles them. A defect of the planner ends no
+        run that asked for no budget: see :meth:`_fall_back`.
+        """
+        original = copied(joint)
+        try:
+            if self.planner.budget is not None:
+                guard_sizes(joint)
+            forward, backward, plan = self._planned(
+                joint, num_fwd_outputs=num_fwd_outputs, lowerings=lowerings, **given
+            )
+        except Exception as error:
+            if isinstance(error, (FxckptError, Warning)) and not isinstance(
+                error, (PlanningFailed, VerifyError)
+            ):
+                raise
+            # Dynamo takes some exceptions as a reason to run the model uncompiled, in silence and
+            # without a budget.
+            failed = _failed(error)
+            inner = None if lowerings is None else "inductor"
+            return self._fall_back(original, joint_inputs, failed, num_fwd_outputs, inner, given)
+        self._plans.append(plan)
+        return forward, backward
+
+    def _planned(
+        self,
+        joint: fx.GraphModule,
+        *,
+        num_fwd_outputs: int,
+        lowerings: Lowerings | None,
+        **given: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
+        if lowerings is None:
+            return self.planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
+        timed = lowerings.compile_alone if self.planner.cost == "measured" else None
+        holds_order = lowerings.keep_order is not None
+        fused = InductorPlanner(
+            self.planner,
+            lowerings.lower if holds_order else _without_early_frees(lowerings),
+            PlanCache.beside_inductor() if holds_order else None,
+            source_digest(),
+            timed if holds_order else None,
+        )
+        return fused.partition(joint, num_fwd_outputs=num_fwd_outputs, **given)
+
+    def _fall_back(
+        self,
+        joint: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        failed: PlanningFailed,
+        num_fwd_outputs: int,
+        inner: str | None,
+        given: Mapping[str, Any],
+    ) -> Halves:
+        """Return torch's own partition of a graph that could not be planned, with one warning.
+
+        Raises ``failed`` under ``FXCKPT_STRICT=1``, where a plan was to be applied, and where the
+        simulated peak of torch's partition is over the budget.
+        """
+        cause = failed.__cause__
+        if os.environ.get(STRICT) == "1" or self.planner.is_fixed:
+            raise failed from cause
+        path = repro.save(joint, num_fwd_outputs, repr(self), failed)
+        try:
+            halves = partition_by_default(
+                copied(joint), joint_inputs, num_fwd_outputs=num_fwd_outputs, inner=inner, **given
+            )
+            peak = emitted_peak(*halves, num_fwd_outputs=num_fwd_outputs)
+            limit = self._limit(joint, joint_inputs, num_fwd_outputs)
+        except Exception as error:
+            log.debug("torch's own partition of the graph failed too: %s", error)
+            raise failed from cause
+        if limit is not None and peak > limit:
+            raise failed from cause
+        graph = len(self._plans) + len(self._fallbacks) + 1
+        self._fallbacks.append(Fallback(graph, str(cause or failed), str(path), peak))
+        warnings.warn(
+            f"{failed}\nGraph {graph} takes torch's own partition, unplanned. A repro was "
+            f"written to {path}: 'fxckpt doctor {path}' reads it. {STRICT}=1 makes this an error.",
+            stacklevel=2,
+        )
+        return halves
+
+    def _limit(
+        self, joint: fx.GraphModule, joint_inputs: Sequence[object], num_fwd_outputs: int
+    ) -> int | None:
+        """Return the budget in bytes of a graph that could not be planned."""
+        if self.planner.budget is None:
+            return None
+        saved_all = partition_by_default(
+            copied(joint), joint_inputs, num_fwd_outputs=num_fwd_outputs, inner=None
+        )
+        peak = emitted_peak(*saved_all, num_fwd_outputs=num_fwd_outputs)
+        return budgets.resolve(
+            self.planner.budget, baseline_peak_bytes=peak, device=device_of(joint.graph)
+        )
+
+    def uuid(self) -> str | None:
+        """Return the key of torch's caches: the options, and the version of fxckpt's own code.
+
+        None, which leaves the caches out, for options whose repr does not tell them from others: a
+        policy or cost model in Python of the user's own, and ``budget="auto"``.
+        """
+        budget, _, cost, _ = self.options
+        if budget == "auto" or not isinstance(cost, str) or _holds_function(self.planner.policy):
+            return None
+        applied = " ".join(plan.digest for plan in self.planner.known)
+        return f"{source_digest()} {replace(self.planner, known=())!r} {applied}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
+        # Inductor copies its configuration; the plans must still reach the object the user holds.
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Inductor pickles its configuration to make keys of it.
+        return (str, (self.uuid() or repr(self),))
+
+
+def _failed(error: Exception) -> PlanningFailed:
+    """Return the error that says that planning failed, with its cause."""
+    if isinstance(error, PlanningFailed):
+        return error
+    failed = PlanningFailed(
+        f"planning failed, which is a defect of fxckpt: {type(error).__name__}: {error}\n"
+        "The model runs without backend='fxckpt'."
+    )
+    failed.__cause__ = error
+    return failed
+
+
+def _without_early_frees(lowerings: Lowerings) -> Any:
+    """Return a ``lower`` that offers no early frees, which need the backend's own compile."""
+
+    def lower(*given: Any) -> Any:
+        return replace(lowerings.lower(*given), freeing_early=None)
+
+    return lower
+
+
+def _holds_function(policy: Any) -> bool:
+    """Return whether a policy, or a part of it, is a function of the user's."""
+    if isinstance(policy, FunctionPolicy):
+        return True
+    if isinstance(policy, tuple):
+        return any(map(_holds_function, policy))
+    parts = fields(policy) if is_dataclass(policy) else ()
+    return any(_holds_function(getattr(policy, part.name)) for part in parts)
+
+
+def source_digest() -> str:
+    """Return a hash of this package's own code, so that caches know when it changes."""
+    import fxckpt.passes
+
+    folders = [Path(__file__).parent, Path(str(fxckpt.passes.__file__)).parent]
+    digest = hashlib.sha256()
+    for path in sorted(p for folder in folders for p in folder.rglob("*.py")):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,92 @@
+"""Repro files: a joint graph that could not be planned, as text that any machine reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxckpt.costs.measured import cache_dir
+from fxckpt.errors import InvalidOption
+from fxckpt.ops.properties import tensors
+from fxckpt.torch_private import size_hint
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Repro:
+    """A joint graph that could not be planned."""
+
+    error: str
+    """The error, with its traceback."""
+    options: str
+    """Options of the planner, as Python prints them."""
+    torch: str
+    """Version of torch."""
+    python: str
+    """Version of Python."""
+    num_fwd_outputs: int
+    """Number of leading outputs that belong to the forward."""
+    inputs: tuple[str, ...]
+    """The graph's inputs, a line each: name, dtype, shape, strides and device."""
+    graph: str
+    """The graph as code, with the shape of every value."""
+    version: int = VERSION
+    """Version of this form."""
+
+    def __str__(self) -> str:
+        inputs = "\n".join(f"  {line}" for line in self.inputs)
+        return (
+            f"{self.options}, torch {self.torch}, Python {self.python}\n\n{self.error.strip()}\n\n"
+            f"inputs, of which the first {self.num_fwd_outputs} outputs are the forward's:\n"
+            f"{inputs}\n\n{self.graph}"
+        )
+
+
+def save(joint: fx.GraphModule, num_fwd_outputs: int, options: str, error: Exception) -> Path:
+    """Write the repro of a joint graph to the cache folder; return its path."""
+    written = Repro(
+        error="".join(traceback.format_exception(error)),
+        options=options,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        num_fwd_outputs=num_fwd_outputs,
+        inputs=tuple(_line(node) for node in joint.graph.find_nodes(op="placeholder")),
+        graph=joint.print_readable(print_output=False, include_stride=True),
+    )
+    text = json.dumps(asdict(written), indent=1)
+    folder = cache_dir() / "repros"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def load(path: Path) -> Repro:
+    """Return the repro in a file. Raises :class:`~fxckpt.errors.InvalidOption` for another file."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if data.get("version") != VERSION:
+            raise ValueError(f"its form has version {data.get('version')!r}, not {VERSION}")
+        return Repro(**{**data, "inputs": tuple(data["inputs"])})
+    except OSError as error:
+        raise InvalidOption(f"cannot read {path}: {error.strerror}.") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidOption(f"{path} is no repro file of fxckpt: {error}.") from error
+
+
+def _line(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    tensor = next(tensors(value), None)
+    if tensor is None:
+        return f"{node.name}: {value}"
+    shape, strides = (tuple(map(size_hint, sizes)) for sizes in (tensor.shape, tensor.stride()))
+    return f"{node.name}: {tensor.dtype} {shape} strides {strides} on {tensor.device}"

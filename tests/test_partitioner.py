@@ -1,0 +1,236 @@
+"""Partitioner: the planner as a partition_fn, and as Inductor's custom partitioner."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from functorch.compile import aot_function, aot_module, make_boxed_func
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+
+import fxckpt
+from fxckpt import repro
+from fxckpt.policies import save_matmuls
+
+
+class Net(nn.Module):
+    """Layers with a dropout, so that a recompute of random ops without their state shows."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + nn.functional.dropout(nn.functional.gelu(layer(x)), 0.2)
+        return x.square().mean()
+
+
+def run(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """Return the graph as a compiled function."""
+    return make_boxed_func(gm.forward)
+
+
+def gradients(step: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the loss and the gradients of one step from a fixed seed."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    loss = step(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Return whether two lists of tensors are bitwise equal."""
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+FACES: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "aot_module": lambda model, p: aot_module(model, fw_compiler=run, partition_fn=p),
+    "aot_autograd": lambda model, p: torch.compile(
+        model, backend=aot_autograd(fw_compiler=run, partition_fn=p)
+    ),
+}
+
+
+@pytest.mark.parametrize("budget", [None, 0.8])
+@pytest.mark.parametrize("face", FACES)
+def test_partition_fn_keeps_gradients_and_budget(face: str, budget: float | None) -> None:
+    """Every entry of functorch that takes a partition_fn gets a plan and the same gradients."""
+    model, x = Net(), torch.randn(512, 64)
+    expected = gradients(model, model, x)
+    partitioner = fxckpt.Partitioner(budget=budget)
+    assert equal(gradients(FACES[face](model, partitioner), model, x), expected)
+    (plan,) = partitioner.plans
+    assert plan.budget_bytes is None or plan.peak_bytes <= plan.budget_bytes
+    assert plan.digest in str(partitioner.report()) or plan.saved
+
+
+def test_partition_fn_plans_as_the_backend() -> None:
+    """The two make one plan of one joint graph: there is one mechanism."""
+    model, x = Net(), torch.randn(512, 64)
+    backend, partitioner = fxckpt.Backend(budget=0.8, inner="aot_eager"), fxckpt.Partitioner(0.8)
+    gradients(torch.compile(model, backend=backend), model, x)
+    torch._dynamo.reset()
+    gradients(FACES["aot_autograd"](model, partitioner), model, x)
+    assert [p.digest for p in partitioner.plans] == [p.digest for p in backend.plans]
+
+
+def test_inductor_takes_it_from_its_configuration() -> None:
+    """One line plans whatever Inductor compiles, within the budget."""
+    model, x = Net(), torch.randn(512, 64)
+    partitioner = fxckpt.Partitioner(budget=0.8)
+    with inductor_config.patch(custom_partitioner_fn=None):
+        expected = gradients(torch.compile(model), model, x)
+    torch._dynamo.reset()
+    with inductor_config.patch(custom_partitioner_fn=partitioner):
+        found = gradients(torch.compile(model), model, x)
+    assert all(map(torch.allclose, found, expected))
+    (plan,) = partitioner.plans
+    assert plan.compiled_peak_bytes is not None and plan.budget_bytes is not None
+    assert plan.compiled_peak_bytes <= plan.budget_bytes
+
+
+def test_infeasible_budget_raises_from_every_face() -> None:
+    """The error is fxckpt's own, whoever called the partitioner."""
+    model, x = Net(), torch.randn(512, 64)
+    for face in FACES.values():
+        with pytest.raises(fxckpt.BudgetInfeasible, match="at least"):
+            gradients(face(model, fxckpt.Partitioner(budget=1)), model, x)
+    with (
+        inductor_config.patch(custom_partitioner_fn=fxckpt.Partitioner(budget=1)),
+        pytest.raises(fxckpt.BudgetInfeasible),
+    ):
+        torch.compile(model)(x)
+
+
+def test_uuid_tells_options_apart() -> None:
+    """Caches are keyed by the options, and left out where a function is among them."""
+    keys = [fxckpt.Partitioner(**options).uuid() for options in ({}, {"budget": 0.5})]
+    keys.append(fxckpt.Partitioner(policy=save_matmuls).uuid())
+    assert len(set(keys)) == 3 and None not in keys
+    assert fxckpt.Partitioner(budget=0.5).uuid() == keys[1]
+    assert fxckpt.Partitioner(policy=lambda ctx, op, *args, **kwargs: True).uuid() is None
+    assert fxckpt.Partitioner(policy=save_matmuls | (lambda *a, **k: None)).uuid() is None
+    assert fxckpt.Partitioner(budget="auto").uuid() is None
+
+
+def test_second_process_hits_torchs_caches(tmp_path: Path) -> None:
+    """Equal options hit AOTAutograd's cache in another process; another budget misses."""
+    code = (
+        "import sys, torch, fxckpt, torch._inductor.config as config\n"
+        "from torch._dynamo.utils import counters\n"
+        "config.custom_partitioner_fn = fxckpt.Partitioner(budget=float(sys.argv[1]))\n"
+        "torch.manual_seed(0)\n"
+        "layers = [m for _ in range(4) for m in (torch.nn.Linear(64, 64), torch.nn.GELU())]\n"
+        "model = torch.nn.Sequential(*layers)\n"
+        "torch.compile(model)(torch.randn(512, 64)).sum().backward()\n"
+        "found = counters['aot_autograd']\n"
+        "print(found['autograd_cache_hit'], found['autograd_cache_miss'])\n"
+    )
+
+    def counts(budget: str) -> list[str]:
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+        command = [sys.executable, "-c", code, budget]
+        import os
+
+        done = subprocess.run(
+            command,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.split()
+
+    assert counts("0.9") == ["0", "1"]
+    assert counts("0.9") == ["1", "0"]
+    assert counts("0.8") == ["0", "1"]
+
+
+def break_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let planning raise an error of a kind that nobody expects."""
+
+    def broken(*args: object, **kwargs: object) -> object:
+        raise IndexError("index -2 is out of bounds")
+
+    monkeypatch.setattr("fxckpt.planner.planner.prepare", broken)
+    monkeypatch.setattr("fxckpt.inductor.planner.prepare", broken)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_defect_ends_no_run_without_budget(monkeypatch: pytest.MonkeyPatch, inner: str) -> None:
+    """The graph takes torch's own partition, and one warning names the repro file."""
+    monkeypatch.setenv("FXCKPT_STRICT", "0")
+    break_planning(monkeypatch)
+    model, x = Net(2), torch.randn(64, 64)
+    expected = gradients(model, model, x)
+    backend = fxckpt.Backend(inner=inner)
+    with pytest.warns(UserWarning, match="torch's own partition") as told:
+        found = gradients(torch.compile(model, backend=backend), model, x)
+    if inner == "aot_eager":
+        assert equal(found, expected)
+    assert len([w for w in told if "torch's own partition" in str(w.message)]) == 1
+    (fallback,) = backend.partitioner.fallbacks
+    assert fallback.repro in str(backend.report()) and fallback.peak_bytes > 0
+    written = repro.load(Path(fallback.repro))
+    assert "index -2" in written.error and "aten.mm" in written.graph
+
+
+def test_defect_under_a_budget_raises_unless_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's partition is taken only where its simulated peak is within the budget."""
+    monkeypatch.setenv("FXCKPT_STRICT", "0")
+    break_planning(monkeypatch)
+    model, x = Net(2), torch.randn(64, 64)
+    with pytest.warns(UserWarning, match="torch's own partition"):
+        torch.compile(model, backend=fxckpt.Backend(budget="1GiB", inner="aot_eager"))(x)
+    torch._dynamo.reset()
+    with pytest.raises(fxckpt.PlanningFailed, match="defect"):
+        torch.compile(model, backend=fxckpt.Backend(budget=0.5, inner="aot_eager"))(x)
+
+
+def test_strict_makes_a_defect_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite runs so: nothing hides behind torch's partition."""
+    break_planning(monkeypatch)
+    with pytest.raises(fxckpt.PlanningFailed, match="IndexError"):
+        torch.compile(Net(2), backend=fxckpt.Backend(inner="aot_eager"))(torch.randn(64, 64))
+
+
+def test_repro_of_another_form_is_refused(tmp_path: Path) -> None:
+    """A file that is no repro is one clear line."""
+    path = tmp_path / "other.json"
+    for text in ("{", json.dumps({"version": 99}), json.dumps([1])):
+        path.write_text(text)
+        with pytest.raises(fxckpt.InvalidOption, match="no repro file"):
+            repro.load(path)
+    with pytest.raises(fxckpt.InvalidOption, match="cannot read"):
+        repro.load(tmp_path / "none.json")
+
+
+def test_wrong_arguments_are_named() -> None:
+    """Options are checked when the partitioner is made."""
+    with pytest.raises(fxckpt.InvalidOption, match="verify"):
+        fxckpt.Partitioner(verify="twice")
+    with pytest.raises(fxckpt.InvalidBudget):
+        fxckpt.Partitioner(budget="lots")
+
+
+def test_outputs_that_alias_inputs_and_unused_outputs() -> None:
+    """What AOTAutograd hands over beside the graph is taken: aliases, mutation, no tangents."""
+
+    def step(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = (x @ w).sin()
+        return y, x.view(-1), y.detach(), torch.ones(3)
+
+    w = torch.randn(8, 8, requires_grad=True)
+    compiled = aot_function(step, fw_compiler=run, partition_fn=fxckpt.Partitioner(budget=1.0))
+    compiled(torch.randn(8, 8), w)[0].sum().backward()
+    assert w.grad is not None
