@@ -1,8 +1,9 @@
-"""Eager regions beside torch.utils.checkpoint, in one run: overhead of a call, and time and peak of a stack of transformer blocks.
+"""Eager regions beside ``torch.utils.checkpoint`` in one run.
 
-python bench/checkpoint.py
+    python bench/checkpoint.py
 
-Times are CPU time of one thread for the overheads, and wall time for the stack; each the median of interleaved rounds.
+The first table has the overhead of a call, in CPU time of one thread; the second the wall time and
+the peak of a stack of transformer blocks. All times are medians of interleaved rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CALLS = 300
 
 
 def plain(function: Callable[..., Any], *args: Any) -> Any:
-    """Call."""
+    """Return ``function(*args)``: the baseline without a checkpoint."""
     return function(*args)
 
 
@@ -38,7 +39,7 @@ TORCH = functools.partial(torchs.checkpoint, use_reentrant=False)
 
 
 def overheads() -> str:
-    """Time a region of one op: the call, and the call with its backward."""
+    """Return a table of the time of a region of one op: its call, and its call and backward."""
     x, grad = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
     ways: dict[str, Checkpoint] = {
         "none": plain,
@@ -74,14 +75,14 @@ def overheads() -> str:
 
 
 def _each(run: Callable[[], Any]) -> float:
-    begin = time.process_time()
+    start = time.process_time()
     for _ in range(CALLS):
         run()
-    return (time.process_time() - begin) / CALLS * 1e6
+    return (time.process_time() - start) / CALLS * 1e6
 
 
 class Block(nn.Module):
-    """Attention and MLP with dropout, attention in separate ops."""
+    """Attention and MLP with dropout; the attention is not fused."""
 
     def __init__(self, width: int = 256, heads: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
@@ -104,11 +105,11 @@ class Block(nn.Module):
 
 AT_TORCHS_PEAK = "at torch's peak"
 VARIABLES = 0.02
-"""What the region's own Python variables hold beside the plan, of the peak."""
+"""Share of the peak that the region's Python variables hold beside the plan."""
 
 
 def stack(budgets: tuple[str | float, ...] = (AT_TORCHS_PEAK, 0.5, 0.7)) -> str:
-    """Time and measure a step of 12 blocks: each a region, and all of them one region within a budget."""
+    """Return a table of the time and peak of 12 blocks: a region each, and one planned region."""
     torch.manual_seed(0)
     blocks = nn.Sequential(*(Block() for _ in range(12)))
     x = torch.randn(8, 128, 256)
@@ -141,9 +142,9 @@ def stack(budgets: tuple[str | float, ...] = (AT_TORCHS_PEAK, 0.5, 0.7)) -> str:
     for _ in range(ROUNDS):
         for name, run in ways.items():
             blocks.zero_grad()
-            begin = time.perf_counter()
+            start = time.perf_counter()
             run()
-            times[name].append(time.perf_counter() - begin)
+            times[name].append(time.perf_counter() - start)
     its, its_peak = statistics.median(times["torch, a block"]), peaks["torch, a block"]
     rows = [
         (
@@ -160,7 +161,7 @@ def stack(budgets: tuple[str | float, ...] = (AT_TORCHS_PEAK, 0.5, 0.7)) -> str:
 
 
 def _peak(run: Callable[[], None], module: nn.Module) -> int:
-    """Return the peak of a second step."""
+    """Return the peak of the second step."""
     peak = 0
     for _ in range(2):
         module.zero_grad()

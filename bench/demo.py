@@ -1,8 +1,9 @@
-"""The main job on real input: train a small GPT-2 inside three byte budgets, side by side with what torch offers.
+"""Train a small GPT-2 within three byte budgets, side by side with torch's own options.
 
-The text is the topic documentation that ships with CPython (``pydoc_data.topics``), read byte by byte. Every row starts from the same weights
-and the same generator state. Peaks are the CPU allocator's, of one forward and backward with dropout on. A step's time is compared with that of the
-model as it is, a step of which runs before each: what else the machine does slows both.
+The text is the topic documentation that ships with CPython (``pydoc_data.topics``), read byte by
+byte. Every row starts from the same weights and the same generator state. Peaks are the CPU
+allocator's, of one forward and backward with dropout on. A step's time is divided by that of an
+uncheckpointed step run right beside it, so that other load on the machine slows both.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MIB = 2**20
 
 
 class Language(nn.Module):
-    """GPT-2 over bytes, its loss inside."""
+    """GPT-2 over bytes, with its next-token loss."""
 
     def __init__(self, layers: int, width: int, length: int) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Result:
     peak: int
     predicted: int | None
     times: float
-    """Seconds of a step over those of the model as it is."""
+    """Seconds of a step over those of the uncheckpointed model."""
     loss: float
     first: list[Tensor]
     last: list[Tensor]
@@ -80,7 +81,7 @@ def batches(length: int, batch: int, count: int) -> list[Tensor]:
 
 @contextmanager
 def torch_budget(value: float) -> Iterator[None]:
-    """Set torch's own knob for the compiles in this block."""
+    """Set ``activation_memory_budget`` for the compiles in this block."""
     from torch._functorch import config
 
     with config.patch(activation_memory_budget=value):
@@ -108,7 +109,7 @@ def train(
     prepare: Callable[[Language], Any],
     bar: tqdm[Any],
 ) -> Result:
-    """Train a copy of ``model``; ``prepare`` says how it is run."""
+    """Train a copy of ``model``, run through ``prepare(model)``, and return its measurements."""
     torch._dynamo.reset()
     plain, model = copy.deepcopy(model).train(), copy.deepcopy(model).train()
     bar.set_description(f"{name}: compiling")
@@ -119,7 +120,7 @@ def train(
     last: list[Tensor] = []
     ratios: list[float] = []
 
-    def plainly(ids: Tensor) -> float:
+    def uncheckpointed(ids: Tensor) -> float:
         with torch.random.fork_rng(devices=[]):
             seconds, _ = step(plain, plain, ids)
         plain.zero_grad(set_to_none=True)
@@ -127,12 +128,13 @@ def train(
 
     torch.manual_seed(1)
     for number, ids in enumerate(data):
-        # The second of the two finds warm memory: they take turns. Neither runs while the other holds gradients.
-        before = plainly(ids) if number % 2 else None
+        # The second of the two finds warm memory, so they take turns. Neither runs while the other
+        # holds gradients.
+        before = uncheckpointed(ids) if number % 2 else None
         seconds, last = step(run, model, ids)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        reference = plainly(ids) if before is None else before
+        reference = uncheckpointed(ids) if before is None else before
         if number:
             ratios.append(seconds / reference)
         else:
@@ -157,7 +159,7 @@ def within_rounding(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def verdict(result: Result, reference: Result) -> str:
-    """Say how the first and the last step compare with the uncheckpointed run's."""
+    """Return how the first and the last step compare with the uncheckpointed run, in words."""
     if equal(result.first, reference.first) and equal(result.last, reference.last):
         return "equal, bitwise"
     if within_rounding(result.first, reference.first):
@@ -166,7 +168,7 @@ def verdict(result: Result, reference: Result) -> str:
 
 
 def eager(model: Language) -> Any:
-    """Run as it is."""
+    """Return the model unchanged."""
     return model
 
 
@@ -182,7 +184,7 @@ def per_block(model: Language) -> Any:
 
 
 def torch_compiled(value: float) -> Callable[[Language], Any]:
-    """Compile with torch's partitioner and its budget knob, without Inductor's code generation."""
+    """Compile with the default partitioner at a budget, without Inductor's code generation."""
 
     def prepare(model: Language) -> Any:
         compiled = torch.compile(model, backend="aot_eager")
@@ -198,7 +200,7 @@ def torch_compiled(value: float) -> Callable[[Language], Any]:
 
 
 def with_fxckpt(budget: int) -> Callable[[Language], Any]:
-    """Compile with fxckpt inside a byte budget."""
+    """Compile with fxckpt within a byte budget."""
 
     def prepare(model: Language) -> Any:
         backend = fxckpt.Backend(budget=budget, inner="aot_eager")
@@ -210,7 +212,7 @@ def with_fxckpt(budget: int) -> Callable[[Language], Any]:
 
 
 def picture(results: list[Result], folder: Path) -> None:
-    """Write peak against time as SVG and PNG."""
+    """Write a plot of peak against time as SVG and PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -238,10 +240,8 @@ def picture(results: list[Result], folder: Path) -> None:
         axes.annotate(
             result.name.removeprefix(f"{kind or 'eager,'} ").removeprefix("torch.utils."),
             (result.peak / MIB, result.times),
-            xytext=(
-                0,
-                -14 if marker == "x" else 7,
-            ),  # below a torch budget: those lie beside checkpoint per block
+            # A torch budget lies beside checkpoint per block: its label goes below.
+            xytext=(0, -14 if marker == "x" else 7),
             textcoords="offset points",
             fontsize=8,
             ha="center",
@@ -259,7 +259,7 @@ def picture(results: list[Result], folder: Path) -> None:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Return a parser of ints that are at least ``least``."""
+    """Return a parser of integers that are at least ``least``."""
 
     def parse(text: str) -> int:
         value = int(text)

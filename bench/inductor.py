@@ -1,15 +1,16 @@
-"""Inductor inside: fxckpt's default inner compiler beside stock ``torch.compile`` in the same run.
+"""fxckpt with its default inner compiler, Inductor, beside plain ``torch.compile`` in the same run.
 
-For each model: stock; stock with ``activation_memory_budget``; stock with every block in ``torch.utils.checkpoint``; fxckpt without a
-budget, at shares of stock's peak and at the peak of stock's per-block checkpoint. All are compiled first, then timed in
-turn, step by step, in a new order each time.
-Peaks are the CPU allocator's (on a GPU, the caching allocator's), of one forward and backward.
+The ways for each model ("stock" is plain ``torch.compile`` with its default partitioner): stock;
+stock with ``activation_memory_budget``; stock with every block in ``torch.utils.checkpoint``;
+fxckpt without a budget, at shares of stock's peak, and at the peak of the per-block checkpoint.
+All are compiled first, then timed in turn, step by step, in a new order each time. Peaks are the
+CPU allocator's (on a GPU, the caching allocator's), of one forward and backward.
 
-    python bench/inductor.py                # every model, a table each
+    python bench/inductor.py                      # every model, a table each
     python bench/inductor.py gpt2 --steps 9
-    python bench/inductor.py --bars --steps 41    # few ways and many steps: how their times compare, within 1 or 2 %
-    python bench/inductor.py --compile      # the time to compile, each in a fresh process with caches that know the processor alone
-    python bench/inductor.py --compile --first    # with empty caches: the first compile on a machine
+    python bench/inductor.py --bars --steps 41    # few ways, timed to within 1 or 2 %
+    python bench/inductor.py --compile            # compile times, each in a fresh process
+    python bench/inductor.py --compile --first    # with empty caches: the first on a machine
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ sys.path.insert(0, str(ROOT.parent))
 from bench.models import NextTokenLoss  # noqa: E402
 
 MIB = 2**20
-Made = tuple[nn.Module, tuple[Tensor, ...]]
+ModelAndInputs = tuple[nn.Module, tuple[Tensor, ...]]
 
 
 class MeanSquare(nn.Module):
-    """A loss on a model's last hidden state."""
+    """The mean square of a model's last hidden state, as its loss."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class MeanSquare(nn.Module):
 
 
 class Double(nn.Module):
-    """Two convolutions, normalized and activated."""
+    """Two convolutions, each with a normalization and an activation."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class Double(nn.Module):
 
 
 class UNet(nn.Module):
-    """Three levels down and up, skips concatenated."""
+    """A U-Net of three levels with concatenated skips."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -102,8 +103,8 @@ class UNet(nn.Module):
         return self.out(x).square().mean()
 
 
-def gpt2(dropout: float = 0.0) -> Made:
-    """GPT-2 of 6 layers, width 256, its full vocabulary: a head larger than all of its blocks."""
+def gpt2(dropout: float = 0.0) -> ModelAndInputs:
+    """Return GPT-2 of 6 layers, width 256, full vocabulary: its head exceeds all of its blocks."""
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     config = hf.GPT2Config(
         n_layer=6, n_embd=256, n_head=4, n_positions=256, attn_implementation="eager", **rates
@@ -113,8 +114,8 @@ def gpt2(dropout: float = 0.0) -> Made:
     )
 
 
-def bert() -> Made:
-    """BERT of 6 layers, dropout on."""
+def bert() -> ModelAndInputs:
+    """Return BERT of 6 layers with dropout."""
     sizes = {
         "num_hidden_layers": 6,
         "hidden_size": 256,
@@ -128,8 +129,8 @@ def bert() -> Made:
     return MeanSquare(model, "input_ids"), (torch.randint(0, 30522, (8, 256)),)
 
 
-def llama() -> Made:
-    """Llama-style of 6 layers, grouped queries, a small vocabulary."""
+def llama() -> ModelAndInputs:
+    """Return Llama of 6 layers with grouped queries and a small vocabulary."""
     sizes = {
         "num_hidden_layers": 6,
         "hidden_size": 256,
@@ -142,8 +143,8 @@ def llama() -> Made:
     return NextTokenLoss(hf.LlamaForCausalLM(config)), (torch.randint(0, 4096, (4, 512)),)
 
 
-def vit() -> Made:
-    """ViT of 6 layers, dropout on."""
+def vit() -> ModelAndInputs:
+    """Return ViT of 6 layers with dropout."""
     sizes = {
         "num_hidden_layers": 6,
         "hidden_size": 192,
@@ -158,20 +159,20 @@ def vit() -> Made:
     )
 
 
-def convnext() -> Made:
-    """ConvNeXt of three stages."""
+def convnext() -> ModelAndInputs:
+    """Return ConvNeXt of three stages."""
     config = hf.ConvNextConfig(
         hidden_sizes=[48, 96, 192], depths=[2, 2, 4], num_stages=3, image_size=128
     )
     return MeanSquare(hf.ConvNextModel(config), "pixel_values"), (torch.randn(8, 3, 128, 128),)
 
 
-def unet() -> Made:
-    """A U-Net of three levels."""
+def unet() -> ModelAndInputs:
+    """Return a U-Net of three levels."""
     return UNet(24), (torch.randn(4, 3, 128, 128),)
 
 
-MODELS: dict[str, Callable[[], Made]] = {
+MODELS: dict[str, Callable[[], ModelAndInputs]] = {
     "gpt2": gpt2,
     "gpt2-dropout": lambda: gpt2(0.1),
     "bert": bert,
@@ -181,12 +182,15 @@ MODELS: dict[str, Callable[[], Made]] = {
     "unet": unet,
 }
 BLOCKS = ("GPT2Block", "BertLayer", "LlamaDecoderLayer", "ViTLayer", "ConvNextLayer", "Double")
-"""What people wrap: the classes of the models' blocks."""
+"""Classes of the models' blocks, which users wrap in a checkpoint."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def make(name: str, *, by_block: bool = False) -> Made:
-    """Return a model in training mode and its inputs, the same each time; ``by_block`` wraps every block in torch's checkpoint."""
+def make(name: str, *, by_block: bool = False) -> ModelAndInputs:
+    """Return a model in training mode and its inputs, both from seed 0.
+
+    ``by_block`` wraps every block in ``torch.utils.checkpoint``.
+    """
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     model = model.to(DEVICE).train()
@@ -202,7 +206,7 @@ def _wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class Row:
-    """One way to compile the step."""
+    """The measurements of one way to compile the step."""
 
     name: str
     budget_bytes: int | None = None
@@ -215,7 +219,7 @@ class Row:
 
 
 class Contender:
-    """A compiled step and what is known of it."""
+    """A compiled step with its measurements."""
 
     def __init__(
         self,
@@ -226,12 +230,12 @@ class Contender:
         around: AbstractContextManager[Any],
     ) -> None:
         self.row, self.model, self.inputs, self.backend = row, model, inputs, backend
-        begin = time.perf_counter()
+        start = time.perf_counter()
         with around:
-            # Otherwise one way would run what another of the same structure compiled.
+            # Without isolation, a way would run the code compiled for another of equal structure.
             self.compiled = torch.compile(model, backend=backend, isolate_recompiles=True)
             self.step()
-        row.compile_seconds = time.perf_counter() - begin
+        row.compile_seconds = time.perf_counter() - start
         row.peak_bytes = fxckpt.measure_peak(self.run)
         model.zero_grad(set_to_none=True)
         self.times: list[float] = []
@@ -249,20 +253,20 @@ class Contender:
         self.model.zero_grad(set_to_none=True)
 
     def timed(self) -> None:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         self.step()
-        self.times.append(time.perf_counter() - begin)
+        self.times.append(time.perf_counter() - start)
 
 
 def torch_budget(share: float) -> AbstractContextManager[Any]:
-    """torch.compile's own knob."""
+    """Return a context that sets torch's ``activation_memory_budget``."""
     return torch._functorch.config.patch(activation_memory_budget=share)  # type: ignore[no-any-return]
 
 
 def contenders(
-    name: str, say: Callable[[str], object], *, with_least: bool, only_bars: bool
+    name: str, tick: Callable[[str], object], *, with_least: bool, only_bars: bool
 ) -> tuple[list[Contender], list[Row]]:
-    """Compile every way; return those that run, and the rows of those that do not."""
+    """Compile every way, and return those that run and the rows of those that fail."""
     found: list[Contender] = []
     failed: list[Row] = []
 
@@ -273,7 +277,7 @@ def contenders(
         *,
         by_block: bool = False,
     ) -> Row:
-        say(row.name)
+        tick(row.name)
         try:
             found.append(
                 Contender(row, *make(name, by_block=by_block), backend, around or nullcontext())
@@ -303,23 +307,23 @@ def contenders(
         least = add(Row("fxckpt, least", 1), fxckpt.Backend(budget=1))
         failed.remove(least)
         add(Row("fxckpt, least", least.floor_bytes), fxckpt.Backend(budget=least.floor_bytes))
-    # What the same code differs by in one run is what a time of another way must differ by to mean something.
+    # The difference between two runs of the same code is the noise of the other times.
     add(Row("stock, again"))
     return found, failed
 
 
 def bench(name: str, steps: int, *, with_least: bool, only_bars: bool) -> list[Row]:
-    """Compile every way, then time them in turn."""
+    """Compile every way, time them in turn, and return their rows."""
     progress = tqdm(unit="way", leave=False)
 
-    def say(what: str) -> None:
-        progress.set_description(f"{name}: {what}")
+    def tick(way: str) -> None:
+        progress.set_description(f"{name}: {way}")
         progress.update()
 
-    found, failed = contenders(name, say, with_least=with_least, only_bars=only_bars)
+    found, failed = contenders(name, tick, with_least=with_least, only_bars=only_bars)
     order = random.Random(0)
     for _ in tqdm(range(steps), desc=f"{name}: steps", leave=False):
-        # What ran before leaves the allocator with more or less memory: no way always runs after the same.
+        # The allocator's state depends on the previous way, so the order changes.
         for contender in order.sample(found, len(found)):
             contender.timed()
     progress.close()
@@ -329,7 +333,7 @@ def bench(name: str, steps: int, *, with_least: bool, only_bars: bool) -> list[R
 
 
 def table(name: str, rows: list[Row]) -> str:
-    """Return the rows beside stock's."""
+    """Return the rows as a table, relative to stock."""
     stock = rows[0]
     lines = [
         (
@@ -360,18 +364,21 @@ import torch, fxckpt
 from bench.inductor import make
 model, inputs = make({name!r})
 backend = {backend}
-begin = time.perf_counter()
+start = time.perf_counter()
 torch.compile(model, backend=backend)(*inputs).backward()
-print(time.perf_counter() - begin)
+print(time.perf_counter() - start)
 """
 
 
 SEED = "import torch; torch.compile(torch.sin)(torch.ones(99))"
-"""Lets Inductor find out what the processor can do, which it does once per cache folder."""
+"""Code that makes Inductor detect the processor's features, once per cache folder."""
 
 
 def compile_seconds(name: str, backend: str, seed: str | None) -> float:
-    """Return the seconds of a first step in a fresh process, its caches empty or a copy of the folder ``seed``."""
+    """Return the seconds of a first step in a fresh process.
+
+    Its caches are a copy of the folder ``seed``, or empty.
+    """
     code = COMPILE.format(root=str(ROOT.parent), name=name, backend=backend)
     with tempfile.TemporaryDirectory() as folder:
         if seed is not None:
@@ -381,7 +388,7 @@ def compile_seconds(name: str, backend: str, seed: str | None) -> float:
 
 
 def in_process(code: str, folder: str) -> str:
-    """Run code in a fresh process with its caches in ``folder``, and return what it prints."""
+    """Return the output of code run in a fresh process with its caches in ``folder``."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
@@ -389,7 +396,7 @@ def in_process(code: str, folder: str) -> str:
 
 
 def compile_table(names: list[str], repeats: int, budget: float, *, is_first: bool) -> str:
-    """Return compile times beside stock's, the ways in turn."""
+    """Return a table of compile times relative to stock, measured in turn."""
     ways = {
         "stock": "'inductor'",
         "fxckpt": "fxckpt.Backend()",
@@ -409,7 +416,7 @@ def compile_table(names: list[str], repeats: int, budget: float, *, is_first: bo
 
 
 def main() -> None:
-    """Run the benchmark and keep its raw rows in bench/out."""
+    """Run the benchmark and append its raw rows to a file in ``bench/out``."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -423,7 +430,8 @@ def main() -> None:
     parser.add_argument(
         "--bars",
         action="store_true",
-        help="only stock, per-block checkpoint, fxckpt without a budget and at checkpoint's peak, stock again",
+        help="only stock, per-block checkpoint, fxckpt without a budget and at checkpoint's peak, "
+        "stock again",
     )
     parser.add_argument("--compile", action="store_true", help="time compiles instead of steps")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The models of the planner's benchmarks, on the meta device: shapes only, nothing is run."""
+"""The models of the planner's benchmarks, on the meta device: shapes only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LlamaStyleBlock(nn.Module):
 
 
 class LlamaStyle(nn.Module):
-    """A stack of blocks on hidden states, with a scalar out."""
+    """A stack of blocks on hidden states, with a scalar output."""
 
     def __init__(self, layers: int, width: int = 256, heads: int = 4, inner: int = 1024) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def llama_style(layers: int = 32, *, length: int = 2048) -> tuple[nn.Module, dic
 
 
 class NextTokenLoss(nn.Module):
-    """Next-token loss of a language model; nothing else leaves the step."""
+    """The next-token loss of a language model, its only output."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,10 @@ class NextTokenLoss(nn.Module):
 def gpt2(
     layers: int = 12, width: int = 768, *, vocabulary: int = 50257
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return GPT-2 with dropout 0.1, unfused attention and its loss, and a batch of 4 x 256 tokens."""
+    """Return GPT-2 with its loss, and a batch of 4 x 256 tokens.
+
+    Dropout is 0.1, and the attention is not fused.
+    """
     config = hf.GPT2Config(
         n_layer=layers,
         n_embd=width,

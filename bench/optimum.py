@@ -1,6 +1,8 @@
-"""How far the planner is from the optimum: an integer program in Checkmate's form on small training graphs.
+"""The planner's distance from the optimum of an integer program, on small training graphs.
 
-python bench/optimum.py [graphs]
+The integer program has the form of Checkmate (Jain et al., MLSys 2020).
+
+    python bench/optimum.py [graphs]
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.solver.search import PriceSearch
 
 SHARES = (0.0, 0.1, 0.3, 0.6)
-"""Budgets: how far from the floor to the uncheckpointed peak."""
+"""Budgets, as positions between the floor and the uncheckpointed peak."""
 
 
 def training_graph(seed: int, ops: int) -> Program:
-    """Return a random net: a chain with skips, and a backward op for every forward op that reads its input, its output or both."""
+    """Return a random training graph of at most ``ops`` forward ops.
+
+    The forward is a chain with skips. The backward op of each forward op reads its inputs, its
+    output or both.
+    """
     draw = random.Random(seed)
     count = draw.randint(max(4, ops - 5), ops)
     forward: list[Op] = []
@@ -70,7 +76,7 @@ def training_graph(seed: int, ops: int) -> Program:
 
 @dataclass
 class Tally:
-    """How far one search was from the optimum."""
+    """The relative gaps of one search to the optimum, and its time."""
 
     gaps: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -90,7 +96,7 @@ class Tally:
 
 
 def compare(graphs: int, ops: int) -> Iterator[tuple[str, ...]]:
-    """Yield a row for the planner, one for it without its own integer program, and one for the integer program."""
+    """Yield a row for the planner, one without its integer program, and one for the optimum."""
     searches = {"planner": PriceSearch(), "planner, no integer program": PriceSearch(exact_size=0)}
     tallies = {name: Tally() for name in searches}
     solver = Tally()
@@ -101,17 +107,17 @@ def compare(graphs: int, ops: int) -> Iterator[tuple[str, ...]]:
         low, high = free.least_peak.simulation.peak_bytes, free.baseline.simulation.peak_bytes
         for share in SHARES:
             limit = int(low + share * (high - low))
-            begin = time.perf_counter()
+            start = time.perf_counter()
             exact = optimum(program, limit)
-            solver.seconds += time.perf_counter() - begin
+            solver.seconds += time.perf_counter() - start
             if exact.seconds is None or not exact.is_proven:
                 unproven += 1
                 continue
             solver.gaps.append(0.0)
             for name, search in searches.items():
-                begin = time.perf_counter()
+                start = time.perf_counter()
                 best = search(program, lambda baseline, limit=limit: limit).best  # type: ignore[misc]
-                tallies[name].seconds += time.perf_counter() - begin
+                tallies[name].seconds += time.perf_counter() - start
                 extra = math.inf if best is None else best.simulation.extra_seconds
                 gap = extra - exact.seconds
                 tallies[name].gaps.append(
@@ -124,7 +130,7 @@ def compare(graphs: int, ops: int) -> Iterator[tuple[str, ...]]:
 
 
 def main(graphs: int) -> None:
-    """Print the gaps."""
+    """Print a table of the gaps."""
     rows = [*compare(graphs, 15), *compare(graphs // 3, 20)]
     head = (
         "graphs of",

@@ -1,6 +1,8 @@
-"""The planner: its time, and its plans beside torch's partitioner on the same graphs, by the same liveness and the same cost.
+"""The planner: its time, and its plans beside those of torch's default partitioner.
 
-python bench/planner.py
+Both plan the same graphs and are evaluated with the same liveness and the same costs.
+
+    python bench/planner.py
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from models import gpt2, llama_style
-from peers import allocates, judge, torch_partition
+from peers import allocates, evaluate, torch_partition
 from tabulate import tabulate
 from torch import fx, nn
 
@@ -34,7 +36,7 @@ POINTS = 16
 
 @dataclass(frozen=True)
 class Row:
-    """One plan of one graph."""
+    """One plan of one graph: peak in MB, extra time of the step, seconds of planning."""
 
     graph: str
     nodes: int
@@ -44,15 +46,15 @@ class Row:
     seconds: str
 
 
-def captured(model: nn.Module, inputs: dict[str, object]) -> Joint:
-    """Return a normalized joint graph."""
+def capture(model: nn.Module, inputs: dict[str, object]) -> Joint:
+    """Return the normalized joint graph of a model."""
     joint = capture_joint(model, (), inputs)
     prepare(joint)
     return joint
 
 
 def rows(name: str, joint: Joint, cost: CostModel) -> Iterator[Row]:
-    """Plan one graph every way there is."""
+    """Yield the plans of one graph: at each budget, a whole frontier, and torch's."""
     nodes = len(joint.module.graph.nodes)
     step = sum(cost.seconds(n) for n in joint.module.graph.nodes if allocates(n))
     for fraction in (1.0, *FRACTIONS):
@@ -60,9 +62,9 @@ def rows(name: str, joint: Joint, cost: CostModel) -> Iterator[Row]:
         times = []
         try:
             for _ in range(REPEATS):
-                begin = time.perf_counter()
+                start = time.perf_counter()
                 planner.plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)
-                times.append(time.perf_counter() - begin)
+                times.append(time.perf_counter() - start)
         except BudgetInfeasible as error:
             yield Row(
                 name,
@@ -73,18 +75,18 @@ def rows(name: str, joint: Joint, cost: CostModel) -> Iterator[Row]:
                 "",
             )
             continue
-        forward, backward = emitted(joint, planner)
-        judged = judge(forward, backward, cost, num_fwd_outputs=joint.num_fwd_outputs)
-        extra = f"{judged.seconds / step - 1:+.2%}"
+        forward, backward = plan_halves(joint, planner)
+        figures = evaluate(forward, backward, cost, num_fwd_outputs=joint.num_fwd_outputs)
+        extra = f"{figures.seconds / step - 1:+.2%}"
         yield Row(
             name,
             nodes,
             f"fxckpt {fraction}",
-            judged.peak_bytes / 1e6,
+            figures.peak_bytes / 1e6,
             extra,
             f"{statistics.median(times):.2f}",
         )
-    begin = time.perf_counter()
+    start = time.perf_counter()
     Planner(None, None, cost, measure_workspace=False).frontier(
         joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=POINTS
     )
@@ -94,41 +96,41 @@ def rows(name: str, joint: Joint, cost: CostModel) -> Iterator[Row]:
         f"fxckpt, a frontier of {POINTS}",
         None,
         "",
-        f"{time.perf_counter() - begin:.2f}",
+        f"{time.perf_counter() - start:.2f}",
     )
     for budget in TORCH_BUDGETS:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         forward, backward = torch_partition(
             joint.module, budget, num_fwd_outputs=joint.num_fwd_outputs
         )
-        seconds = time.perf_counter() - begin
-        judged = judge(forward, backward, cost, num_fwd_outputs=joint.num_fwd_outputs)
+        seconds = time.perf_counter() - start
+        figures = evaluate(forward, backward, cost, num_fwd_outputs=joint.num_fwd_outputs)
         yield Row(
             name,
             nodes,
             f"torch {budget}",
-            judged.peak_bytes / 1e6,
-            f"{judged.seconds / step - 1:+.2%}",
+            figures.peak_bytes / 1e6,
+            f"{figures.seconds / step - 1:+.2%}",
             f"{seconds:.2f}",
         )
 
 
-def emitted(joint: Joint, planner: Planner) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the forward and the backward of a plan; ``joint`` is left alone."""
+def plan_halves(joint: Joint, planner: Planner) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the forward and the backward of a plan of a copy of ``joint``."""
     copied = copy.deepcopy(joint.module)
     facts, plan = planner.plan(copied, num_fwd_outputs=joint.num_fwd_outputs)
     return emit_halves(Emission(Joint(copied, joint.num_fwd_outputs), facts, plan))
 
 
 def main() -> None:
-    """Print one table a graph."""
+    """Print one table for each graph."""
     graphs = {
         "GPT-2, 12 layers d 768": gpt2(),
         "GPT-2, 29 layers d 384": gpt2(29, 384, vocabulary=256),
         "Llama-style, 32 layers": llama_style(),
     }
     for name, (model, inputs) in graphs.items():
-        table = list(rows(name, captured(model, inputs), COST))
+        table = list(rows(name, capture(model, inputs), COST))
         print(f"\n{name}: {table[0].nodes} joint nodes")
         cells = [
             (r.plan, "" if r.peak_mb is None else f"{r.peak_mb:.1f}", r.extra, r.seconds)

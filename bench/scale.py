@@ -1,4 +1,4 @@
-"""How the planner's time and memory grow: Llama-style stacks of many layers.
+"""Growth of the planner's time and memory with the number of layers of a Llama-style stack.
 
 python bench/scale.py [layers ...]
 """
@@ -24,21 +24,25 @@ COST = Roofline(100e12, 1.5e12, 0.0)
 
 
 def main(layers: list[int]) -> None:
-    """Print a row a stack; the exponents are of time over nodes, from one row to the next. Memory is the process's, less what it had before."""
+    """Print a row for each stack.
+
+    The exponents are those of time over nodes, from one row to the next. Memory is the growth of
+    the process's peak.
+    """
     table = []
     before: tuple[int, float] | None = None
     for count in layers:
         model, inputs = llama_style(count)
         joint = capture_joint(model, (), inputs)
         prepare(joint)
-        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        begin = time.perf_counter()
+        peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        start = time.perf_counter()
         facts = collect(joint.module, num_fwd_outputs=joint.num_fwd_outputs, cost=checked(COST))
-        read = time.perf_counter()
+        collected = time.perf_counter()
         found = PriceSearch()(facts.program, lambda baseline: baseline // 2)
         done = time.perf_counter()
-        more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held) / 1024
-        nodes, seconds = len(joint.module.graph.nodes), done - begin
+        growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before) / 1024
+        nodes, seconds = len(joint.module.graph.nodes), done - start
         exponent = (
             ""
             if before is None
@@ -53,10 +57,10 @@ def main(layers: list[int]) -> None:
             (
                 count,
                 nodes,
-                f"{read - begin:.2f}",
-                f"{done - read:.2f}",
+                f"{collected - start:.2f}",
+                f"{done - collected:.2f}",
                 exponent,
-                f"{more:.0f}",
+                f"{growth:.0f}",
                 f"{extra:+.2%}",
                 f"{least:+.2%}",
             )

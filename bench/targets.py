@@ -1,6 +1,8 @@
-"""The planner at given budgets, beside plans made by hand and torch's partitioner, on the same graphs, by the same liveness and the same cost.
+"""The planner at given budgets, beside plans made by hand and torch's default partitioner.
 
-python bench/targets.py
+All plan the same graphs and are evaluated with the same liveness and the same costs.
+
+    python bench/targets.py
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from models import gpt2, llama_style
-from peers import allocates, judge, torch_partition
+from peers import allocates, evaluate, torch_partition
 from tabulate import tabulate
 
 from fxckpt.costs.models import CostModel, FlopCost, checked
@@ -24,12 +26,12 @@ from fxckpt.solver.search import PriceSearch
 
 TORCH_BUDGETS = (1.0, 0.5, 0.2, 0.05, 0.0)
 ROUNDING = 0.0499
-"""MB: the targets are known to one decimal."""
+"""Tolerance in MB, as the targets are known to one decimal."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One graph and the budgets it is planned at."""
+    """One graph and its budgets."""
 
     name: str
     joint: Joint
@@ -38,10 +40,10 @@ class Target:
     by_hand: tuple[tuple[str, float, float], ...] = ()
     """Plans made by hand: name, peak in MB, extra time in percent."""
     with_gradients: bool = True
-    """Count what the backward returns."""
+    """Whether the gradients that the backward returns count towards the peak."""
 
     def program(self) -> Program:
-        """Return the graph as planning sees it."""
+        """Return the solver's program of the graph."""
         facts = collect(
             self.joint.module, num_fwd_outputs=self.joint.num_fwd_outputs, cost=checked(self.cost)
         )
@@ -49,7 +51,7 @@ class Target:
 
 
 def without_gradients(program: Program) -> Program:
-    """Return ``program`` with the storages that the backward returns at no bytes."""
+    """Return ``program`` with zero bytes for the storages that the backward returns."""
     returned = {
         s for s in program.backward[-1].reads if program.storages[s].producer == IN_BACKWARD
     }
@@ -62,14 +64,14 @@ def without_gradients(program: Program) -> Program:
 
 
 def rows(target: Target) -> Iterator[tuple[str, ...]]:
-    """Plan a target in one frontier call; then its peers."""
+    """Yield the plans of a target, made by one frontier call, and those of its peers."""
     program = target.program()
     step = program.step_seconds
-    begin = time.perf_counter()
+    start = time.perf_counter()
     found = PriceSearch().frontier(
         program, lambda floor, baseline: [int((mb + ROUNDING) * 1e6) for mb in target.megabytes]
     )
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     for f in reversed(found):
         assert f.best is not None and f.limit is not None
         extra, least = f.best.simulation.extra_seconds, f.bound.seconds
@@ -99,7 +101,7 @@ def rows(target: Target) -> Iterator[tuple[str, ...]]:
         forward, backward = torch_partition(
             target.joint.module, budget, num_fwd_outputs=target.joint.num_fwd_outputs
         )
-        judged = judge(
+        figures = evaluate(
             forward,
             backward,
             target.cost,
@@ -108,16 +110,16 @@ def rows(target: Target) -> Iterator[tuple[str, ...]]:
         )
         yield (
             f"torch {budget}",
-            f"{judged.peak_bytes / 1e6:.1f}",
-            f"{judged.seconds / graph_seconds - 1:+.2%}",
+            f"{figures.peak_bytes / 1e6:.1f}",
+            f"{figures.seconds / graph_seconds - 1:+.2%}",
             "",
             "",
         )
     yield "fxckpt's search, all budgets", "", f"{seconds:.1f} s", "", ""
 
 
-def captured(name: str) -> Joint:
-    """Return a normalized joint graph."""
+def capture(name: str) -> Joint:
+    """Return the normalized joint graph of a model."""
     model, inputs = {"gpt2": gpt2, "llama": llama_style}[name]()
     joint = capture_joint(model, (), inputs)
     prepare(joint)
@@ -125,11 +127,11 @@ def captured(name: str) -> Joint:
 
 
 def main() -> None:
-    """Print one table a target."""
+    """Print one table for each target."""
     targets = (
         Target(
             "Llama-style, 32 layers, d 256, 2048 tokens, FLOPs, without parameter gradients",
-            captured("llama"),
+            capture("llama"),
             FlopCost(),
             (966.3, 963.6, 573.6, 181.4, 125.9, 79.9),
             (
@@ -142,7 +144,7 @@ def main() -> None:
         ),
         Target(
             "GPT-2, 12 layers, d 768, 4 x 256 tokens, dropout, 100 TFLOP/s and 1.5 TB/s",
-            captured("gpt2"),
+            capture("gpt2"),
             Roofline(100e12, 1.5e12, 0.0),
             (1594, 1396, 1138, 1000, 900, 850),
         ),

@@ -1,9 +1,10 @@
-"""Draw the pictures of the README, and print its example of a reason: ``python notebooks/draw.py``.
+"""Draw the pictures of the README and print its example of a reason: ``python notebooks/draw.py``.
 
-Needs what the tests need, and Chromium for the page.
+Needs the ``test`` dependencies, and Chromium for the page.
 
-The model is GPT-2 (12 layers, d 768, batch 4 x 256, dropout) on a generic GPU's roofline, planned from shapes alone; torch's own partitioner
-is judged on the same graph by the same liveness and the same costs.
+The model is GPT-2 (12 layers, d 768, batch 4 x 256, dropout) on a generic GPU's roofline, planned
+from shapes alone. The default partitioner is evaluated on the same graph, with the same liveness
+and the same costs.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from PIL import Image
 
 FOLDER = Path(__file__).parent / "pictures"
 WIDTH = 1400
-"""Pixels of the page's picture."""
+"""Width of the page's picture in pixels."""
 
 
 def main() -> None:
-    """Draw everything."""
+    """Draw all pictures."""
     matplotlib.use("Agg")
     sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
     from models import gpt2
-    from peers import allocates, judge, torch_partition
+    from peers import allocates, evaluate, torch_partition
 
     import fxckpt
     from fxckpt.costs.roofline import Roofline
@@ -51,8 +52,9 @@ def main() -> None:
         forward, backward = torch_partition(
             joint.module, budget, num_fwd_outputs=joint.num_fwd_outputs
         )
-        judged = judge(forward, backward, cost, num_fwd_outputs=joint.num_fwd_outputs)
-        peers.append(Peer(f"torch budget {budget:g}", judged.peak_bytes, judged.seconds / step - 1))
+        figures = evaluate(forward, backward, cost, num_fwd_outputs=joint.num_fwd_outputs)
+        share = figures.seconds / step - 1
+        peers.append(Peer(f"torch budget {budget:g}", figures.peak_bytes, share))
     by_block = fxckpt.plan(
         model, **inputs, policy=block_boundaries("model.transformer.h.*"), cost=cost
     )
@@ -64,18 +66,18 @@ def main() -> None:
         )
     )
     chosen = next(plan for plan in curve.plans if plan.peak_bytes > 0.45 * plan.baseline_peak_bytes)
-    print(
-        f"inside {chosen.budget_bytes / 2**20:.0f} MiB, _softmax_7 is {chosen.explain().why('_softmax_7')}"
-    )
+    why = chosen.explain().why("_softmax_7")
+    print(f"inside {chosen.budget_bytes / 2**20:.0f} MiB, _softmax_7 is {why}")
     FOLDER.mkdir(exist_ok=True)
-    keep(chosen.plot_memory().figure, "memory.png")
-    keep(curve.plot(chosen=chosen, peers=peers).figure, "frontier.png")
+    save(chosen.plot_memory().figure, "memory.png")
+    save(curve.plot(chosen=chosen, peers=peers).figure, "frontier.png")
     with tempfile.TemporaryDirectory() as folder:
-        shoot(curve.to_html(Path(folder) / "page.html", chosen=chosen, title="GPT-2, 12 layers"))
+        page = curve.to_html(Path(folder) / "page.html", chosen=chosen, title="GPT-2, 12 layers")
+        take_screenshot(page)
 
 
-def keep(figure: object, name: str) -> None:
-    """Save a figure with few colours: a third of the bytes, and nobody sees it."""
+def save(figure: object, name: str) -> None:
+    """Save a figure with 128 colours, at a third of the bytes without visible loss."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=110)  # type: ignore[attr-defined]
     Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
@@ -83,8 +85,8 @@ def keep(figure: object, name: str) -> None:
     )
 
 
-def shoot(page: Path) -> None:
-    """Take a picture of the page with one value selected."""
+def take_screenshot(page: Path) -> None:
+    """Save a picture of the page with one value selected."""
     from playwright.sync_api import sync_playwright
 
     path = next(
@@ -101,9 +103,8 @@ def shoot(page: Path) -> None:
         tab.goto(page.as_uri())
         tab.wait_for_selector("body[data-ready=yes]")
         tab.evaluate("() => fxpage.go(fxpage.model.position.get('_softmax_7'))")
-        tab.evaluate(
-            "() => { fxpage.graph.cy.zoom(0.9); fxpage.graph.cy.center(fxpage.graph.cy.nodes('.chosen')); }"
-        )
+        tab.evaluate("() => { fxpage.graph.cy.zoom(0.9); }")
+        tab.evaluate("() => { fxpage.graph.cy.center(fxpage.graph.cy.nodes('.chosen')); }")
         tab.wait_for_timeout(1500)
         drawn = tab.screenshot()
         browser.close()

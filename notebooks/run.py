@@ -1,6 +1,7 @@
-"""Run the notebooks and keep what they print: ``python notebooks/run.py``, or ``python notebooks/run.py NOTEBOOK...``.
+"""Run the notebooks and store their outputs: ``python notebooks/run.py [NOTEBOOK ...]``.
 
-The tests run them too, with ``--out FOLDER``, which leaves the notebooks themselves alone. Warnings are errors in both.
+The tests run them with ``--out FOLDER``, which leaves the notebooks themselves unchanged. Warnings
+are errors in both cases.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent
 SECONDS = 300
-"""For one cell."""
+"""Timeout of a cell."""
 STRICT = """
 import os, warnings
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that measures peaks writes a line whenever it starts or stops
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Kineto logs each start and stop
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 warnings.filterwarnings("ignore", category=PendingDeprecationWarning)
@@ -24,11 +25,14 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
 warnings.filterwarnings("ignore", message=".*Profiler clears events.*")
 """
-"""Run before the first cell; torch and transformers warn about themselves."""
+"""Code run before the first cell; the ignored warnings are of torch and transformers internals."""
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
-    """Run a notebook and return it with its outputs. Raises ``nbclient.exceptions.CellExecutionError`` with the cell that failed."""
+    """Run a notebook and return it with its outputs.
+
+    Raises ``nbclient.exceptions.CellExecutionError`` with the failed cell.
+    """
     book = nbformat.read(path, as_version=4)
     book.cells.insert(0, nbformat.v4.new_code_cell(STRICT))
     NotebookClient(
@@ -44,7 +48,7 @@ def execute(path: Path) -> nbformat.NotebookNode:
         for output in cell.outputs:
             if "execution_count" in output:
                 output["execution_count"] = number
-    # What the machine is called and which patch of Python it runs is no news to a reader.
+    # Drop the name of the machine's kernel and its Python patch version.
     book.metadata = nbformat.from_dict(
         {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     )
@@ -52,8 +56,8 @@ def execute(path: Path) -> nbformat.NotebookNode:
 
 
 def main() -> None:
-    """Run notebooks, all by default."""
-    parser = argparse.ArgumentParser(description="Run the notebooks and keep what they print.")
+    """Run the notebooks on the command line, by default all."""
+    parser = argparse.ArgumentParser(description="Run the notebooks and store their outputs.")
     parser.add_argument("notebooks", nargs="*", type=Path, help="which ones (all)")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="write them there instead of in place"
