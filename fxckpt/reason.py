@@ -6,14 +6,20 @@ import enum
 
 
 class Decision(enum.StrEnum):
-    """What happens to a forward value that the backward needs."""
+    """Fate of a forward value that the backward reads."""
 
     SAVED = "saved"
+    """The forward saves the value for the backward."""
     RECOMPUTED = "recomputed"
+    """The backward recomputes the value."""
 
 
 class Reason(enum.StrEnum):
-    """Why a value is saved or recomputed; made where the decision is made, read by reports, errors and tests."""
+    """Reason why a value is saved or recomputed, or why an op must not be recomputed.
+
+    The text of a member is its ``value``. A reason is recorded with its decision, and quoted by
+    reports and errors.
+    """
 
     CHEAPER_TO_SAVE = "cheaper to save than to recompute at this budget"
     CHEAPER_TO_RECOMPUTE = "its bytes cost more than its time at this budget"

@@ -1,4 +1,7 @@
-"""The log of planning: what every door says, once a plan, to the logger ``fxckpt`` (``TORCH_LOGS=fxckpt``, ``+fxckpt`` for reasons)."""
+"""Log of planning: one entry per plan, from every entry point, on the logger ``fxckpt``.
+
+``TORCH_LOGS=fxckpt`` shows the figures of each plan, ``TORCH_LOGS=+fxckpt`` the reasons too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ log = logging.getLogger("fxckpt")
 
 
 def log_plan(plan: Plan, seconds: float) -> None:
-    """Log a plan that took ``seconds`` to make: its figures with INFO, its values with their reasons in words with DEBUG."""
+    """Log a new plan: its figures at INFO, the reason for each value at DEBUG.
+
+    ``seconds`` is the time of planning.
+    """
     if log.isEnabledFor(logging.INFO):
         digest = plan.digest
         log.info(
@@ -39,7 +45,10 @@ def log_plan(plan: Plan, seconds: float) -> None:
 
 
 def log_frontier(plans: Sequence[Plan], seconds: float) -> None:
-    """Log a frontier that took ``seconds`` to make: its plans with INFO, a line each."""
+    """Log the plans of a new frontier at INFO, one line each.
+
+    ``seconds`` is the time of planning.
+    """
     if plans and log.isEnabledFor(logging.INFO):
         log.info(
             "frontier of %s: %d plans, made in %s",
@@ -52,21 +61,23 @@ def log_frontier(plans: Sequence[Plan], seconds: float) -> None:
 
 
 def log_known(plan: Plan) -> None:
-    """Log with INFO that a plan made before, or given, is applied."""
+    """Log at INFO that a cached or a given plan is applied."""
     if log.isEnabledFor(logging.INFO):
         log.info("plan %s of %s is applied: %s", plan.digest, _graph(plan), _within(plan))
 
 
 def _graph(plan: Plan) -> str:
-    """Say which graph a plan is of: its size, and the first line of the model that it was traced from."""
+    """Return a description of a plan's graph: its size and its first line of model source."""
     labels = plan.step.labels if plan.step is not None else ()
     first = next((label.source for label in labels if label.source), "")
     return f"a graph of {len(plan.graph) or len(labels)} nodes{f' from {first}' if first else ''}"
 
 
 def _within(plan: Plan) -> str:
+    """Return the peak, the budget and the number of recomputes of a plan, as text."""
     budget = (
         "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
     )
+    peak = format_bytes(plan.compiled_peak_bytes or plan.peak_bytes)
     runs = len(plan.schedule)
-    return f"peak {format_bytes(plan.compiled_peak_bytes or plan.peak_bytes)}, {budget}, {runs} recompute{'' if runs == 1 else 's'}"
+    return f"peak {peak}, {budget}, {runs} recompute{'' if runs == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Plans as JSON: every figure of a plan under its own name, with the version of the form and a checksum of the figures."""
+"""Plans as JSON: each field under its name, with the version of the form and a checksum."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from fxckpt.plans.types import Plan, Recompute, Row
 from fxckpt.reason import Decision, Reason
 
 FORM = "fxckpt plan 1"
+"""Name and version of the JSON form."""
 
 
 def dump(plan: Plan, *, indent: int | None = None) -> str:
     """Return a plan as JSON text."""
-    # The step is what a plan is drawn from, many times larger than what it decides: it stays behind.
+    # The snapshot of the graph only serves reports, and is many times larger than the decisions.
     figures = {
         name: value for name, value in asdict(replace(plan, step=None)).items() if name != "step"
     }
@@ -24,7 +25,10 @@ def dump(plan: Plan, *, indent: int | None = None) -> str:
 
 
 def load(text: str) -> Plan:
-    """Return the plan of a JSON text. Raises :class:`InvalidPlan` for a text of another form, or one that was changed."""
+    """Return the plan of a JSON text.
+
+    Raises :class:`InvalidPlan` for a text of another form, or one that was changed.
+    """
     try:
         data = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
@@ -34,13 +38,12 @@ def load(text: str) -> Plan:
     found = data.get("form") if isinstance(data, dict) else None
     if found != FORM:
         raise InvalidPlan(
-            f"the text is of form {found!r}, this version of fxckpt reads {FORM!r}. Plan again, or read it with the version that wrote it."
+            f"the text is of form {found!r}, this version of fxckpt reads {FORM!r}. "
+            "Plan again, or read it with the version that wrote it."
         )
     try:
-        written, figures = (
-            data["checksum"],
-            {key: value for key, value in data.items() if key not in ("form", "checksum")},
-        )
+        written = data["checksum"]
+        figures = {key: value for key, value in data.items() if key not in ("form", "checksum")}
         plan = _plan(figures)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InvalidPlan(
@@ -48,17 +51,20 @@ def load(text: str) -> Plan:
         ) from error
     if written != (found := _checksum(figures)):
         raise InvalidPlan(
-            f"the text was changed since it was written: its figures have the checksum {found}, and it says {written}. Plan again, with a policy "
-            "that says what you want: a plan is applied as it was made."
+            f"the text was changed since it was written: its figures have the checksum {found}, "
+            f"and it says {written}. Plan again, with a policy that says what you want: a plan is "
+            "applied as it was made."
         )
     return plan
 
 
 def _checksum(figures: dict[str, Any]) -> str:
+    """Return a hash of the fields."""
     return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _plan(data: dict[str, Any]) -> Plan:
+    """Return the plan with the fields ``data``."""
     rows = tuple(
         Row(
             **{
@@ -71,7 +77,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         for row in data["rows"]
     )
     schedule = tuple(Recompute(**run) for run in data["schedule"])
-    # What a plan says since a later version than wrote it has a default.
+    # Fields newer than the version that wrote the text have defaults.
     names = [f.name for f in fields(Plan) if f.name in data and f.name != "step"]
     plain: dict[str, Any] = {
         n: tuple(data[n]) if isinstance(data[n], list) else data[n] for n in names

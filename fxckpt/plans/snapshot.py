@@ -1,4 +1,4 @@
-"""Snapshot of a joint graph as plain data: its program, and what its nodes are called."""
+"""Snapshot of a joint graph as plain data: its program, and a label for each node."""
 
 from __future__ import annotations
 
@@ -11,60 +11,68 @@ from fxckpt.solver.program import Op, Program
 
 
 class NodeKind(enum.StrEnum):
-    """What a node of the joint graph is to the planner."""
+    """Role of a node of the joint graph in planning."""
 
     INPUT = "input"
-    """A parameter, an input, a constant or an incoming gradient: not the step's memory."""
+    """A parameter, an input, a constant or an incoming gradient."""
     OP = "op"
-    """It fills memory or has an effect."""
+    """An op that writes memory or has a side effect."""
     PART = "part"
-    """One of the results of an op that has several."""
+    """One result of an op with several."""
     VIEW = "view"
-    """It shows memory of another node, takes no time, and is made again wherever it is needed."""
+    """An alias of another node's memory, which takes no time and is recomputed wherever needed."""
     SIZE = "size"
     """A size or a scalar."""
 
 
 class NodeLabel(NamedTuple):
-    """What one node of the joint graph is called. ``inputs`` are positions among the labels, ``storages`` indices of the program."""
+    """Description of one node of the joint graph."""
 
     name: str
     kind: NodeKind
     op: str
+    """Name of the op, for people."""
     module: str
+    """Path of the module that called the op."""
     source: str
+    """File and line of the model's source."""
     shape: tuple[int, ...]
     dtype: str
     inputs: tuple[int, ...]
+    """Positions of the node's inputs among the labels."""
     storages: tuple[int, ...]
-    """What it fills, or, for a view, shows."""
+    """Indices of the storages that the node writes, or, if it is a view, aliases."""
     is_backward: bool
     is_in_region: bool
-    """A checkpoint region in the model says something about it."""
+    """Whether a checkpoint region in the model decides about the node."""
 
 
 @dataclass(frozen=True)
 class GraphSnapshot:
-    """A joint graph as planning saw it: the program, and a label for every node in the graph's order."""
+    """A joint graph at the time of planning."""
 
     program: Program
     labels: tuple[NodeLabel, ...]
+    """Label of each node, in the graph's order."""
 
     @cached_property
     def by_name(self) -> dict[str, NodeLabel]:
-        """Every node's label, by its name."""
+        """Labels by the name of the node."""
         return {label.name: label for label in self.labels}
 
     @cached_property
     def owners(self) -> tuple[NodeLabel, ...]:
-        """Per storage: the node that is saved where the storage is; for a generator state, the op that draws."""
+        """Label of the node that stands for each storage.
+
+        It is the node that is saved with the storage; for a generator state, the random op.
+        """
         found = {
             s: label
             for label in reversed(self.labels)
             if label.kind in (NodeKind.OP, NodeKind.PART)
             for s in label.storages
         }
-        # An op's parts are named apart: they come after it, and own what they show.
+        # The parts of an op come after it, and own the storages that they alias.
         parts = {
             s: label for label in self.labels if label.kind is NodeKind.PART for s in label.storages
         }
@@ -75,27 +83,27 @@ class GraphSnapshot:
 
     @cached_property
     def storage_names(self) -> tuple[str, ...]:
-        """Per storage: the name a plan knows it by."""
+        """Name of each storage in a plan."""
         return tuple(state_name(storage.name) for storage in self.program.storages)
 
     @cached_property
     def storage_index(self) -> dict[str, int]:
-        """Storages by the name a plan knows them by."""
+        """Index of each storage, by its name in a plan."""
         return {name: s for s, name in enumerate(self.storage_names)}
 
     @cached_property
     def op_index(self) -> dict[str, int]:
-        """Forward ops by name."""
+        """Index of each forward op, by name."""
         return {op.name: o for o, op in enumerate(self.program.ops)}
 
     @cached_property
     def backward_index(self) -> dict[str, int]:
-        """Backward ops by name."""
+        """Index of each backward op, by name."""
         return {op.name: j for j, op in enumerate(self.program.backward)}
 
     @cached_property
     def readers(self) -> tuple[tuple[Op, ...], ...]:
-        """Per storage: the ops that read it, through views too, the forward's first."""
+        """Ops that read each storage, also through views; the forward's come first."""
         found: list[list[Op]] = [[] for _ in self.program.storages]
         for op in (*self.program.ops, *self.program.backward):
             for s in op.reads:
@@ -103,14 +111,15 @@ class GraphSnapshot:
         return tuple(map(tuple, found))
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is derived is derived again: a pickle carries the data alone.
+        # A pickle has no cached properties.
         return {"program": replace(self.program), "labels": self.labels}
 
 
 def state_name(storage: str) -> str:
-    """Return the graph's name for a storage (generator states are named after their op)."""
+    """Return the name of a storage in the graph: a generator state is named after its op."""
     return storage.replace(".rng_state", "_rng_state")
 
 
 def _op_of(storage: str) -> str:
+    """Return the name of the op that a storage is named after."""
     return storage.removesuffix(".rng_state").split("#")[0]

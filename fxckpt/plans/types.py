@@ -1,7 +1,8 @@
-"""The plan as data: what is saved, what is recomputed, where, and why.
+"""Plans as data: saved values, recomputes with their places, and the reasons.
 
-A plan holds node *names* of one joint graph, never ``fx.Node``: it prints, compares, pickles, and can be applied again to
-the same graph. Solvers produce plans, :mod:`fxckpt.passes.transforms.rematerialize` applies them; neither knows the other.
+A plan holds node *names* of one joint graph, never ``fx.Node``, so that it prints, compares,
+pickles, and applies to every capture of the same graph. The solver makes plans and
+:mod:`fxckpt.passes.transforms.rematerialize` applies them; neither knows the other.
 """
 
 from __future__ import annotations
@@ -27,88 +28,132 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One forward value that the backward needs. ``bytes`` are those of its storage, counted once."""
+    """One forward value that the backward needs, and the decision about it."""
 
     name: str
+    """Name of the node in the joint graph."""
     op: str
+    """Name of the op, for people."""
     shape: tuple[int, ...]
     dtype: str
     bytes: int
+    """Bytes of the value's storage, counted once."""
     module: str
+    """Path of the module that called the op."""
     source: str
+    """File and line of the model's source."""
     decision: Decision
     reason: Reason
     runs: int
-    """How many times it runs in the backward; 0 if saved."""
+    """Number of recomputes in the backward; 0 if the value is saved."""
     recompute_seconds: float
-    """Time of one run."""
+    """Seconds of one recompute."""
     recompute_flops: int
-    """FLOPs of one run."""
+    """FLOPs of one recompute."""
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Run forward op ``name`` again in front of backward node ``before`` (``"output"``: at the end)."""
+    """One recompute of a forward op in the backward."""
 
     name: str
+    """Name of the forward op."""
     before: str
+    """Name of the backward node that follows the recompute; ``"output"`` at the end."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which forward values are saved and which are recomputed, and what that costs.
+    """Saved and recomputed forward values of one joint graph, with their memory and time.
 
-    Bytes are peaks of one forward and backward beyond what was allocated when the step began; seconds and FLOPs are by the
-    cost model named in ``cost``.
+    Bytes are beyond those allocated when the step began. Seconds and FLOPs are by the cost model
+    named in ``cost``.
+
+    >>> import torch, fxckpt
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8), torch.nn.GELU()) * 4)
+    >>> plan = fxckpt.plan(model, torch.randn(512, 8), budget=0.8, cost="flops")
+    >>> len(plan.saved), len(plan.recomputed)
+    (4, 3)
+    >>> plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes
+    True
+    >>> fxckpt.Plan.from_json(plan.to_json()) == plan
+    True
     """
 
     saved: tuple[str, ...]
+    """Names of the nodes that the forward saves."""
     recomputed: tuple[str, ...]
+    """Names of the nodes that the backward recomputes."""
     schedule: tuple[Recompute, ...]
-    """Every run of a recomputed op, in the order of the backward."""
+    """Every recompute, in the order of the backward."""
     saved_bytes: int
+    """Bytes of the saved values."""
     peak_bytes: int
+    """Peak of one forward and backward by the planner's model."""
     baseline_peak_bytes: int
-    """Peak of the uncheckpointed graph: everything the backward reads is saved."""
+    """Peak of the uncheckpointed graph, which saves everything that the backward reads."""
     floor_bytes: int
-    """Least peak the planner reached on this graph."""
+    """Least peak that the planner reached on this graph."""
     floor_bound_bytes: int
-    """No plan for this order of the graph has a lower peak."""
+    """Lower bound on the peak of any plan for this order of the graph."""
     recompute_seconds: float
+    """Seconds beyond those of the uncheckpointed step."""
     recompute_flops: int
+    """FLOPs beyond those of the uncheckpointed step."""
     lower_bound_seconds: float
-    """No plan within the budget has less recompute time (:mod:`fxckpt.solver.lower_bounds`)."""
+    """Lower bound on the recompute time of any plan within the budget.
+
+    See :mod:`fxckpt.solver.lower_bounds`.
+    """
     price: float
-    """Shadow price of the budget: seconds that one MiB more would save, at most and at the margin; 0 if the budget does not bind."""
+    """Shadow price of the budget: seconds that one more MiB saves, at most and at the margin.
+
+    It is 0 if the budget does not bind.
+    """
     next_seconds: float
-    """Seconds that 100 MiB more would save: up to so many, by the lower bound there."""
+    """Most seconds that 100 MiB more can save, by the lower bound there."""
     step_seconds: float
-    """Forward and backward of the uncheckpointed graph."""
+    """Seconds of forward and backward of the uncheckpointed graph."""
     step_flops: int
+    """FLOPs of forward and backward of the uncheckpointed graph."""
     budget_bytes: int | None
+    """Budget in bytes, or None if there was none."""
     rows: tuple[Row, ...]
+    """One row for each saved or recomputed value."""
     profile: tuple[int, ...]
     """Live bytes during each op, the forward's ops first."""
     forward_ops: int
-    """How many leading entries of ``profile`` belong to the forward."""
+    """Number of leading entries of ``profile`` that belong to the forward."""
     cost: str
+    """Name of the cost model."""
     compiled_peak_bytes: int | None = None
-    """Peak by the inner compiler's own schedule of the emitted halves, where one was asked; ``peak_bytes`` is the planner's model."""
+    """Peak by the inner compiler's schedule of the two halves, or None if none was asked."""
     never_stored: tuple[str, ...] = ()
-    """Values planned as taken into the loops of those who read them (:mod:`fxckpt.passes.inductor.fusion_model`)."""
+    """Values that Inductor is expected to inline into the kernels of their readers.
+
+    See :mod:`fxckpt.passes.inductor.fusion_model`.
+    """
     keeps_order: bool = True
-    """Whether a compiler that schedules anew is held to the order of the backward; not where the plan is torch's own choice."""
+    """Whether a compiler that reorders ops must keep the order of the backward.
+
+    It is False for a plan that is the choice of torch's own partitioner.
+    """
     lets_go: bool = False
-    """Whether the compiled backward lets go of memory that Inductor would keep for a later buffer, as it is over the budget otherwise."""
+    """Whether the compiled backward frees memory that Inductor would keep for a later buffer.
+
+    It is True only if the plan is over the budget otherwise.
+    """
     graph: tuple[str, ...] = field(default=(), repr=False)
-    """The joint graph the plan was made for, a line a node."""
+    """Joint graph that the plan was made for, one line per node."""
     step: GraphSnapshot | None = field(default=None, compare=False, repr=False)
-    """The graph it was made for, as plain data (:class:`fxckpt.passes.analysis.graph_snapshot.GraphSnapshot`): what reports, pictures and pages are drawn from. Two plans
-    that decide the same are equal whatever it is."""
+    """Snapshot of that graph for reports, plots and pages; equality of plans ignores it."""
 
     @property
     def digest(self) -> str:
-        """A hash of the graph and of what is decided about it; equal on every machine, and by every way of capture, that decides the same."""
+        """Hash of the graph and of the decisions about it.
+
+        It is equal on all machines, and for all ways of capture, if graph and decisions are equal.
+        """
         decided = (
             *self.graph,
             "saved",
@@ -119,16 +164,17 @@ class Plan:
         return hashlib.sha256("\n".join(decided).encode()).hexdigest()[:16]
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the plan as JSON text, which :meth:`from_json` reads."""
+        """Return the plan as JSON text for :meth:`from_json`, without its snapshot (``step``)."""
         from fxckpt.plans.serialize import dump
 
         return dump(self, indent=indent)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Return the plan of a JSON text.
+        """Return the plan of a JSON text that :meth:`to_json` wrote.
 
-        Raises :class:`~fxckpt.errors.InvalidPlan` for another text, one of another version, or one that was changed.
+        Raises :class:`~fxckpt.errors.InvalidPlan` for another text, one of another version, or one
+        that was changed.
         """
         from fxckpt.plans.serialize import load
 
@@ -136,59 +182,80 @@ class Plan:
 
     @property
     def reasons(self) -> dict[str, Reason]:
-        """The reason for each saved or recomputed value, by name."""
+        """Reason for each saved or recomputed value, by name."""
         return {row.name: row.reason for row in self.rows}
 
     def explain(self) -> Explanation:
-        """Return the plan as rows and, printed, as tables and a memory profile."""
+        """Return the plan as rows, which print as tables and a memory profile."""
         from fxckpt.reports.explanation import explain
 
         return explain(self)
 
     def diff(self, other: Plan) -> Difference:
-        """Return what changes from this plan to ``other``. Raises :class:`fxckpt.InvalidOption` for no plan, or one of another graph."""
+        """Return the changes from this plan to ``other``.
+
+        Raises :class:`fxckpt.InvalidOption` if ``other`` is no plan, or one of another graph.
+        """
         from fxckpt.reports.difference import diff
 
         return diff(self, other)
 
     def timeline(self) -> Timeline:
-        """Return what the memory holds at every op of the step, value by value."""
+        """Return the contents of the memory at each op of the step, value by value.
+
+        Raises :class:`fxckpt.InvalidOption` for a plan without its step.
+        """
         from fxckpt.reports.timeline import timeline
 
         return timeline(self)
 
     def frontier(self, points: int = 8) -> Frontier:
-        """Return the plans of the same step at other budgets, this one among them; nothing is captured again.
+        """Return plans of the same step at ``points`` budgets and this one, without a new capture.
 
-        Raises :class:`fxckpt.InvalidOption` for fewer than 2 points, and for a plan that does not carry its step.
+        Raises :class:`fxckpt.InvalidOption` for fewer than 2 points, and for a plan without its
+        step.
         """
         from fxckpt.planner.sweep import frontier_of
 
         return frontier_of(self, points)
 
     def plot_memory(self, ax: Axes | None = None, *, over: str = "ops") -> Axes:
-        """Draw what holds the memory over the step's ops (or ``over="time"``), and return the axes. Needs matplotlib."""
+        """Draw the contents of the memory over the step's ops, and return the axes.
+
+        ``over="time"`` draws them over the step's time. It draws on ``ax``, or on a new figure.
+        Needs matplotlib. Raises :class:`fxckpt.InvalidOption` for another ``over``, and for a plan
+        without its step.
+        """
         from fxckpt.reports import plots
 
         return plots.memory(self, ax, over=over)
 
     def plot_modules(self, ax: Axes | None = None, *, depth: int | None = None) -> Axes:
-        """Draw saved and recomputed bytes by module, and return the axes. Needs matplotlib."""
+        """Draw saved and recomputed bytes by module, and return the axes.
+
+        ``depth`` truncates module paths to that many components. It draws on ``ax``, or on a new
+        figure. Needs matplotlib.
+        """
         from fxckpt.reports import plots
 
         return plots.modules(self, ax, depth=depth)
 
     def to_html(self, path: str | Path, *, points: int = 8, title: str = "fxckpt") -> Path:
-        """Write one self-contained page: the graph by module, why each value is saved or recomputed, the memory over the step; return its path.
+        """Write one self-contained page to ``path``, and return the path.
 
-        The page has a slider over ``points`` plans of the same step, which are made for it (:meth:`frontier`), 2 or more; with 0 it shows this plan
-        alone. Raises :class:`fxckpt.InvalidOption` for another number of points, and for a plan that does not carry its step.
+        The page shows the graph by module, the reason for each decision, and the memory over the
+        step. It has a slider over ``points`` plans of the same step (see :meth:`frontier`); with 0
+        points it shows only this plan.
+
+        Raises :class:`fxckpt.InvalidOption` for 1 point or fewer than 0, and for a plan without its
+        step.
         """
         from fxckpt.reports import html
 
         if points != 0 and points < 2:
             raise InvalidOption(
-                f"points={points!r}: the page's slider has at least 2 plans, from the floor up; with points=0 there is none."
+                f"points={points!r}: the page's slider has at least 2 plans, from the floor up; "
+                "with points=0 there is none."
             )
 
         plans = self.frontier(points).plans if points else (self,)
@@ -202,7 +269,7 @@ class Plan:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Return the schedule of a plan, in the indices of its step's program."""
+    """Return the schedule of a plan in the indices of its step's program."""
     step = snapshot_of_plan(plan)
     return Schedule(
         tuple(sorted(step.storage_index[name] for name in plan.saved)),
@@ -212,10 +279,13 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 def snapshot_of_plan(plan: Plan) -> GraphSnapshot:
-    """Return the step a plan carries. Raises :class:`fxckpt.InvalidOption` for a plan without one."""
+    """Return the snapshot of a plan's graph.
+
+    Raises :class:`fxckpt.InvalidOption` for a plan without one.
+    """
     if plan.step is None:
         raise InvalidOption(
-            "this plan does not carry the graph it was made for, so it cannot be drawn or explained value by value. "
-            "Plan again: fxckpt.plan(model, *inputs, budget=...)."
+            "this plan does not carry the graph it was made for, so it cannot be drawn or "
+            "explained value by value. Plan again: fxckpt.plan(model, *inputs, budget=...)."
         )
     return plan.step

@@ -264,10 +264,10 @@ class _Evictions:
         for s, last in remat.extended:
             self.profile[last + 1 : span.end] += self.bytes[s]
         self.profile[span.end] = max(int(self.profile[span.end]) + held, end_peak)
-        made = {s for o in remat.ops for s in self.program.ops[o].writes}
-        for s in {s for o in remat.ops for s in self.program.ops[o].needs} - made:
+        written = {s for o in remat.ops for s in self.program.ops[o].writes}
+        for s in {s for o in remat.ops for s in self.program.ops[o].needs} - written:
             self._insert_access(s, 2 * span.end + 1)
-        for s in made:
+        for s in written:
             self._insert_access(s, 2 * span.end)
         self.inserted[span.end] = sorted({*self.inserted.get(span.end, ()), *remat.ops})
 
@@ -278,9 +278,9 @@ class _Evictions:
         """
         program, tables = self.program, self.program.tables
         dies: dict[int, int] = {}
-        made: set[int] = set()
+        written: set[int] = set()
         for i, o in enumerate(remat.ops):
-            made.update(program.ops[o].writes)
+            written.update(program.ops[o].writes)
             dies.update((s, i) for s in (*program.ops[o].reads, *program.ops[o].writes))
         at_end = int(self.profile[span.end])
         live = at_end - int(tables.written_bytes[self.op_at[span.end]])
@@ -290,7 +290,7 @@ class _Evictions:
             most = max(most, live + int(tables.workspace_bytes[o] + tables.state_bytes[o]))
             live -= sum(
                 self.bytes[s]
-                for s in {*program.ops[o].reads, *program.ops[o].writes} & made
+                for s in {*program.ops[o].reads, *program.ops[o].writes} & written
                 if dies[s] == i
             )
         # The evicted copy is live at the end of the range too: it was counted twice.

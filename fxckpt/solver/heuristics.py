@@ -71,9 +71,9 @@ class Heuristics:
         Each block is recomputed when its backward begins: Chen et al. 2016, algorithm 1. Blocks are
         found like stages.
         """
-        storage, made, read = self._crossing
+        storage, written, read = self._crossing
         boundaries = np.asarray(deepest(self._forward_depth, count), dtype=np.int64)
-        crosses = np.searchsorted(boundaries, made, side="right") < np.searchsorted(
+        crosses = np.searchsorted(boundaries, written, side="right") < np.searchsorted(
             boundaries, read, side="right"
         )
         saved = frozenset(storage[crosses].tolist())
@@ -95,14 +95,14 @@ class Heuristics:
             for s in op.writes
             if last.get(s, i) > i
         ]
-        storage, made, read = np.asarray(rows, dtype=np.int64).reshape(-1, 3).T
-        return storage, made, read
+        storage, written, read = np.asarray(rows, dtype=np.int64).reshape(-1, 3).T
+        return storage, written, read
 
     @cached_property
     def _forward_depth(self) -> dict[int, int]:
         """:attr:`StageBoundaries.depth` of the forward."""
-        storage, made, read = self._crossing
+        storage, written, read = self._crossing
         change = np.zeros(len(self.program.ops) + 1, dtype=np.int64)
-        np.add.at(change, made + 1, self.program.tables.bytes[storage])
+        np.add.at(change, written + 1, self.program.tables.bytes[storage])
         np.subtract.at(change, read + 1, self.program.tables.bytes[storage])
         return persistence(np.cumsum(change)[:-1])

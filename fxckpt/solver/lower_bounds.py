@@ -99,10 +99,12 @@ class SuffixCuts:
             kept, runs = network.solve(recompute_cost, keep_cost)
         except Unbounded as error:
             raise infeasible(self.program, int(values[error.value])) from error
-        for suffix, error in enumerate(network.rounding_errors(recompute_cost, keep_cost).tolist()):
+        for suffix, rounding in enumerate(
+            network.rounding_errors(recompute_cost, keep_cost).tolist()
+        ):
             held = kept & (network.problem_of_value == suffix)
             recomputed = runs & (network.problem_of_op == suffix)
-            yield SuffixCut(float(seconds[recomputed].sum()), int(nbytes[held].sum()), error)
+            yield SuffixCut(float(seconds[recomputed].sum()), int(nbytes[held].sum()), rounding)
 
     def bound(self, rooms: Sequence[int], low: float, high: float, steps: int) -> Bound:
         """Return the greatest bound at prices from ``low`` to ``high``.

@@ -150,7 +150,7 @@ class Ragged:
         )
 
     def rows(self, chosen: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the items of the chosen rows, row by row, and the position in ``chosen`` of each."""
+        """Return the items of the chosen rows, and the position in ``chosen`` of each item."""
         first, length = self.starts[chosen], self.starts[chosen + 1] - self.starts[chosen]
         position = np.repeat(np.arange(len(chosen)), length)
         begin = np.cumsum(length) - length

@@ -241,14 +241,14 @@ class _CopyTable:
         in_order = np.flatnonzero(is_written)
         # Time of each write: 0 in the forward, else one after the position of the recompute.
         span = positions + 1
-        made = np.concatenate((in_order * span, written * span + at[writer] + 1))
-        by_storage = np.argsort(made)
-        made = made[by_storage]
+        key = np.concatenate((in_order * span, written * span + at[writer] + 1))
+        by_storage = np.argsort(key)
+        key = key[by_storage]
         run = np.concatenate((np.full(len(in_order), FORWARD), writer))[by_storage]
         read, reader = tables.needs.rows(runs)
         read, reader = read[is_written[read]], reader[is_written[read]]
         own_read, own_reader = tables.reads.rows(len(program.ops) + np.arange(length))
         own_read, own_reader = own_read[is_written[own_read]], own_reader[is_written[own_read]]
         read_at = np.concatenate((at[reader], at_backward[own_reader]))
-        copy = np.searchsorted(made, np.concatenate((read, own_read)) * span + read_at + 1) - 1
-        return cls(made // span, run, copy, read_at, reader)
+        copy = np.searchsorted(key, np.concatenate((read, own_read)) * span + read_at + 1) - 1
+        return cls(key // span, run, copy, read_at, reader)

@@ -214,23 +214,28 @@ class Layout:
         There is one row per row of prices.
         """
         of, end = group.values, len(self.rank)
-        held, made = kept[:, self.by_storage], _appended(runs, False)[:, self.producer_by_storage]
-        available = made | (held & self.is_needed_by_storage)
+        held, recomputed = (
+            kept[:, self.by_storage],
+            _appended(runs, False)[:, self.producer_by_storage],
+        )
+        available = recomputed | (held & self.is_needed_by_storage)
         since = self._stage_before(available, of)
         before = np.concatenate((np.zeros((len(price), 1)), np.cumsum(price, axis=1)), axis=1)
         paid = np.take_along_axis(before, np.where(since >= 0, since + 2, 0), axis=1)
         result: FloatArray = self.bytes[of] * (before[:, self.stage[of] + 2] - paid)
         following = np.minimum.accumulate(
-            np.where(made | held, np.arange(end), end)[:, ::-1], axis=1
+            np.where(recomputed | held, np.arange(end), end)[:, ::-1], axis=1
         )[:, ::-1]
         following = _appended(following, end)[:, self.rank[of] + 1]
         passes = (following <= self.last[of]) & np.take_along_axis(
-            _appended(held & ~made, False), following, axis=1
+            _appended(held & ~recomputed, False), following, axis=1
         )
         result[(passes & ~self.is_needed[of]) | self.is_output[of]] = 0.0
         if not self.is_savable.all():
             result[
-                ~self.is_savable[of] & (self._stage_before(made, of) < 0) & ~self.is_output[of]
+                ~self.is_savable[of]
+                & (self._stage_before(recomputed, of) < 0)
+                & ~self.is_output[of]
             ] = math.inf
         return result
 
