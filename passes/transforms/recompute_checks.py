@@ -76,7 +76,7 @@ def _insert_fill(graph: fx.Graph, node: fx.Node) -> fx.Node:
 def _insert_checksum(graph: fx.Graph, first: fx.Node) -> fx.Node:
     values = list(tensors(first.meta["val"]))
     with graph.inserting_after(first):
-        node = graph.create_node("call_function", checksum, (first,), name=f"{first.name}_digest")
+        node = graph.create_node("call_function", checksum, (first,), name=f"{first.name}_checksum")
     node.meta = {"val": fake_like(values[0], (len(values),), torch.int64), CHECKSUM_OF: first.name}
     tag_side(node, backward=False)
     return node

@@ -1,4 +1,4 @@
-"""Storages as large as real ones; the oracle is what the ops really allocate."""
+"""Storage copies: fake storages have the sizes that the ops really allocate."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -18,6 +19,7 @@ from fxckpt.passes.transforms.storage_copies import (
 )
 from fxckpt.torch_private import FakeTensorMode, size_hint, storage_id
 from tests.joints import normalize
+from tests.passes.graphs import lines_of, traced
 from tests.steps import peak_of
 
 aten = torch.ops.aten
@@ -42,7 +44,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Allocates(fx.Interpreter):
-    """Runs a graph, and finds where the storages of its values are not as the trace has them: their sizes, and who shares one."""
+    """Interpreter that asserts, for each value, the size and the sharing of its fake storage."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -54,46 +56,86 @@ class Allocates(fx.Interpreter):
         self.kept.append(result)
         if node.op != "call_function":
             return result
-        for real, traced in zip(tensors(result), tensors(node.meta.get("val")), strict=True):
-            assert real.untyped_storage().nbytes() == size_hint(
-                traced.untyped_storage().nbytes()
-            ), node.format_node()
+        for real, fake in zip(tensors(result), tensors(node.meta.get("val")), strict=True):
+            assert real.untyped_storage().nbytes() == size_hint(fake.untyped_storage().nbytes()), (
+                node.format_node()
+            )
             assert self.places.setdefault(
-                real.untyped_storage().data_ptr(), storage_id(traced)
-            ) == storage_id(traced), node.format_node()
+                real.untyped_storage().data_ptr(), storage_id(fake)
+            ) == storage_id(fake), node.format_node()
         return result
+
+
+def test_storages_of_an_example() -> None:
+    """A write into a row of a 4 x 4 matrix clones 64 bytes, and a compiler's kernel 16."""
+
+    def f(x: Tensor, row: Tensor) -> Tensor:
+        return aten.copy.default(x.sin()[2], row).cos()
+
+    def storages(rewrite: Callable[[fx.Graph], None]) -> str:
+        graph = traced(f, torch.rand(4, 4), torch.rand(4)).graph
+        rewrite(graph)
+        values = ((text, node.meta.get("val")) for node, text in lines_of(graph))
+        return "\n".join(
+            f"{text}: {v.untyped_storage().nbytes()} B from {v.storage_offset()}"
+            for text, v in values
+            if isinstance(v, Tensor)
+        )
+
+    assert_expected_inline(
+        storages(copy_whole_storages),
+        """\
+x_1: input: 64 B from 0
+row_1: input: 16 B from 0
+sin = sin(x_1): 64 B from 0
+select = select(sin, 0, 2): 64 B from 8
+copy = copy(select, row_1): 64 B from 8
+cos = cos(copy): 16 B from 0""",
+    )
+    assert_expected_inline(
+        storages(copy_views_alone),
+        """\
+x_1: input: 64 B from 0
+row_1: input: 16 B from 0
+sin = sin(x_1): 64 B from 0
+select = select(sin, 0, 2): 64 B from 8
+copy = copy(select, row_1): 16 B from 0
+cos = cos(copy): 16 B from 0""",
+    )
 
 
 @pytest.mark.parametrize("tracing", ["fake", "symbolic"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_storages_are_as_large_as_real_ones(
-    write: Callable[[Tensor, Tensor], Tensor], tracing: str
-) -> None:
+def test_storages_have_real_sizes(write: Callable[[Tensor, Tensor], Tensor], tracing: str) -> None:
+    """Called as they are, the ops clone the whole storage of their first argument."""
+
     def f(x: Tensor, row: Tensor) -> Tensor:
         written = write((x * 2)[2], row)
         return written.view(-1) + 1 if written.is_contiguous() else written.sum()
 
     x, row = torch.rand(8, 4, 4), torch.rand(4)
-    traced = make_fx(f, tracing_mode=tracing)(x, row)
-    copy_whole_storages(traced.graph)
-    assert torch.equal(Allocates(traced).run(x, row), f(x, row))
+    module = make_fx(f, tracing_mode=tracing)(x, row)
+    copy_whole_storages(module.graph)
+    assert torch.equal(Allocates(module).run(x, row), f(x, row))
 
 
 @pytest.mark.parametrize("tracing", ["fake", "symbolic"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_compiler_copies_what_is_shown_alone(
+def test_compiled_copies_hold_the_view_alone(
     write: Callable[[Tensor, Tensor], Tensor], tracing: str
 ) -> None:
+    """A compiler copies the view alone, however the trace came by its fake values."""
+
     def f(x: Tensor, row: Tensor) -> Tensor:
         return write((x * 2)[2], row)[1:].cos()
 
     def storages() -> list[tuple[int, ...]]:
         # In the order of a graph: which storage, its bytes, and where in it a value begins.
-        traced = make_fx(f, tracing_mode=tracing)(torch.rand(8, 4, 4), torch.rand(4))
-        copy_views_alone(traced.graph)
+        module = make_fx(f, tracing_mode=tracing)(torch.rand(8, 4, 4), torch.rand(4))
+        copy_views_alone(module.graph)
         found: list[tuple[int, ...]] = []
         places: dict[int, int] = {}
-        for node in (n for n in traced.graph.nodes if n.op == "call_function"):
+        for node in (n for n in module.graph.nodes if n.op == "call_function"):
             value = node.meta["val"]
             place = places.setdefault(storage_id(value), len(places))
             found.append(
@@ -117,7 +159,9 @@ def test_a_compiler_copies_what_is_shown_alone(
     assert storages() == storages()
 
 
-def test_merged_writes_are_read_where_they_lie() -> None:
+def test_merged_writes_keep_their_offsets() -> None:
+    """Readers of a merged write read it at the same offset in its storage."""
+
     def f(x: Tensor, row: Tensor) -> Tensor:
         # Of equal ops the second is found in the cache of fake tensors, and begins elsewhere.
         first, second = (
@@ -128,36 +172,38 @@ def test_merged_writes_are_read_where_they_lie() -> None:
     FakeTensorMode.cache_clear()
     inputs = torch.rand(8, 4, 4), torch.rand(4)
     for is_fused in (False, True):
-        traced = make_fx(f, tracing_mode="fake")(*inputs)
-        normalize(traced, for_inductor=is_fused)
+        module = make_fx(f, tracing_mode="fake")(*inputs)
+        normalize(module, for_inductor=is_fused)
         _, written, *views = (
             n.meta["val"]
-            for n in traced.graph.nodes
+            for n in module.graph.nodes
             if n.target in (aten.slice_scatter.default, aten.select.int)
         )
         assert {storage_id(v) for v in views} == {storage_id(written)}
         assert [v.storage_offset() - written.storage_offset() for v in views] == [4, 8]
-        assert torch.equal(traced(*inputs), f(*inputs))
+        assert torch.equal(module(*inputs), f(*inputs))
 
 
-def test_what_is_read_by_its_place_stays_in_it() -> None:
+def test_as_strided_keeps_its_storage() -> None:
+    """A storage that ``as_strided`` reads at an offset is not replaced."""
+
     def f(x: Tensor, row: Tensor) -> Tensor:
         return aten.copy.default((x * 2)[2], row).as_strided([4], [1], 0).cos()
 
-    traced = make_fx(f, tracing_mode="fake")(torch.rand(8, 4, 4), torch.rand(4))
+    module = make_fx(f, tracing_mode="fake")(torch.rand(8, 4, 4), torch.rand(4))
 
     def begins() -> list[int]:
         return [
-            n.meta["val"].storage_offset() for n in traced.graph.nodes if n.op == "call_function"
+            n.meta["val"].storage_offset() for n in module.graph.nodes if n.op == "call_function"
         ]
 
     before = begins()
-    copy_views_alone(traced.graph)
+    copy_views_alone(module.graph)
     assert begins() == before
 
 
 class Writes(nn.Module):
-    """Collects what its layers give in one buffer."""
+    """Model that collects the results of its layers in one buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,9 +221,8 @@ class Writes(nn.Module):
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("budget", [None, 0.9, 0.82])
-def test_a_model_that_writes_into_slices_stays_within_its_budget(
-    budget: float | None, inner: str
-) -> None:
+def test_writes_into_slices_keep_the_budget(budget: float | None, inner: str) -> None:
+    """The measured peak is the planned one."""
     backend = fxckpt.Backend(budget=budget, inner=inner)
     measured = peak_of(backend, lambda: (Writes(), torch.randn(512, 128)))
     (plan,) = backend.plans

@@ -1,4 +1,4 @@
-"""Hand-broken graphs are refused."""
+"""Verify: the planner's halves pass, and halves that are broken by hand are refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import Tensor, fx
 from torch.nn import functional as F
 
@@ -17,12 +18,13 @@ from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan
 from fxckpt.torch_private import run_with_rng_state
 from tests.joints import normalize
+from tests.passes.graphs import chain, planned, traced
 
 Halves = tuple[fx.GraphModule, fx.GraphModule, Plan]
 
 
 def emitted(budget: float) -> Halves:
-    """A chain with dropout, planned at a budget."""
+    """Halves of a chain with dropout, planned at a budget."""
 
     def f(x: Tensor, w: Tensor) -> Tensor:
         for _ in range(4):
@@ -42,28 +44,32 @@ def halves() -> Halves:
     return emitted(0.5)
 
 
-def test_what_the_planner_emits_passes(halves: Halves) -> None:
+def test_emitted_halves_pass(halves: Halves) -> None:
+    """The halves of a plan keep its promises."""
     verify(*halves)
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.8, 0.5])
-def test_liveness_of_the_emitted_graphs_is_the_prediction(budget: float) -> None:
+def test_emitted_peak_is_the_prediction(budget: float) -> None:
+    """Liveness of the emitted graphs alone gives the planned peak."""
     forward, backward, plan = emitted(budget)
     assert emitted_peak(forward, backward, num_fwd_outputs=1) == plan.peak_bytes
 
 
-def test_random_op_without_its_state_is_refused(halves: Halves) -> None:
+def test_random_op_without_state_is_refused(halves: Halves) -> None:
+    """A recomputed draw needs the generator state of the first."""
     forward, backward, plan = halves
     broken = fx.GraphModule(backward, fx.Graph())
     broken.graph.graph_copy(backward.graph, mapping := dict[fx.Node, fx.Node]())
-    replayed = next(n for n in backward.graph.nodes if n.target is run_with_rng_state)
-    copy = mapping[replayed]
+    recompute = next(n for n in backward.graph.nodes if n.target is run_with_rng_state)
+    copy = mapping[recompute]
     copy.target, copy.args = copy.args[1], copy.args[2:]
     with pytest.raises(VerifyError, match="fresh randomness"):
         verify(forward, broken, plan)
 
 
-def test_replay_under_another_op_s_state_is_refused(halves: Halves) -> None:
+def test_state_of_another_op_is_refused(halves: Halves) -> None:
+    """A recomputed draw needs its own generator state."""
     forward, backward, plan = halves
     broken = fx.GraphModule(backward, fx.Graph())
     mapping: dict[fx.Node, fx.Node] = {}
@@ -75,13 +81,26 @@ def test_replay_under_another_op_s_state_is_refused(halves: Halves) -> None:
         verify(forward, broken, plan)
 
 
-def test_a_value_the_plan_does_not_save_is_refused(halves: Halves) -> None:
+def test_unplanned_saved_value_is_refused(halves: Halves) -> None:
+    """The backward reads only values that the plan saves."""
     forward, backward, plan = halves
     with pytest.raises(VerifyError, match="does not save"):
         verify(forward, backward, dataclasses.replace(plan, saved=plan.saved[1:]))
 
 
-def test_a_run_the_plan_does_not_know_is_refused(halves: Halves) -> None:
+def test_unplanned_recompute_is_refused(halves: Halves) -> None:
+    """The backward recomputes only ops that the plan recomputes."""
     forward, backward, plan = halves
     with pytest.raises(VerifyError, match="recomputes"):
         verify(forward, backward, dataclasses.replace(plan, schedule=plan.schedule[1:]))
+
+
+def test_tangent_in_the_forward_is_refused() -> None:
+    """The error names the incoming gradient that the forward reads."""
+    joint = traced(chain, torch.ones(4), torch.ones(4))
+    _, plan = planned(joint)
+    with pytest.raises(VerifyError) as caught:
+        verify(joint, joint, plan)
+    assert_expected_inline(
+        str(caught.value), """the forward reads the incoming gradient 'tangents_1'"""
+    )

@@ -1,0 +1,105 @@
+"""Recompute rules: why an op may not be recomputed, and whether its value may be saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxckpt.passes.analysis.placement import JointPlacement
+from fxckpt.passes.analysis.recompute_rules import PREFERENCE, NodePolicy, RecomputeRules
+from fxckpt.reason import Reason
+from tests.passes.graphs import traced
+
+
+def example(primals: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = primals.sin()
+    chosen = hidden.argmax() + torch.rand(4, generator=torch.Generator()).add_(1)
+    return hidden.exp() + chosen, tangents * chosen.neg()
+
+
+def joint() -> tuple[fx.Graph, dict[str, fx.Node]]:
+    graph = traced(example, torch.ones(4), torch.ones(4)).graph
+    return graph, {node.name: node for node in graph.nodes}
+
+
+def rules(
+    graph: fx.Graph, policy: NodePolicy | None = None, *, bind_preferences: bool = False
+) -> RecomputeRules:
+    placement = JointPlacement.of(graph, 1)
+    return RecomputeRules(graph, placement, policy, bind_preferences=bind_preferences)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("sin", None),
+        ("argmax", Reason.DECISION),
+        ("rand", Reason.RANDOM_WITHOUT_STATE),
+        ("add_", Reason.EFFECT),
+    ],
+)
+def test_reasons_without_a_policy(name: str, reason: Reason | None) -> None:
+    """Effects, draws from a generator of the user's, and choices are not recomputed."""
+    graph, nodes = joint()
+    assert rules(graph).rule_for(nodes[name], reads_are_savable=True) == (reason, True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "binds", "expected"),
+    [
+        (CheckpointPolicy.MUST_SAVE, False, (Reason.POLICY, True)),
+        (CheckpointPolicy.PREFER_SAVE, True, (None, True)),
+        (CheckpointPolicy.PREFER_RECOMPUTE, False, (None, True)),
+        (CheckpointPolicy.PREFER_RECOMPUTE, True, (None, False)),
+        (CheckpointPolicy.MUST_RECOMPUTE, False, (None, False)),
+    ],
+)
+def test_policy_decides(
+    answer: CheckpointPolicy, binds: bool, expected: tuple[Reason | None, bool]
+) -> None:
+    """Preferences bind only without a budget."""
+    graph, nodes = joint()
+    found = rules(graph, lambda node: answer, bind_preferences=binds)
+    assert found.rule_for(nodes["sin"], reads_are_savable=True) == expected
+    assert (nodes["sin"] in found.requested) == (answer is CheckpointPolicy.MUST_RECOMPUTE)
+
+
+def test_demand_overrides_a_choice_but_no_effect() -> None:
+    """A policy may recompute an ``argmax``; nothing may recompute a write."""
+    graph, nodes = joint()
+    found = rules(graph, lambda node: CheckpointPolicy.MUST_RECOMPUTE)
+    assert found.rule_for(nodes["argmax"], reads_are_savable=True) == (None, False)
+    assert found.rule_for(nodes["add_"], reads_are_savable=True) == (Reason.EFFECT, True)
+
+
+def test_region_saves_only_what_leaves_it() -> None:
+    """A region's value may be saved if an op outside of it reads the value in the forward."""
+    graph, nodes = joint()
+    for name in ("sin", "exp"):
+        nodes[name].meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 1}
+    found = rules(graph)
+    assert found.rule_for(nodes["sin"], reads_are_savable=True) == (None, True)
+    nodes["argmax"].meta["ac_graph_id"] = 1
+    assert found.rule_for(nodes["sin"], reads_are_savable=True) == (None, False)
+
+
+def test_backward_only_value_follows_its_operands() -> None:
+    """A value that only the backward needs is no substitute for operands that may not be saved."""
+    graph, nodes = joint()
+    found = rules(graph)
+    assert found.rule_for(nodes["neg"], reads_are_savable=True) == (None, True)
+    assert found.rule_for(nodes["neg"], reads_are_savable=False) == (None, False)
+
+
+def test_preference_settles_ties() -> None:
+    """Within a budget a preference changes an op's time by a thousandth."""
+    graph, nodes = joint()
+    for answer, sign in (
+        (CheckpointPolicy.PREFER_SAVE, 1),
+        (CheckpointPolicy.PREFER_RECOMPUTE, -1),
+        (CheckpointPolicy.MUST_SAVE, 0),
+    ):
+        found = rules(graph, lambda node, answer=answer: answer)
+        assert found.time_factor(nodes["sin"]) == 1 + sign * PREFERENCE

@@ -1,0 +1,62 @@
+"""Storage table: which storages each node holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxckpt.passes.analysis.storage_table import StorageTable
+from tests.passes.graphs import traced
+
+
+def example(primals: Tensor) -> Tensor:
+    hidden = primals.sin()
+    values, indices = hidden.view(2, 2).topk(1)
+    return values + indices
+
+
+def filled() -> tuple[StorageTable, dict[str, torch.fx.Node]]:
+    """A table of the example, with ``sin`` inlined into ``topk``."""
+    nodes = {node.name: node for node in traced(example, torch.ones(4)).graph.nodes}
+    table = StorageTable()
+    table.add_input(nodes["primals_1"])
+    table.inline(nodes["sin"], nodes["sin"].meta["val"])
+    table.alias(nodes["view"], nodes["view"].meta["val"])
+    topk = nodes["topk"]
+    table.fill(topk, topk.meta["val"], producer=0, is_tuple=True, is_savable=False)
+    for item in ("getitem", "getitem_1"):
+        table.add_item(nodes[item], topk)
+    return table, nodes
+
+
+def test_inputs_are_free() -> None:
+    """Neither an input nor a value inlined from inputs holds a storage."""
+    table, nodes = filled()
+    assert [table.holds[nodes[n]] for n in ("primals_1", "sin", "view")] == [(), (), ()]
+
+
+def test_items_name_the_storages_of_a_tuple() -> None:
+    """Each item owns one of its op's storages."""
+    table, nodes = filled()
+    assert [storage.name for storage in table.storages] == ["getitem", "getitem_1"]
+    assert [table.holds[nodes[n]] for n in ("topk", "getitem", "getitem_1")] == [(0, 1), (0,), (1,)]
+    assert table.owner == {n: nodes[n] for n in ("getitem", "getitem_1")}
+    assert table.reads(nodes["add"]) == (0, 1)
+    assert table.bytes_of((0, 1)) == 2 * 4 + 2 * 8
+
+
+def test_output_may_be_saved() -> None:
+    """A forward output lives to the end, so saving it is free."""
+    table, nodes = filled()
+    table.mark_output(nodes["getitem"])
+    assert [(s.is_output, s.is_savable) for s in table.storages] == [(True, True), (False, False)]
+    table.allow_saving((1,))
+    assert table.storages[1].is_savable
+
+
+def test_generator_state_is_a_storage() -> None:
+    """The state is added behind the storages of its op."""
+    table, nodes = filled()
+    position = table.add_rng_state(nodes["sin"], 5056)
+    assert table.storages[position].name == "sin.rng_state"
+    assert table.bytes_of((position,)) == 5056
