@@ -128,7 +128,7 @@ def calibrate(
             by_node.setdefault(name, []).append(k)
     spared: dict[int, int] = {}
     taken: set[int] = set()
-    for kernel, nbytes in lowered.written_over:
+    for kernel, nbytes in lowered.overwritten:
         # Inductor's passes rename nodes: the op is the one with most of its nodes in the kernel.
         likely = Counter(k for name in lowered.kernels[kernel] for k in by_node.get(name, ()))
         for k, _ in likely.most_common():

@@ -1,4 +1,4 @@
-"""The contest: plans are compiled and timed, and the fastest is kept."""
+"""Autotuning: finalists are compiled and timed, and the fastest is kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.joints import inductor_joint, plain_joint
 
 
 class Clock:
-    """Stands still but where a step is told to take time."""
+    """A clock that stands still unless a step is told to take time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -32,7 +32,10 @@ class Clock:
 
 
 class Compiler:
-    """Runs halves as they are; a backward takes 100 seconds, and ``each`` for every op that it runs again."""
+    """Runs halves as they are.
+
+    A backward takes 100 seconds, and ``each`` more for every recomputed op.
+    """
 
     def __init__(self, clock: Clock, *, each: float) -> None:
         self.clock, self.each = clock, each
@@ -64,12 +67,14 @@ def chosen(compiler: Compiler) -> Plan:
     return planner.partition(joint, num_fwd_outputs=count)[2]
 
 
-def test_the_plan_that_takes_least_time_is_kept() -> None:
+def test_plan_of_the_least_time_is_kept() -> None:
+    """A plan with few recomputes wins where they cost time, one with many where they save it."""
     fewest, most = (len(chosen(Compiler(Clock(), each=each)).schedule) for each in (2.0, -2.0))
     assert fewest < most
 
 
-def test_each_is_run_in_turn_and_once_untimed() -> None:
+def test_finalists_run_in_turn_after_one_untimed_step() -> None:
+    """Every finalist runs one untimed and ROUNDS timed steps."""
     compiler = Compiler(Clock(), each=2.0)
     joint, count = inductor_joint(*step())
     forward, backward, _ = InductorPlanner(Planner(cost="flops")).partition(
@@ -80,9 +85,11 @@ def test_each_is_run_in_turn_and_once_untimed() -> None:
     assert seconds[0] == seconds[1] > 0
 
 
-def test_a_step_that_made_up_values_do_not_suit_is_not_timed(
+def test_step_that_rejects_synthetic_inputs_is_not_timed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """A step may raise on synthetic inputs; the plan expected to be fastest is taken."""
+
     def refuse(
         half: fx.GraphModule, is_backward: bool, strides: Mapping[str, tuple[int, ...]]
     ) -> Callable[[list[Any]], Sequence[Any]]:
@@ -100,7 +107,8 @@ def test_a_step_that_made_up_values_do_not_suit_is_not_timed(
     assert plan.saved
 
 
-def test_a_measured_cost_times_what_inductor_makes_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_measured_cost_times_finalists_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A second process finds the plan in the cache, and times nothing."""
     found = []
     for is_first in (True, False):
         torch._dynamo.reset()
@@ -133,6 +141,7 @@ class Normalized(nn.Module):
 
 
 def test_timing_leaves_running_statistics_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Buffers after a timed compile equal those after one eager step."""
     torch.manual_seed(0)
     x, model = torch.randn(8, 8, 16, 16), Normalized()
     other = copy.deepcopy(model)
@@ -154,7 +163,9 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def test_what_a_step_does_beside_computing_is_not_done_to_be_timed() -> None:
+def test_ops_with_effects_are_not_timed() -> None:
+    """A custom op bars a step from being timed, also inside a branch."""
+
     def barred(function: Callable[[Tensor], Tensor]) -> str | None:
         joint, _ = plain_joint(function, torch.ones(8, 8, requires_grad=True))
         return unsafe_op([joint])

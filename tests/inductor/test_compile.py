@@ -1,4 +1,4 @@
-"""The compile door with Inductor inside: the peak as compiled, the order, the candidates, and what torch.compile offers beside."""
+"""The backend with Inductor inside: peaks, order, candidates, options of torch.compile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.graph import GraphLowering
 from torch.nn import functional as F
@@ -31,7 +30,7 @@ from tests.steps import fresh, outcome
 
 
 class Block(nn.Module):
-    """What a transformer block does to memory, in a few ops."""
+    """A transformer block without attention, for its memory."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -73,7 +72,7 @@ def planned(budget: Any, **options: Any) -> Plan:
     )[2]
 
 
-def test_what_is_measured_is_what_was_lowered() -> None:
+def test_measured_peak_is_the_lowered_one() -> None:
     model, inputs = step()
     stock_peak = planned(None).peak_bytes
     for budget in (None, int(0.8 * stock_peak)):
@@ -90,7 +89,8 @@ def test_what_is_measured_is_what_was_lowered() -> None:
         assert budget is None or (measured <= budget and plan.schedule)
 
 
-def test_without_a_budget_the_choice_is_torch_s_own() -> None:
+def test_unbounded_plan_is_the_default_choice() -> None:
+    """Saved values are those of the default partitioner, and values that may not be recomputed."""
     model, inputs = step()
     joint, count = inductor_joint(model, *inputs)
     stored = default_saved(joint, num_fwd_outputs=count)
@@ -99,13 +99,14 @@ def test_without_a_budget_the_choice_is_torch_s_own() -> None:
     assert plan.saved
 
 
-def test_torch_s_own_choice_is_taken_wherever_it_fits() -> None:
+def test_default_choice_is_taken_if_it_fits() -> None:
+    """A budget of its peak changes nothing."""
     unbounded = planned(None)
     assert planned(unbounded.peak_bytes).saved == unbounded.saved
 
 
-def test_a_plan_whose_compiled_peak_is_over_the_budget_is_planned_again() -> None:
-    """A lowering that says more than the truth, the first time."""
+def test_plan_over_the_budget_is_searched_for_less() -> None:
+    """The first lowering reports more than the truth."""
     model, inputs = step()
     joint, count = inductor_joint(model, *inputs)
     budget = int(0.8 * planned(None).peak_bytes)
@@ -126,7 +127,8 @@ def test_a_plan_whose_compiled_peak_is_over_the_budget_is_planned_again() -> Non
     assert plan.compiled_peak_bytes is not None and plan.compiled_peak_bytes <= budget
 
 
-def test_the_least_peak_that_an_error_names_can_be_had() -> None:
+def test_named_least_peak_is_feasible() -> None:
+    """A budget of the least peak that an error names has a plan."""
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
         planned(1)
     peak = planned(caught.value.floor_bytes).compiled_peak_bytes
@@ -151,8 +153,8 @@ class Attention(nn.Module):
         return x + self.drop(self.out((weights @ v).transpose(1, 2).reshape(rows, length, width)))
 
 
-def test_what_runs_again_waits_for_its_turn() -> None:
-    """Without the order kept, Inductor fuses the recomputation of layers that read the same inputs, wherever they stand."""
+def test_recomputations_wait_for_their_turn() -> None:
+    """In its own order Inductor fuses recomputations of layers that read the same inputs."""
     model = nn.Sequential(*(Attention() for _ in range(3)))
     joint, count = inductor_joint(model, torch.randn(4, 64, 32))
     facts = collect(joint, num_fwd_outputs=count, cost=checked(FlopCost()))
@@ -181,7 +183,8 @@ def test_what_runs_again_waits_for_its_turn() -> None:
     assert kept < 0.9 * loose
 
 
-def test_a_schedule_that_saves_what_it_must_not_is_no_candidate() -> None:
+def test_default_choice_of_unsavable_values_is_no_candidate() -> None:
+    """A program that bars all storages from being saved has no default candidate."""
     plan = planned(None)
     assert plan.step is not None
     program = plan.step.program
@@ -201,7 +204,8 @@ def test_a_schedule_that_saves_what_it_must_not_is_no_candidate() -> None:
         for e in ENTRIES
     ],
 )
-def test_gradients_are_those_of_stock_compile(entry: Any) -> None:
+def test_gradients_equal_inductor(entry: Any) -> None:
+    """Gradients, outputs and buffers equal those of torch.compile at two budgets."""
     model, inputs = fresh(entry.make)
     expected = outcome(model, torch.compile(model), inputs)
     for budget in (None, 0.6):
@@ -217,7 +221,8 @@ def test_gradients_are_those_of_stock_compile(entry: Any) -> None:
             )
 
 
-def test_a_plan_made_for_inductor_is_applied_again() -> None:
+def test_plan_for_inductor_is_applied_from_json() -> None:
+    """A plan read from JSON is followed as it is."""
     model, inputs = step()
     first = fxckpt.Backend(budget=0.8)
     torch.compile(model, backend=first)(*inputs).backward()
@@ -294,37 +299,18 @@ def _written(
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_what_was_lowered_to_be_looked_at_is_compiled_as_it_is(
+def test_lowered_halves_are_compiled_as_they_are(
     monkeypatch: pytest.MonkeyPatch, dynamic: bool
 ) -> None:
-    """Where sizes vary, some of what the forward hands over are sizes."""
+    """The code is that of a compile that lowers for itself; some saved values are dynamic sizes."""
     kept, lowered = _written(monkeypatch, keep=True, dynamic=dynamic)
     again, lowered_again = _written(monkeypatch, keep=False, dynamic=dynamic)
     assert (lowered, lowered_again) == (2, 4)
     assert len(kept) == 2 and kept == again
 
 
-def test_kernels_are_compiled_while_others_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = CppPythonBindingsCodeCache.load_pybinding_async
-    asked: list[list[str]] = [[]]
-
-    def loaded(types: list[str], source: str, **given: Any) -> Any:
-        asked[-1].append(source)
-        return load(types, source, **given)
-
-    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding_async", loaded)
-    monkeypatch.setattr(GraphLowering, "save_output_code", lambda code: asked.append([]))
-    model, inputs = step(blocks=1)
-    with torch._inductor.config.patch(compile_threads=2, fx_graph_cache=False):
-        torch.compile(model, backend=fxckpt.Backend())(*inputs).backward()
-    forward, between, end = asked
-    # In the end Inductor asks for the same sources, so that none is compiled twice.
-    handed_over, backward = between[: len(forward)], between[len(forward) :]
-    assert forward and handed_over == forward
-    assert backward and end == backward
-
-
-def test_sizes_that_vary_keep_their_budget() -> None:
+def test_dynamic_sizes_keep_their_budget() -> None:
+    """Every size of a dynamic batch stays within the budget."""
     model, _ = step(blocks=2)
     backend = fxckpt.Backend(budget=0.8)
     compiled = torch.compile(model, backend=backend, dynamic=True)
@@ -337,8 +323,8 @@ def test_sizes_that_vary_keep_their_budget() -> None:
         assert measured <= backend.plans[-1].budget_bytes
 
 
-def test_halves_whose_sizes_vary_are_cached() -> None:
-    """Inductor has no key for a graph that takes a fraction of sizes, as the gradient of a batch norm does."""
+def test_dynamic_halves_are_cached() -> None:
+    """Inductor has no key for a fraction of sizes, as in the gradient of a batch norm."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.Conv2d(4, 4, 3))
     again, x = copy.deepcopy(model), torch.randn(2, 3, 8, 8)
@@ -352,7 +338,8 @@ def test_halves_whose_sizes_vary_are_cached() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_a_report_lists_graph_breaks_and_what_they_hold() -> None:
+def test_report_lists_graph_breaks() -> None:
+    """Each break names its reason and the bytes that it holds."""
     model, inputs = step(blocks=2)
 
     def broken(x: Tensor, labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Plans on disk: found again by what they were made for, and by nothing else."""
+"""Plan cache: plans are found by all that they depend on, and by nothing else."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanCache:
-    """A store of the test's own, which backends use too."""
+    """A cache of the test's own, which backends use too."""
     found = PlanCache(tmp_path / "plans")
     monkeypatch.setattr(PlanCache, "beside_inductor", lambda: found)
     return found
@@ -44,7 +44,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanCache:
 
 @pytest.fixture
 def lowered(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Grows with each half that is lowered to be looked at."""
+    """A list that grows with each half that is lowered ahead of its compile."""
     calls: list[bool] = []
     lower = Lowerings.lower
 
@@ -64,9 +64,8 @@ def step(budget: Any = "4MiB", rows: int = 2048) -> fxckpt.Plan:
     return plan
 
 
-def test_a_plan_made_before_is_neither_searched_nor_lowered_again(
-    store: PlanCache, lowered: list[bool]
-) -> None:
+def test_cached_plan_is_neither_searched_nor_lowered(store: PlanCache, lowered: list[bool]) -> None:
+    """A second compile of one graph takes the plan from the cache."""
     first = step()
     assert lowered
     lowered.clear()
@@ -77,9 +76,10 @@ def test_a_plan_made_before_is_neither_searched_nor_lowered_again(
 
 
 @pytest.mark.parametrize("other", [{"budget": "8MiB"}, {"rows": 1024}], ids=str)
-def test_another_budget_or_shape_is_planned_anew(
+def test_other_budgets_and_shapes_are_planned_anew(
     store: PlanCache, lowered: list[bool], other: dict[str, Any]
 ) -> None:
+    """Each has a file of its own."""
     step()
     lowered.clear()
     step(**other)
@@ -92,12 +92,13 @@ def test_another_budget_or_shape_is_planned_anew(
     [lambda text: text[:100], lambda text: "[" * 100_000, lambda text: "9" * 5_000],
     ids=["cut", "deep", "long"],
 )
-def test_a_broken_file_is_planned_over(
+def test_unreadable_file_is_replaced(
     store: PlanCache,
     lowered: list[bool],
     caplog: pytest.LogCaptureFixture,
     broken: Callable[[str], str],
 ) -> None:
+    """A warning names the file, and the plan is made and kept anew."""
     first = step()
     (path,) = store.folder.iterdir()
     path.write_text(broken(path.read_text()))
@@ -109,9 +110,10 @@ def test_a_broken_file_is_planned_over(
     assert fxckpt.Plan.from_json(path.read_text()) == first
 
 
-def test_a_folder_that_cannot_be_written_is_said(
+def test_unwritable_folder_gives_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The compile goes on without a cache."""
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(
         PlanCache, "beside_inductor", lambda: PlanCache(tmp_path / "file" / "plans")
@@ -121,13 +123,16 @@ def test_a_folder_that_cannot_be_written_is_said(
     assert "cannot be written" in caplog.text
 
 
-def test_where_inductor_s_cache_is_off_no_plan_is_kept() -> None:
+def test_no_cache_without_inductors_cache() -> None:
+    """Turning the cache of compiled graphs off turns that of plans off."""
     assert PlanCache.beside_inductor() is not None
     with torch._inductor.config.patch(fx_graph_cache=False):
         assert PlanCache.beside_inductor() is None
 
 
-def test_keys_tell_what_a_plan_depends_on_apart() -> None:
+def test_keys_differ_by_all_that_plans_depend_on() -> None:
+    """Options, code, graph and configuration count; policies and cost models have no key."""
+
     def key(planner: Planner = Planner(budget=0.9), code: str = "1", width: int = 32) -> str | None:  # noqa: B008
         joint, _ = inductor_joint(Net(width), torch.randn(64, width))
         return key_of(joint, planner, code, {})
@@ -167,7 +172,9 @@ def key_with(function: Callable[[Tensor], Tensor]) -> str | None:
     return key_of(joint, Planner(), "1", {})
 
 
-def test_keys_tell_apart_what_was_said_about_an_op() -> None:
+def test_keys_differ_by_registered_costs() -> None:
+    """What register_op says of an op is keyed; a formula has no key."""
+
     def function(x: Tensor) -> Tensor:
         return (x * stored(x.detach())).sum()
 
@@ -185,7 +192,9 @@ def test_keys_tell_apart_what_was_said_about_an_op() -> None:
     assert key_with(function) == keys[0]
 
 
-def test_keys_tell_branches_apart() -> None:
+def test_keys_differ_by_branches() -> None:
+    """Graphs inside ops are keyed too."""
+
     def branching(inner: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda x: torch.cond(x.sum() > 0, inner, lambda t: t.cos(), (x,)).sum()
 
@@ -197,7 +206,9 @@ def test_keys_tell_branches_apart() -> None:
     assert fingerprint(joints[0].graph) != fingerprint(joints[1].graph)
 
 
-def test_keys_tell_apart_which_kernels_run() -> None:
+def test_keys_differ_by_kernel_switches() -> None:
+    """Turning a kernel library off changes the key."""
+
     def function(x: Tensor) -> Tensor:
         return x.tanh().sum()
 

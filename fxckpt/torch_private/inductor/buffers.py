@@ -1,4 +1,4 @@
-"""What a scheduled graph of Inductor's allocates, kernel by kernel, read as its code generation would decide it."""
+"""Buffers of a scheduled Inductor graph, kernel by kernel, as its code generation decides them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ from fxckpt.torch_private.inductor.options import Layout
 from fxckpt.torch_private.sizes import greatest
 from fxckpt.torch_private.storages import allocated_bytes
 
-# Since torch 2.15 one class stands for cond and switch; its code differs in names alone.
+# Since torch 2.15 one class stands for cond and switch; its code differs only in names.
 Conditional: Any = ir.Switch if hasattr(ir, "Switch") else ir.Conditional
 
 
 def read_schedule(graph: Any) -> LoweredHalf:
-    """Read a graph that was lowered and scheduled; expects it to be ``V.graph``. The graphs inside its ops are scheduled."""
+    """Return the kernels and buffers of a lowered and scheduled graph.
+
+    Expects the graph to be ``V.graph``; schedules the graphs inside its ops.
+    """
     return _Schedule(graph).read()
 
 
 class _Schedule:
-    """One scheduled graph, followed kernel by kernel."""
+    """Walks one scheduled graph, kernel by kernel."""
 
     def __init__(self, graph: Any) -> None:
         self.graph, self.scheduler = graph, graph.scheduler
@@ -42,15 +45,15 @@ class _Schedule:
             b.get_name(): i for i, n in enumerate(graph.scheduler.nodes) for b in n.get_outputs()
         }
         self.parts: dict[str, list[str]] = defaultdict(list)
-        """Per call of a library: the buffers that are what it returns, taken or not, which live as long as its name."""
+        """Results, used or not, of extern kernels with several; they live as long as its name."""
         for buffer in graph.buffers:
             if isinstance(buffer, ir.MultiOutput):
                 self.parts[buffer.inputs[0].get_name()].append(buffer.get_name())  # type: ignore[union-attr]
         self.in_place: dict[str, str] = {}
-        """Buffers that take over the memory of one that is not read any more."""
+        """Buffers that reuse the memory of a dead one, by name."""
         self.unaligned = set(graph.unaligned_buffers)
-        """Memory of a library's, or of a caller's with sizes that vary: no other buffer gets it after the one that takes it over."""
-        self.written_over: list[tuple[int, int]] = []
+        """Memory of extern kernels, or of callers with dynamic sizes, which is never pooled."""
+        self.overwritten: list[tuple[int, int]] = []
         self.last: dict[str, int] = {}
         self.born: dict[str, tuple[int, int]] = {}
         self.ran: set[str] = set()
@@ -65,27 +68,28 @@ class _Schedule:
                 node = nodes[i]
                 rows = frozenset(self._rows(node)) - returned
                 inside = rows | (frozenset(self._removed(node)) - returned)
-                taken = dict(self._taken_over(node, inside, rows))
+                taken = dict(self._overwrites(node, inside, rows))
                 self.in_place.update(taken)
                 self.unaligned.update(
                     written for written, read in taken.items() if read in self.unaligned
                 )
-                self.written_over.extend(
+                self.overwritten.extend(
                     (i, _bytes(self.scheduler.name_to_buf[name].node)) for name in taken
                 )
                 for dep in node.read_writes.reads:
                     if not getattr(dep, "is_fake", False):
-                        # The code lets go of what a conditional is the last to read in the first of its branches alone.
-                        self._touch(
+                        # The code frees an operand that dies in a conditional in its first branch
+                        # only.
+                        self._access(
                             dep.name, len(nodes) if isinstance(node.node, Conditional) else i
                         )
                 for buffer in node.get_outputs():
                     if buffer.get_name() not in inside:
                         self._write(i, buffer, pool)
                 self.ran.update(n.get_name() for n in node.get_nodes())
-            # What several loops in one call read and write is there until the call returns.
+            # Buffers of several loops in one call live until the call returns.
             for name in sorted({name for i in group for name in nodes[i].last_usage}):
-                self._touch(name, group[-1])
+                self._access(name, group[-1])
                 self._free(name, group[-1], returned, pool)
         kept, end = frozenset(map(self._root, (*returned, *self._never_freed()))), len(nodes)
         return LoweredHalf(
@@ -95,15 +99,15 @@ class _Schedule:
                 for i, node in enumerate(nodes)
                 if (bodies := _bodies(node))
             },
-            {i: _library_call(node.node) for i, node in enumerate(nodes) if _is_library_call(node)},
+            {i: _extern_call(node.node) for i, node in enumerate(nodes) if _is_extern_call(node)},
             (
                 *(
                     (n, size, first, end if n in kept else max(self.last.get(n, first), first))
                     for n, (size, first) in self.born.items()
                 ),
-                *self._answers(),
+                *self._condition_results(),
             ),
-            tuple(self.written_over),
+            tuple(self.overwritten),
             {name: self.last.get(name, -1) for name in self.graph.graph_input_names},
             tuple(
                 None if n is None else (self._root(n), _strides(o))
@@ -112,39 +116,45 @@ class _Schedule:
         )
 
     def _inside(self, i: int, bodies: Sequence[Any]) -> int:
-        """Return what the bodies that a kernel runs allocate at most beyond what is taken of what they return; they return the rest as well."""
+        """Return the most bytes that a kernel's bodies allocate beyond their results in use.
+
+        Unused results count, as the bodies return them too.
+        """
         taken = sum(
             size
             for name, (size, first) in self.born.items()
             if first == i and isinstance(V.graph.get_buffer(name), ir.MultiOutput)
         )
-        # Each round of a loop returns anew what it takes of the round before.
+        # Each iteration of a loop allocates the results that the previous one returned.
         taken = 0 if isinstance(self.scheduler.nodes[i].node, ir.WhileLoop) else taken
         return max(most - min(taken, returned) for most, returned in map(_body_bytes, bodies))
 
-    def _answers(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield the last answers of the conditions of loops, which the code never lets go of."""
+    def _condition_results(self) -> Iterator[tuple[str, int, int, int]]:
+        """Yield the last results of loop conditions, which the code never frees."""
         for i, node in enumerate(self.scheduler.nodes):
             if isinstance(node.node, ir.WhileLoop):
                 nbytes = allocated_bytes(torch.bool.itemsize, node.node.get_device_or_error().type)
                 yield f"{node.node.get_name()}_cond_result", nbytes, i, len(self.scheduler.nodes)
 
     def _never_freed(self) -> Iterator[str]:
-        """Yield what stays until the half returns, and its parts: a size that is returned was found in it, or it may be a caller's."""
+        """Yield buffers that live until the half returns, and their parts.
+
+        A returned size was read from them, or they may belong to a caller.
+        """
         for name, buffer in self.scheduler.name_to_buf.items():
             if name in V.graph.never_reuse_buffers or any(
                 isinstance(user.node, OutputNode) for user in buffer.users
             ):
                 yield from (name, *self.parts.get(name, ()))
 
-    def _touch(self, name: str, i: int) -> None:
+    def _access(self, name: str, i: int) -> None:
         root = self._root(name)
         self.last[root] = max(self.last.get(root, -1), i)
         for part in self.parts.get(name, ()):
-            self._touch(part, i)
+            self._access(part, i)
 
     def _free(self, name: str, i: int, returned: Collection[str], pool: _Pool) -> None:
-        """Leave a buffer's memory to the next that is as large, as the wrapper's planning does."""
+        """Return a buffer to the pool for the next of its size, as the wrapper's planning does."""
         buffer = self.scheduler.name_to_buf.get(name)
         if (
             buffer is None
@@ -158,7 +168,7 @@ class _Schedule:
             pool.give(buffer.node, i)
 
     def _root(self, name: str) -> str:
-        """Return the buffer in whose memory a buffer lies."""
+        """Return the buffer that owns the memory of a buffer."""
         while True:
             name = self.renamed.get(name, name)
             buffer = self.scheduler.name_to_buf.get(name)
@@ -182,7 +192,7 @@ class _Schedule:
             and root in self.scheduler.name_to_buf
             and root not in self.born
         ):
-            # The first part of a concatenation has the whole of it allocated.
+            # The first part of a concatenation allocates all of it.
             self._write(i, self.scheduler.name_to_buf[root], pool)
         if (
             root != name
@@ -190,27 +200,26 @@ class _Schedule:
             or isinstance(made.layout, (ir.NoneLayout, ir.MultiOutputLayout))
         ):
             for part in self.parts.get(name, ()):
-                # What nobody takes of what is returned is there until the name is dropped.
+                # Unused results live until the name is dropped.
                 if (
                     part not in self.made_by
                     and not V.graph.get_buffer(part).get_inputs_that_alias_output()
                 ):
                     self.born[part] = (_bytes(V.graph.get_buffer(part)), i)
-            self._touch(name, i)
+            self._access(name, i)
             return
         if made.should_allocate() and (reused := pool.take(made, i)) is not None:
             self.in_place[name] = reused
-            self._touch(name, i)
+            self._access(name, i)
             return
-        first = (
-            self.made_by.get(str(made.inputs[0].get_name()), i)
-            if isinstance(made, ir.MultiOutput)
-            else i
-        )  # type: ignore[union-attr]
+        first = i
+        if isinstance(made, ir.MultiOutput):
+            call: Any = made.inputs[0]
+            first = self.made_by.get(str(call.get_name()), i)
         self.born[name] = (_bytes(made), first)
 
     def _removed(self, node: Any) -> Iterator[str]:
-        """Yield the buffers that live inside one loop."""
+        """Yield the buffers that are local to one loop nest."""
         for loop in _loops(node):
             names = {n.get_name() for n in loop.get_nodes()}
             for buffer in loop.get_outputs():
@@ -218,9 +227,10 @@ class _Schedule:
                     yield buffer.get_name()
 
     def _rows(self, node: Any) -> Iterator[str]:
-        """Yield the buffers of which a kernel keeps no more than a row.
+        """Yield the buffers of which a kernel stores a single row.
 
-        Loops that share only their outer levels are kernels of their own; between them is a row of a buffer, if it is written and read row by row.
+        Loop nests that share only their outer loops pass one row of a buffer, if it is written and
+        read row by row.
         """
         loops = _loops(node)
         if len(loops) > 1 and all(
@@ -235,13 +245,14 @@ class _Schedule:
                     ):
                         yield buffer.get_name()
 
-    def _taken_over(
+    def _overwrites(
         self, node: Any, inside: Collection[str], rows: Collection[str]
     ) -> Iterator[tuple[str, str]]:
-        """Yield (written, read) buffers where a kernel writes over what it reads for the last time.
+        """Yield ``(written, read)`` buffers where a kernel overwrites an input that dies in it.
 
-        The rules of ``SchedulerNode.decide_inplace_update``, which asks the same while code is made. That a value inside the kernel will need no
-        memory is not known yet then: a buffer may be written over one, which is thus allocated after all, in place of the buffer.
+        Follows ``SchedulerNode.decide_inplace_update``, which runs during code generation. Values
+        local to the kernel are not known then: one of them may be overwritten, and is then
+        allocated in place of the buffer that overwrites it.
         """
         taken: dict[str, str] = {}
         kernel = {n.get_name() for n in node.get_nodes()}
@@ -275,7 +286,7 @@ class _Schedule:
                 yield name, below
 
     def _dying(self, node: Any, written: Any, kernel: Collection[str]) -> Iterator[str]:
-        """Yield the buffers that ``node`` alone still reads, where it writes ``written``, and that fit it."""
+        """Yield the buffers that die in a node, and that the buffer it writes fits into."""
         for dep in node.read_writes.reads:
             donated = self.scheduler.name_to_donated_buffer.get(dep.name)
             read = donated or self.scheduler.name_to_buf.get(dep.name)
@@ -304,32 +315,32 @@ class _Schedule:
                 yield dep.name
 
     def _is_read_alike(self, buffer: Any, kernel: Collection[str]) -> bool:
-        """Return whether all of a kernel that touches a buffer touches the same place of it at a time."""
+        """Return whether all accesses of a kernel to a buffer have one index expression."""
         readers = [u.node for u in buffer.users if u.node.get_name() in kernel]
-        touched = {
+        accesses = {
             dep
             for reader in readers
             for dep in reader.read_writes.reads_and_writes()
             if dep.name == buffer.get_name()
         }
-        return len(touched) <= 1
+        return len(accesses) <= 1
 
 
 class _Pool:
-    """Buffers nobody reads any more, whose memory is kept for the next of the same size where that cannot raise the peak (``memory_plan_reuse``)."""
+    """Dead buffers, kept for the next of equal size if the peak allows (``memory_plan_reuse``)."""
 
     def __init__(self) -> None:
         self.free: dict[Any, list[SimpleNamespace]] = defaultdict(list)
         self.estimate = EfficientPeakEstimate() if config.allow_buffer_reuse else None
 
     def give(self, buffer: Any, i: int) -> None:
-        """Put a buffer in that was last used by kernel ``i``."""
+        """Add a buffer last used by kernel ``i``."""
         self.free[buffer_reuse_key(buffer)].append(
             SimpleNamespace(node=buffer, scheduler_node_index=i)
         )
 
     def take(self, buffer: Any, i: int) -> str | None:
-        """Return the buffer whose memory one that kernel ``i`` fills gets; None for new memory."""
+        """Return the dead buffer that a buffer of kernel ``i`` reuses; None for new memory."""
         waiting = self.free.get(buffer_reuse_key(buffer))
         if self.estimate is None or not waiting:
             return None
@@ -353,7 +364,7 @@ class _Pool:
 
 
 def _bodies(node: Any) -> list[Any]:
-    """Return the lowered graphs that a kernel runs: branches, bodies of loops."""
+    """Return the lowered graphs that a kernel runs: branches and loop bodies."""
     subgraphs = (
         node.node.get_subgraphs()
         if node.is_extern() and hasattr(node.node, "get_subgraphs")
@@ -363,7 +374,7 @@ def _bodies(node: Any) -> list[Any]:
 
 
 def _body_bytes(body: Any) -> tuple[int, int]:
-    """Return what a body allocates at most, and what it returns."""
+    """Return the peak bytes of a body, and the bytes that it returns."""
     with V.set_graph_handler(body), config.patch(graph_partition=False):
         body.init_wrapper_code()
         body._update_scheduler()
@@ -375,7 +386,7 @@ def _body_bytes(body: Any) -> tuple[int, int]:
 
 
 def _calls(nodes: Sequence[Any]) -> Iterator[list[int]]:
-    """Yield the kernels that are run by one call: on the CPU, loops in a row are one function."""
+    """Yield groups of kernels run by one call: on the CPU, consecutive loops are one function."""
     group: list[int] = []
     for i, node in enumerate(nodes):
         device = node.get_device()
@@ -397,7 +408,7 @@ def _calls(nodes: Sequence[Any]) -> Iterator[list[int]]:
 
 
 def _is_made_elsewhere(buffer: Any) -> bool:
-    """Return whether a buffer is filled through others, as the parts of a concatenation, or lies in what a library call was given."""
+    """Return whether a buffer is a concatenation, or aliases an input of an extern kernel."""
     made_by = buffer.defining_op
     if isinstance(made_by, NopKernelSchedulerNode):
         return True
@@ -431,7 +442,7 @@ def _is_row_by_row(node: Any, buffer: Any) -> bool:
 
 
 def _bytes(buffer: Any) -> int:
-    """Return what a buffer's allocation takes, at most where its size varies within bounds."""
+    """Return the bytes of a buffer's allocation; the most for a bounded dynamic size."""
     return allocated_bytes(
         _most(V.graph.get_allocation_storage_size(buffer)) * buffer.get_dtype().itemsize,
         buffer.get_device_or_error().type,
@@ -439,7 +450,7 @@ def _bytes(buffer: Any) -> int:
 
 
 def _most(size: Any) -> int:
-    """Return a size: its upper bound if it has one, else the hint of the compile."""
+    """Return a size; of a dynamic one the upper bound, or the hint if it has none."""
     expression = sympy.sympify(size)
     bound = (
         greatest(expression, V.graph.sizevars.shape_env)
@@ -451,13 +462,13 @@ def _most(size: Any) -> int:
     )
 
 
-def _is_library_call(node: Any) -> bool:
-    """Return whether a kernel is a call of a library, rather than a loop, or one of the results of such a call."""
+def _is_extern_call(node: Any) -> bool:
+    """Return whether a kernel calls a library and is not one of the results of such a call."""
     return node.is_extern() and not isinstance(node.node, ir.MultiOutput)
 
 
-def _library_call(made: Any) -> tuple[str, tuple[Layout, ...]]:
-    """Return the name of the graph's node that a kernel calls a library for, empty if it is not known, and the layouts of its operands."""
+def _extern_call(made: Any) -> tuple[str, tuple[Layout, ...]]:
+    """Return the node of an extern kernel, empty if unknown, and the layouts of its operands."""
     operands = [
         operand
         for operand in made.inputs
@@ -470,7 +481,7 @@ def _library_call(made: Any) -> tuple[str, tuple[Layout, ...]]:
 
 
 def _name(output: Any) -> str | None:
-    """Return the buffer or input that an output is or shows; None for what is no tensor."""
+    """Return the buffer or input that an output is or aliases; None if it is no tensor."""
     is_tensor = isinstance(output, ir.IRNode) and output.has_tensor_output()
     return str(output.get_name()) if is_tensor else None
 

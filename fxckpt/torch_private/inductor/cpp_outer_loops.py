@@ -1,9 +1,11 @@
-"""A fault of Inductor's C++ loops, kept out of what is compiled here.
+"""Workaround for wrong results of fused C++ loops over tiles of rows.
 
-Loops over the same rows are fused, and what only they read is kept in a buffer of one row (``local_buffer_data``), which the next row
-writes over. Where a loop over rows goes by tiles of several (a value that lies with its rows innermost is read by transposing tiles), each
-row of a tile writes over the buffer, and all are read as the last one: gradients of LayerNorms over images are wrong by a few thousandths.
-Such loops are not fused here, which is what Inductor itself does with loops that are stepped through in different ways.
+Inductor fuses loops over the same rows and keeps a value that only they read in a buffer of one row
+(``local_buffer_data``), which the next row overwrites. If a loop over rows is tiled (a value stored
+with its rows innermost is read by transposing tiles), each row of a tile overwrites the buffer, and
+all are read as the last one: gradients of LayerNorms over images are wrong by a few thousandths.
+Such loops are not fused here, as Inductor does with loops of different steps. Reported as
+pytorch/pytorch#185702.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from unittest import mock
 
 @contextlib.contextmanager
 def whole_rows() -> Iterator[None]:
-    """Within this, fused loops that keep a buffer of one row go by one row."""
+    """Within this context, fused loops with a buffer of one row step by one row."""
     from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
     from torch._inductor.virtualized import V
 

@@ -1,4 +1,4 @@
-"""Hold Inductor's scheduler to the order of a planned backward."""
+"""Scheduler pass that holds Inductor to the execution order of a planned backward."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _SchedulerPass: Any = getattr(
 
 
 class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
-    """Keeps what a backward runs again from running before its turn, and its own library calls in the order that was planned.
+    """Keeps recomputations from running early, and the backward's own extern kernels in order.
 
-    Kernels that read the same parameters are fused wherever they stand, which would run the same layer's recomputations of many stages at once, with
-    all their results alive. A kernel that runs something again is made to wait for the last of the backward's own kernels that come before it
-    in the graph: a dependency for the order alone, which keeps nothing alive and costs nothing when the step runs. Library calls, which are not
-    fused with each other, wait for the one before: a product put off keeps its operands, and Inductor puts it off where by its own
-    estimate, which knows of no kernel that writes over what it reads, the peak is elsewhere.
+    Inductor fuses kernels that read the same inputs, wherever they are. It would so recompute one
+    layer for several stages at once, with all results alive. Here, a kernel that recomputes depends
+    on the last of the backward's own kernels before it in the graph; the dependency orders the two,
+    keeps nothing alive and costs nothing at run time. An extern kernel, which is never fused with
+    another, depends on the one before it: a delayed product keeps its operands alive, and Inductor
+    delays it if the peak is elsewhere by its estimate, which ignores kernels that overwrite inputs.
     """
 
     def __init__(self, mark: str) -> None:
@@ -35,12 +36,12 @@ class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
         from torch._inductor.virtualized import V
 
         if any(isinstance(node, FusedSchedulerNode) for node in nodes):
-            return nodes  # What is one kernel already has no single place.
+            return nodes  # A fused kernel has no single position.
         places = _places(nodes, self.mark)
         own = sorted(
             (order, i)
-            for i, (order, again) in enumerate(places)
-            if again is False and nodes[i].get_outputs()
+            for i, (order, is_recompute) in enumerate(places)
+            if is_recompute is False and nodes[i].get_outputs()
         )
         if not own:
             return nodes
@@ -54,8 +55,8 @@ class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
                 )
             )
 
-        for node, (order, again) in zip(nodes, places, strict=True):
-            before = bisect_left(own, (order, -1)) if again else 0
+        for node, (order, is_recompute) in zip(nodes, places, strict=True):
+            before = bisect_left(own, (order, -1)) if is_recompute else 0
             if before:
                 wait(node, nodes[own[before - 1][1]])
         calls = [nodes[i] for _, i in own if nodes[i].is_extern()]
@@ -67,28 +68,29 @@ class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
         return list(scheduler.nodes)
 
     def uuid(self) -> str:
-        """Return what tells this pass from others; where it applies follows from the graph."""
+        """Return the identity of this pass; the graph determines where it applies."""
         return f"fxckpt keeps the order of {self.mark}"
 
 
 def _places(nodes: Sequence[Any], mark: str) -> list[tuple[int, bool | None]]:
-    """Return for each node, in an order that dependencies allow, its place and whether it runs something again; None for what has no mark.
+    """Return, for each node in topological order, its position and whether it recomputes.
 
-    No node is placed before what it depends on, whatever its mark: what Inductor makes of several nodes has no mark of its own. Dependencies on
-    what has an earlier place can so make no cycle.
+    The latter is None for a node without a mark. No node precedes its dependencies, whatever its
+    mark, as nodes that Inductor merged have no mark of their own; so a dependency on a node of an
+    earlier position makes no cycle.
     """
     found: list[tuple[int, bool | None]] = []
     at: dict[str, int] = {}
     for node in nodes:
-        order, again = _place(node, mark) or (-1, None)
+        order, is_recompute = _place(node, mark) or (-1, None)
         order = max([order, *(at[dep.name] for dep in node.unmet_dependencies if dep.name in at)])
         at.update(dict.fromkeys(node.get_buffer_names(), order))
-        found.append((order, again))
+        found.append((order, is_recompute))
     return found
 
 
 def _place(node: Any, mark: str) -> tuple[int, bool] | None:
-    """Return the greatest mark among the graph's nodes that a scheduler node was made from; of equals the backward's own."""
+    """Return the greatest mark among a scheduler node's origins; of equals the backward's own."""
     marks = [
         o.meta[mark]
         for n in node.get_nodes()

@@ -1,4 +1,4 @@
-"""Memory layouts that Inductor chooses for convolutions."""
+"""Memory layouts that Inductor selects for convolutions."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fxckpt.torch_private.sizes import size_hint
 
 
 def changes_layout(half: fx.GraphModule) -> bool:
-    """Return whether Inductor gives values other layouts than they were traced in (channels last around convolutions)."""
+    """Return whether Inductor changes traced layouts (to channels last around convolutions)."""
     from torch._inductor.graph import GraphLowering
 
     return bool(GraphLowering.decide_layout_opt(half, is_inference=False))
 
 
 FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
-"""Inductor's own op that lays a value out: ``(tensor, strides) -> tensor``."""
+"""Inductor's op that forces a layout: ``(tensor, strides) -> tensor``."""
 
 
 def wants_channels_last(half: fx.GraphModule) -> bool | None:
-    """Return whether Inductor is to lay a half's images out channels last: where the half forces it on one; None leaves it to Inductor."""
+    """Return True if a half forces channels last on an image; None lets Inductor decide."""
     forced = (
         node.meta["val"]
         for node in half.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER)
@@ -41,7 +41,7 @@ def wants_channels_last(half: fx.GraphModule) -> bool | None:
 
 
 def is_convolution(node: fx.Node) -> bool:
-    """Return whether an op is a convolution, or its backward, whose operands Inductor may lay out anew."""
+    """Return whether an op is a convolution or its backward."""
     return node.target in (
         torch.ops.aten.convolution.default,
         torch.ops.aten.convolution_backward.default,
@@ -49,7 +49,10 @@ def is_convolution(node: fx.Node) -> bool:
 
 
 def channels_last(node: fx.Node) -> fx.Node:
-    """Return a call like ``node`` in a graph of its own, its images channels last; Inductor leaves signals and volumes as they are."""
+    """Return a copy of a call, in its own graph, with channels-last images.
+
+    Signals and volumes keep their layout, as in Inductor.
+    """
 
     def given(operand: fx.Node) -> Any:
         value = operand.meta["val"]
@@ -60,7 +63,10 @@ def channels_last(node: fx.Node) -> fx.Node:
 
 
 def laid_out(node: fx.Node, layouts: Sequence[Layout]) -> fx.Node | None:
-    """Return a call like ``node``, its tensors laid out like that, in their order; itself if they were traced so, None if it is not of those."""
+    """Return a copy of a call whose tensor operands have the given layouts, in order.
+
+    Returns the node itself if it was traced so, and None if the operands do not match.
+    """
     args = [
         arg for arg in pytree.arg_tree_leaves(*node.args, **node.kwargs) if isinstance(arg, fx.Node)
     ]
@@ -93,7 +99,7 @@ def _called_with(node: fx.Node, given: Callable[[fx.Node], Any]) -> fx.Node:
 
 
 def may_donate() -> bool:
-    """Return whether a compiled backward may write over what the forward saved for it alone."""
+    """Return whether a compiled backward may overwrite values saved for it alone."""
     from torch._functorch import config
 
     return bool(config.donated_buffer)

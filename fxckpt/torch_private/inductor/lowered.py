@@ -1,4 +1,4 @@
-"""Lowered half of a graph: its buffers and kernels, as plain data."""
+"""Lowered half: the kernels and buffers that Inductor makes of a forward or a backward, as data."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from fxckpt.torch_private.inductor.options import Layout
 
 @dataclass(frozen=True)
 class LoweredHalf:
-    """What Inductor makes of a forward or a backward, kernel by kernel, in the order it runs them.
+    """Kernels of a forward or a backward, in execution order, and their buffers.
 
-    A buffer lives from its first kernel to its last, both included; ``len(kernels)`` stands for the end.
+    A buffer lives from its first kernel to its last, inclusive; ``len(kernels)`` is the end.
     """
 
     kernels: tuple[tuple[str, ...], ...]
-    """Per kernel: the graph's nodes it was made from."""
+    """Names of the graph's nodes in each kernel."""
     inside: dict[int, int]
-    """Kernels that run graphs of their own (branches, loops): the bytes that these allocate beyond what they return."""
+    """Bytes that subgraphs (branches, loop bodies) allocate beyond their results, by kernel."""
     operands: dict[int, tuple[str, tuple[Layout, ...]]]
-    """Kernels that are calls of a library: the graph's node that is called for, and the tensors it is called with, as they are laid out then."""
+    """Node, and layouts of the operands, of each extern kernel."""
     allocated: tuple[tuple[str, int, int, int], ...]
-    """Buffers that the half allocates: name, bytes, first and last kernel."""
-    written_over: tuple[tuple[int, int], ...]
-    """Per buffer, or input, that a kernel writes over because it is the last to read it: the kernel and the bytes."""
+    """Name, bytes, first and last kernel of each buffer that the half allocates."""
+    overwritten: tuple[tuple[int, int], ...]
+    """Kernel and bytes of each buffer or input that is overwritten by its last reader."""
     last_read: dict[str, int]
-    """Per input of the graph: the last kernel that reads it, -1 if none does."""
+    """Last kernel that reads each input of the graph, -1 if none does."""
     outputs: tuple[tuple[str, tuple[int, ...]] | None, ...]
-    """Per output of the graph: the buffer or input it lies in, and its strides; None for what is no tensor."""
-    letting_go: LoweredHalf | None = None
-    """Of a backward: the same where memory that nobody reads any more is not kept for a later buffer of the same size (:func:`let_go`)."""
+    """Buffer or input that holds each output, and its strides; None if it is no tensor."""
+    freeing_early: LoweredHalf | None = None
+    """The same backward if it frees buffers early (:func:`~.lowering.free_early`)."""
 
 
 def live_bytes(half: LoweredHalf) -> npt.NDArray[np.int64]:
@@ -48,29 +48,31 @@ def live_bytes(half: LoweredHalf) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A half that was lowered to be looked at."""
+    """A half that was lowered to be examined, kept for its compile."""
 
     identity: Any
-    """Of the graph as it came, before Inductor's own passes."""
+    """Identity of the graph before Inductor's own passes."""
     given: Any
-    """What identifies its inputs."""
+    """Identity of its inputs."""
     configuration: str
-    """Inductor's when it was lowered."""
+    """Inductor's options when it was lowered."""
     graph: Any
-    """What Inductor lowered and scheduled, its ``module`` after the passes."""
+    """Inductor's lowered and scheduled graph; its ``module`` is the graph after the passes."""
     counted: _Counted
+    """Inductor's counts during the lowering."""
 
 
 @dataclass(frozen=True)
 class _Counted:
-    """What Inductor counted while it lowered what is not compiled yet."""
+    """Inductor's counts during a lowering, to be added when the half is compiled."""
 
     counters: dict[str, Counter[str]] = field(default_factory=dict)
+    """Differences of Dynamo's counters."""
     deltas: list[Any] = field(default_factory=list)
-    """Of Inductor's metrics."""
+    """Differences of Inductor's metrics."""
 
     def add(self) -> None:
-        """Count it, as it is compiled now."""
+        """Add the differences to the counters and metrics."""
         from torch._dynamo.utils import counters
         from torch._inductor import metrics
 

@@ -1,4 +1,4 @@
-"""Inductor's own lowering of a half, asked for before it compiles: looked at, and kept for the compile that follows."""
+"""Inductor's own lowering of a half, before the compile: examined, and kept for the compile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from fxckpt.errors import FxckptError, PlanningFailed
 from fxckpt.torch_private.dynamo import outside_trace
 from fxckpt.torch_private.inductor.cpp_outer_loops import whole_rows
 from fxckpt.torch_private.inductor.default_partitioner import copied
-from fxckpt.torch_private.inductor.early import compile_early
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 from fxckpt.torch_private.inductor.layouts import wants_channels_last
 from fxckpt.torch_private.inductor.lowered import LoweredHalf, _Counted, _Kept
@@ -26,13 +25,13 @@ from fxckpt.torch_private.inductor.options import inductor_configuration, no_com
 
 
 def free_early(half: fx.GraphModule) -> None:
-    """Mark a half to be compiled to let go of each buffer when its last reader has run.
+    """Mark a half to be compiled so that it frees each buffer after its last reader.
 
-    Inductor keeps the memory for a later buffer of the same size where, by its own estimate, that does not raise the peak. The estimate counts
-    twice what a kernel writes over, so that it may.
+    Inductor keeps the memory for a later buffer of the same size if, by its estimate, that does not
+    raise the peak. It may raise it: the estimate counts a buffer twice that a kernel overwrites.
     """
     for node in half.graph.nodes:
-        # What a half is given may share its metadata with the joint graph.
+        # Inputs of a half may share their metadata with the joint graph.
         if node.op == "call_function":
             node.meta[FREES_EARLY] = True
 
@@ -43,24 +42,26 @@ AS_PLANNED = {
     "max_autotune_pointwise": False,
     "coordinate_descent_tuning": False,
 }
-"""While a half is only looked at, nothing is timed,"""
+"""Options while a half is only examined: nothing is timed."""
 
-UNTOLD = {"trace.enabled": False}
-"""nor written to the folder that TORCH_COMPILE_DEBUG asks for, which is the compile's own."""
+NO_TRACE = {"trace.enabled": False}
+"""Options that keep an examined half out of ``TORCH_COMPILE_DEBUG``'s folder."""
 
 FREEING_EARLY = {"allow_buffer_reuse": False}
+"""Options of a half that frees each buffer after its last reader."""
 
 FREES_EARLY = "fxckpt_lets_go"
-"""Metadata of the nodes of a half that is compiled so."""
+"""Key in the metadata of the nodes of a half that is compiled with :data:`FREEING_EARLY`."""
 
 WRITTEN_IN_PLACE = ("index_put", "_scatter", "auto_functionalized", "triton_kernel_wrapper")
-"""In the names of ops that Inductor's reinplacing looks at."""
+"""Parts of the names of ops that Inductor's reinplacing rewrites."""
 
 
 class Lowerings:
-    """Lowers halves to be looked at; what Inductor compiles thereafter goes neither through its passes nor through lowering twice.
+    """Lowers halves ahead of their compile, which then skips Inductor's passes and lowering.
 
-    A lowered graph is handed out once, for a graph of the same nodes, in the same places and layouts, with the same inputs and configuration.
+    A lowered graph serves one compile, of a graph of the same nodes in the same order and layouts,
+    with the same inputs and options.
     """
 
     def __init__(self, keep_order: KeepExecutionOrder | None) -> None:
@@ -73,10 +74,10 @@ class Lowerings:
         donated: Sequence[int] | None,
         strides: Mapping[str, tuple[int, ...]],
     ) -> LoweredHalf:
-        """Let Inductor lower and schedule a copy of a half as it would to compile it, and read what it allocates; no code is made.
+        """Lower and schedule a copy of a half as for a compile, and return its kernels and buffers.
 
-        ``donated`` are the inputs of a backward that it may write over, by position; None for a forward. ``strides`` are those of inputs that do
-        not come in the layout they were traced in.
+        No code is generated. ``donated`` are the positions of inputs that a backward may overwrite,
+        None for a forward; ``strides`` those of inputs whose layout differs from the traced one.
         """
         from torch._guards import detect_fake_mode
         from torch._inductor import compile_fx, config
@@ -89,10 +90,10 @@ class Lowerings:
         is_timed = any(getattr(config, name) != value for name, value in AS_PLANNED.items())
         _mark_visible_outputs(gm, is_backward=donated is not None)
         compile_fx.view_to_reshape(gm)  # type: ignore[attr-defined]
-        with _only_looking(
+        with _lowering_context(
             gm, mode, "forward" if donated is None else "backward", self.keep_order
         ) as counted:
-            if strides or _writes_what_runs_again(gm):
+            if strides or _overwrites_recomputed(gm):
                 compile_fx.fake_tensor_prop(gm, inputs)  # type: ignore[attr-defined]
             compile_fx.record_original_output_strides(gm)
             identity = self._identity(gm)
@@ -106,21 +107,21 @@ class Lowerings:
         return found
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
-        """Compile one half as ``compile_fx_inner`` does, which goes on with what was lowered where it would lower just that."""
+        """Compile one half as ``compile_fx_inner`` does, from its lowered graph if there is one."""
         from torch._inductor import compile_fx, config
         from torch._inductor.utils import get_donated_idxs
 
         names = ("_recursive_post_grad_passes", "GraphLowering")
-        stock: list[Any] = [vars(compile_fx)[name] for name in names]
-        passes: Any = stock[0]
-        lowering: Any = stock[1]
+        original: list[Any] = [vars(compile_fx)[name] for name in names]
+        passes: Any = original[0]
+        lowering: Any = original[1]
         passed: dict[fx.GraphModule, _Kept] = {}
         configured = inductor_configuration()
         given_to_gm = _given(
             example_inputs, list(get_donated_idxs() or ()) if given.get("is_backward") else []
         )
 
-        def offered_passes(gm: fx.GraphModule, is_inference: bool = False) -> None:
+        def kept_or_passes(gm: fx.GraphModule, is_inference: bool = False) -> None:
             kept = self._same(gm, given_to_gm, configured) if not is_inference else None
             if kept is None:
                 passes(gm, is_inference)
@@ -129,21 +130,21 @@ class Lowerings:
                 kept.counted.add()
                 passed[gm] = kept
 
-        class Offered(lowering):
+        class _KeptOrLowered(lowering):
             def __new__(cls, gm: fx.GraphModule, **given: Any) -> Any:
-                # No instance of this class, so that it is not initialized again.
+                # Not an instance of this class, so that __init__ does not run.
                 kept = passed.get(gm)
                 if kept is not None and _is_as_lowered(kept, given):
                     return _handed_over(kept.graph, given)
-                # What compile_fx_inner is told of layouts is in the cache's key, and goes no further.
+                # The layout option of compile_fx_inner is only part of the cache's key.
                 forced = wants_channels_last(gm)
                 return lowering(
                     gm, **(given if forced is None else {**given, "layout_opt": forced})
                 )
 
-        offered: list[Any] = [offered_passes, Offered]
+        patched: list[Any] = [kept_or_passes, _KeptOrLowered]
         try:
-            vars(compile_fx).update(zip(names, offered, strict=True))
+            vars(compile_fx).update(zip(names, patched, strict=True))
             with (
                 config.patch(
                     FREEING_EARLY
@@ -156,14 +157,17 @@ class Lowerings:
                     gm, example_inputs, **{"layout_opt": wants_channels_last(gm), **given}
                 )
         finally:
-            vars(compile_fx).update(zip(names, stock, strict=True))
+            vars(compile_fx).update(zip(names, original, strict=True))
             is_backward = given.get("is_backward", False)
             self._kept = [kept for kept in self._kept if kept.graph.is_backward != is_backward]
 
     def compile_alone(
         self, half: fx.GraphModule, is_backward: bool, strides: Mapping[str, tuple[int, ...]]
     ) -> Any:
-        """Compile a half, which is left alone, to a function of a list that it empties; ``strides`` as for :meth:`lower`."""
+        """Compile a copy of a half to a function of a list of inputs, which it empties.
+
+        ``strides`` as for :meth:`lower`.
+        """
         from torch._inductor import config
         from torch._inductor.utils import BoxedBool
 
@@ -174,7 +178,7 @@ class Lowerings:
             return self.compile(gm, inputs, is_backward=is_backward, cudagraphs=BoxedBool(False))
 
     def _identity(self, gm: fx.GraphModule) -> Any:
-        """Return what decides how a graph is lowered, its inputs aside; two that are equal are lowered alike."""
+        """Return all that determines the lowering of a graph, except its inputs."""
         mark, nodes = self.keep_order.mark if self.keep_order is not None else "", []
         for node in gm.graph.nodes:
             target = (
@@ -187,7 +191,7 @@ class Lowerings:
                 if node.op in ("placeholder", "call_function")
                 else None
             )
-            # As text, nodes are their names and sizes what they stand for: two sizes cannot be compared without a guard.
+            # Text, as two symbolic sizes cannot be compared without a guard.
             nodes.append(
                 (
                     node.op,
@@ -206,7 +210,7 @@ class Lowerings:
         )
 
     def _same(self, gm: fx.GraphModule, given: Any, configured: str) -> _Kept | None:
-        """Return what was lowered of a graph that Inductor is about to lower; None if nothing was. It is not returned again."""
+        """Remove and return the lowered graph that equals one to be lowered; None without it."""
         identity = self._identity(gm) if self._kept else None
         for kept in self._kept:
             if (
@@ -220,21 +224,24 @@ class Lowerings:
 
 
 @contextlib.contextmanager
-def _only_looking(
+def _lowering_context(
     gm: fx.GraphModule, mode: Any, half: str, keep_order: KeepExecutionOrder | None
 ) -> Iterator[_Counted]:
-    """Let a half be lowered as in a compile of it, with nothing timed, written or counted by Inductor; hold what it would have counted."""
+    """Provide the context of a compile, with nothing timed, traced or counted by Inductor.
+
+    Yields the counts that Inductor would have made.
+    """
     from torch._inductor import compile_fx, config
     from torch._inductor.debug import DebugContext
     from torch._inductor.virtualized import V
 
     with (
-        # As in a compile: what Inductor makes up on the way would otherwise be fake, which takes longer.
+        # As in a compile: tensors that Inductor creates would otherwise be fake, which is slower.
         outside_trace(),
         V.set_fake_mode(mode),
         V.set_debug_handler(DebugContext()),
         _counted_apart() as counted,
-        config.patch(AS_PLANNED | UNTOLD | {"_pre_fusion_custom_pass": keep_order}),
+        config.patch(AS_PLANNED | NO_TRACE | {"_pre_fusion_custom_pass": keep_order}),
         compile_fx.get_cuda_device_context(gm),
         _named(half),
         torch.no_grad(),
@@ -245,16 +252,16 @@ def _only_looking(
 def _scheduled(
     gm: fx.GraphModule, inputs: list[Any], shape_env: Any, donated: Sequence[int] | None
 ) -> tuple[Any, LoweredHalf]:
-    """Return Inductor's lowering of a half after its passes, scheduled, and what is read from that."""
+    """Return Inductor's lowered and scheduled graph of a half after its passes, and its buffers."""
     from torch._inductor import compile_fx, config
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
-    # Not at the top: it imports the whole of Inductor, which takes long.
+    # Not at the top: it imports all of Inductor, which is slow.
     from fxckpt.torch_private.inductor.buffers import read_schedule
 
-    # torch 2.11 finds the decompositions by itself.
+    # torch 2.11 finds the decompositions itself.
     takes_them = "get_decomp_fn" in signature(GraphLowering.__init__).parameters
     more: dict[str, Any] = {"get_decomp_fn": select_decomp_table} if takes_them else {}
     more |= {"is_backward": donated is not None, "layout_opt": wants_channels_last(gm)}
@@ -268,17 +275,18 @@ def _scheduled(
                 graph.init_wrapper_code()
                 graph._update_scheduler()
             found = read_schedule(graph)
-            # Of a graph with graphs inside, those were scheduled, and cannot be scheduled again.
+            # Subgraphs were scheduled by the first reading, and cannot be a second time.
             if donated is not None and config.allow_buffer_reuse and not found.inside:
                 with config.patch(FREEING_EARLY):
-                    found = replace(found, letting_go=read_schedule(graph))
+                    found = replace(found, freeing_early=read_schedule(graph))
     return graph, found
 
 
-def _writes_what_runs_again(gm: fx.GraphModule) -> bool:
-    """Return whether Inductor may let an op write over a value that was made again.
+def _overwrites_recomputed(gm: fx.GraphModule) -> bool:
+    """Return whether Inductor may let an op overwrite a recomputed value.
 
-    It asks by the storages of the nodes' values, which those that run again share with the first run until they are propagated anew.
+    It decides by the storages of fake values, which a recomputed value shares with the first one
+    until values are propagated through the half.
     """
     ops = (
         n
@@ -293,14 +301,14 @@ def _writes_what_runs_again(gm: fx.GraphModule) -> bool:
 
 
 def _take_over(gm: fx.GraphModule, passed: fx.GraphModule) -> None:
-    """Make ``gm`` what it would be after Inductor's passes: they made ``passed`` of an equal graph."""
+    """Turn ``gm`` into ``passed``, the result of Inductor's passes on an equal graph."""
     for node in passed.graph.find_nodes(op="get_attr"):
         setattr(gm, node.target, getattr(passed, node.target))
     gm.graph = passed.graph
 
 
 def _laid_out(gm: fx.GraphModule, strides: Mapping[str, tuple[int, ...]]) -> list[Any]:
-    """Return the values of a graph's inputs, those in ``strides`` laid out like that."""
+    """Return the fake inputs of a graph, those in ``strides`` with these strides."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     for node in placeholders:
         value = node.meta["val"]
@@ -311,7 +319,7 @@ def _laid_out(gm: fx.GraphModule, strides: Mapping[str, tuple[int, ...]]) -> lis
 
 @contextlib.contextmanager
 def _errors_of_inductor() -> Iterator[None]:
-    """Tell what Inductor cannot lower from what fxckpt cannot plan."""
+    """Raise errors of Inductor's lowering as :class:`PlanningFailed`."""
     from torch._inductor.exc import InvalidCxxCompiler, TritonMissing
 
     try:
@@ -323,14 +331,16 @@ def _errors_of_inductor() -> Iterator[None]:
     except Exception as error:
         raise PlanningFailed(
             f"Inductor does not lower this graph: {type(error).__name__}: {error}\n"
-            "Without backend='fxckpt' torch.compile lowers the same ops: where it fails too, that is a limit of Inductor, "
-            "and options={'inner': 'aot_eager'}, fxckpt.Backend(inner='aot_eager') plans without it; where it does not, this is a defect of fxckpt."
+            "Without backend='fxckpt' torch.compile lowers the same ops: where it fails too, that "
+            "is a limit of Inductor, and options={'inner': 'aot_eager'}, "
+            "fxckpt.Backend(inner='aot_eager') plans without it; where it does not, this is a "
+            "defect of fxckpt."
         ) from error
 
 
 @contextlib.contextmanager
 def _named(half: str) -> Iterator[None]:
-    """Let what is lowered bear the name that it will be compiled under, in place of the joint graph's."""
+    """Name the lowered graph as its compile will, in place of the joint graph's name."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -345,7 +355,10 @@ def _named(half: str) -> Iterator[None]:
 
 
 def _mark_visible_outputs(gm: fx.GraphModule, *, is_backward: bool) -> None:
-    """Mark the outputs whose strides the user sees, as compile_fx marks them: Inductor keeps them as they are."""
+    """Mark the outputs whose strides are visible to the user, as compile_fx does.
+
+    Inductor preserves their strides.
+    """
     from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
     from torch._inductor import config
 
@@ -362,7 +375,7 @@ def _mark_visible_outputs(gm: fx.GraphModule, *, is_backward: bool) -> None:
 
 
 def _given(inputs: Sequence[Any], donated: list[int]) -> Any:
-    """Return what decides how Inductor lowers a graph beside the graph: its inputs, those that it may write over."""
+    """Return the inputs' part of a lowering's identity: layouts, donated inputs and alignment."""
     from torch._inductor.utils import should_assume_input_aligned
 
     aligned = [isinstance(t, torch.Tensor) and should_assume_input_aligned(t) for t in inputs]
@@ -370,7 +383,7 @@ def _given(inputs: Sequence[Any], donated: list[int]) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    """Return what tells a constant of a graph from others: a small one, which may be copied between two looks, by what it holds."""
+    """Return the identity of a constant: the values of a small one, which may be copied."""
     if (
         type(value) is torch.Tensor
         and value.layout is torch.strided
@@ -389,7 +402,7 @@ def _layout(value: Any) -> str:
 
 
 def _is_as_lowered(kept: _Kept, given: dict[str, Any]) -> bool:
-    """Return whether Inductor lowers with what :class:`Lowerings` lowered with, beside the graph and its inputs."""
+    """Return whether Inductor lowers with the same settings as :class:`Lowerings` did."""
     from torch._inductor.decomposition import select_decomp_table
 
     special = (
@@ -409,12 +422,11 @@ def _is_as_lowered(kept: _Kept, given: dict[str, Any]) -> bool:
 
 
 def _handed_over(graph: Any, given: dict[str, Any]) -> Any:
-    """Return a lowered and scheduled graph that, told to lower and schedule itself, does nothing, once."""
+    """Return a lowered graph that skips the next request to lower and schedule itself."""
     for name in ("example_inputs", "graph_id", "inputs_to_check"):
         setattr(graph, name, given.get(name))
     for name in ("run", "init_wrapper_code", "_update_scheduler"):
         vars(graph)[name] = _once(graph, name)
-    compile_early(graph.wrapper_code)
     return graph
 
 
@@ -427,7 +439,7 @@ def _once(graph: Any, name: str) -> Any:
 
 @contextlib.contextmanager
 def _counted_apart() -> Iterator[_Counted]:
-    """Put Inductor's metrics and pattern counters back at the end, and hold by how much they changed."""
+    """Restore Inductor's metrics and Dynamo's counters at the end; yield their differences."""
     from torch._dynamo.utils import counters
     from torch._inductor import metrics
 

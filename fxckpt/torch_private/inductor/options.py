@@ -1,4 +1,4 @@
-"""What fxckpt asks of Inductor: which ops it fuses, what its own partitioner saves, and what it makes of two halves."""
+"""Options of Inductor, its cache folder, and a compile with fxckpt as its partitioner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def cache_folder() -> Path | None:
-    """Return the folder of Inductor's caches; None where that of compiled graphs is off."""
+    """Return the folder of Inductor's caches; None if its cache of compiled graphs is off."""
     from torch._inductor import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -30,11 +30,11 @@ def cache_folder() -> Path | None:
 
 
 PLUGS = ("custom_partitioner_fn", "_pre_fusion_custom_pass")
-"""Options of Inductor's that hold our own code."""
+"""Inductor's options through which fxckpt is plugged in."""
 
 
 def configuration() -> str:
-    """Return Inductor's and AOTAutograd's options as text, ours aside."""
+    """Return Inductor's and AOTAutograd's options as text, without :data:`PLUGS`."""
     from torch._functorch import config as functorch
 
     return (
@@ -44,7 +44,7 @@ def configuration() -> str:
 
 
 def inductor_configuration() -> str:
-    """Return Inductor's options as text, ours aside."""
+    """Return Inductor's options as text, without :data:`PLUGS`."""
     from torch._inductor import config as inductor
 
     return repr(
@@ -57,24 +57,30 @@ def inductor_configuration() -> str:
 
 
 def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the configuration of Inductor that ``torch.compile(mode=..., options=...)`` would set. Raises :class:`InvalidOption`."""
+    """Return the options that ``torch.compile(mode=..., options=...)`` would set in Inductor.
+
+    Raises :class:`~fxckpt.errors.InvalidOption`.
+    """
     from torch._inductor import config, list_mode_options
 
     modes = list_mode_options()
     if mode is not None and (not isinstance(mode, str) or mode not in modes):
         raise InvalidOption(
-            f"mode={mode!r} is not a mode of torch.compile. Use one of {', '.join(map(repr, modes))}."
+            f"mode={mode!r} is not a mode of torch.compile. "
+            f"Use one of {', '.join(map(repr, modes))}."
         )
     if options is not None and not (
         isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
     ):
         raise InvalidOption(
-            f"options={options!r} are not Inductor's options by their names. Give a dict. Example: options={{'epilogue_fusion': True}}."
+            f"options={options!r} are not Inductor's options by their names. Give a dict. "
+            "Example: options={'epilogue_fusion': True}."
         )
     given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     if taken := [name for name in PLUGS if given.get(name) is not None]:
         raise InvalidOption(
-            f"option {taken[0]!r} is where fxckpt itself is plugged into Inductor: it cannot be given beside fxckpt. Leave it out."
+            f"option {taken[0]!r} is where fxckpt itself is plugged into Inductor: "
+            "it cannot be given beside fxckpt. Leave it out."
         )
     known = config.get_config_copy()
     unknown = [name for name in given if name not in known]
@@ -90,28 +96,30 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
         )
     for name, value in given.items():
         kind = config.get_type(name)  # type: ignore[attr-defined]
-        # As torch.compile does: what is in a list or a dict is not looked at.
+        # As in torch.compile, items of a list or a dict are not checked.
         if get_origin(kind) is None and not isinstance(value, kind):
             raise InvalidOption(
-                f"option {name!r} is {value!r}, a {type(value).__name__}: Inductor takes {kind.__name__}."
+                f"option {name!r} is {value!r}, a {type(value).__name__}: "
+                f"Inductor takes {kind.__name__}."
             )
     return {**(modes[mode] if mode is not None else {}), **given}
 
 
-def _begin_to_look_for_instructions(options: Mapping[str, Any]) -> None:
-    """Let Inductor find out, while the graph is traced and planned, which vector instructions it can compile for, and keep what it finds.
+def _detect_instructions_early(options: Mapping[str, Any]) -> None:
+    """Start Inductor's detection of vector instructions while the graph is traced and planned.
 
-    It runs a compiler for that, which takes long with an empty cache, and waits for it only when it writes the first kernel.
+    The detection runs a compiler, which takes long with an empty cache; Inductor would wait for it
+    when it writes the first kernel.
     """
     from torch._inductor import config, cpu_vec_isa
 
-    def look() -> None:
-        with contextlib.suppress(Exception):  # The compile meets it again, and says so.
+    def detect() -> None:
+        with contextlib.suppress(Exception):  # The compile raises it again, with its message.
             cpu_vec_isa.valid_vec_isa_list()
 
     with config.patch(dict(options)):
         here = contextvars.copy_context()
-    threading.Thread(target=here.run, args=(look,), daemon=True).start()
+    threading.Thread(target=here.run, args=(detect,), daemon=True).start()
 
 
 def inductor_backend(
@@ -122,10 +130,13 @@ def inductor_backend(
     options: Mapping[str, Any],
     compile_half: Callable[..., Any],
 ) -> Any:
-    """Compile with Inductor, its joint passes and caches in force, the partition made by ``partitioner``, each half by ``compile_half``.
+    """Compile a graph with Inductor, partitioned by ``partitioner``, each half by ``compile_half``.
 
-    AOTAutograd's own cache is left out: a hit would skip the partitioner, and with it the plan that the user can read. The code of both halves
-    still comes from Inductor's cache. Raises :class:`InnerCompilerMissing` where Inductor finds no compiler.
+    Inductor's joint passes and caches are in force. AOTAutograd's own cache is off: a hit would
+    skip the partitioner, and with it the plan that the user can read. The code of both halves still
+    comes from Inductor's cache.
+
+    Raises :class:`~fxckpt.errors.InnerCompilerMissing` if Inductor finds no compiler.
     """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
@@ -139,7 +150,7 @@ def inductor_backend(
     if any(
         isinstance(given, torch.Tensor) and given.device.type == "cpu" for given in example_inputs
     ):
-        _begin_to_look_for_instructions(options)
+        _detect_instructions_early(options)
     try:
         with config.patch(enable_autograd_cache=False):
             return compile_fx(
@@ -153,9 +164,10 @@ def inductor_backend(
 
 
 def no_compiler(error: Exception) -> InnerCompilerMissing:
-    """Return what is told where Inductor finds nothing to compile its code with."""
+    """Return the error for an Inductor that finds no compiler for its code."""
     return InnerCompilerMissing(
         f"inner='inductor' cannot generate code here: {str(error).rstrip(chr(46))}. "
-        "Two ways out: install a compiler (g++ or clang++ for the CPU, CXX names it; Triton for a GPU), "
-        "or do without code generation: options={'inner': 'aot_eager'}, fxckpt.Backend(inner='aot_eager')."
+        "Two ways out: install a compiler (g++ or clang++ for the CPU, CXX names it; Triton for a "
+        "GPU), or do without code generation: options={'inner': 'aot_eager'}, "
+        "fxckpt.Backend(inner='aot_eager')."
     )

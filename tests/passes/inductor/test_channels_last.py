@@ -1,14 +1,16 @@
-"""Layouts: what a backward makes for its convolutions is channels last; what it returns is as it was."""
+"""Channels last: images of a backward's convolutions are forced, outputs keep their layout."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxckpt.passes.inductor.channels_last import to_channels_last
 from fxckpt.torch_private.inductor.layouts import FORCE_STRIDE_ORDER
+from tests.passes.graphs import text_of
 
 aten = torch.ops.aten
 
@@ -52,7 +54,8 @@ def images(channels: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def test_the_gradient_and_the_input_of_a_convolution_are_channels_last() -> None:
+def test_both_images_of_a_convolution_are_forced() -> None:
+    """The incoming gradient and the input are forced to channels last."""
     _, call = laid_out(*images(3, 8))
     for image in call.args[:2]:
         assert isinstance(image, fx.Node)
@@ -60,14 +63,17 @@ def test_the_gradient_and_the_input_of_a_convolution_are_channels_last() -> None
         assert image.meta["val"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_what_is_returned_keeps_its_layout() -> None:
+def test_outputs_keep_their_layout() -> None:
+    """An image that is returned, too, is returned as it was."""
     gm, call = laid_out(*images(3, 8))
     returned = gm.graph.output_node().args[0]
     assert returned[2] is call.args[1].args[0], "the sine itself"
     assert gm(*images(3, 8))[2].is_contiguous()
 
 
-def test_inputs_of_the_backward_lie_as_the_forward_left_them() -> None:
+def test_inputs_of_the_backward_are_left_alone() -> None:
+    """Inputs have the layout in which the forward left them."""
+
     def weight_gradient(gradient: Tensor, x: Tensor, w: Tensor) -> Tensor:
         return aten.convolution_backward(
             gradient, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False]
@@ -87,17 +93,21 @@ def test_inputs_of_the_backward_lie_as_the_forward_left_them() -> None:
     ],
     ids=["one channel", "one pixel", "a signal"],
 )
-def test_what_has_but_one_layout_is_left_alone(inputs: tuple[Tensor, ...], forced: int) -> None:
+def test_values_of_one_layout_are_left_alone(inputs: tuple[Tensor, ...], forced: int) -> None:
+    """Images of one channel or one pixel, and signals, are not forced."""
     gm, _ = laid_out(*inputs)
     assert len(gm.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER)) == forced
 
 
-def test_sizes_that_vary_are_left_alone() -> None:
+def test_dynamic_sizes_are_left_alone() -> None:
+    """Strides of a dynamic image would not be numbers."""
     gm, _ = laid_out(*images(3, 8), tracing_mode="symbolic")
     assert not gm.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER)
 
 
-def test_who_looks_at_memory_itself_sees_it_as_it_was() -> None:
+def test_as_strided_reads_the_unforced_image() -> None:
+    """Readers of memory, also behind views, keep the image in its layout."""
+
     def of_memory(gradient: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         y = x.sin()
         of_y, of_w, _ = aten.convolution_backward(
@@ -116,3 +126,27 @@ def test_who_looks_at_memory_itself_sees_it_as_it_was() -> None:
         aten.convolution_backward.default,
         aten.mul.Tensor,
     }
+
+
+def test_graph_of_a_recomputed_image() -> None:
+    """The convolution reads a forced image; the output returns the image itself."""
+
+    def f(gradient: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin()
+        mask = [False, True, False]
+        call = (gradient, y, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask)
+        return aten.convolution_backward(*call)[1], y
+
+    gm = make_fx(f, tracing_mode="fake")(*images(3, 8))
+    to_channels_last(gm)
+    assert_expected_inline(text_of(gm.graph), """\
+gradient_1: input
+x_1: input
+w_1: input
+sin = sin(x_1)
+inductor_force_stride_order_default = inductor_force_stride_order(sin, [192, 1, 24, 3])
+convolution_backward = convolution_backward(gradient_1, inductor_force_stride_order_default, w_1, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False])
+getitem = getitem(convolution_backward, 0)
+getitem_1 = getitem(convolution_backward, 1)
+getitem_2 = getitem(convolution_backward, 2)
+return [getitem_1, sin]""")

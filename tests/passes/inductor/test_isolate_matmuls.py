@@ -1,4 +1,4 @@
-"""Unfold: a product stays a call of its own if its operands die long before the sum, or the sum adds a part of what is never stored."""
+"""Isolate matmuls: a product is hidden from its sum where that frees memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -13,6 +14,7 @@ import fxckpt
 from fxckpt.inductor.planner import is_extern_kernel
 from fxckpt.passes.inductor.isolate_matmuls import isolate_matmuls
 from fxckpt.passes.transforms.rematerialize import NEVER_STORED
+from tests.passes.graphs import text_of
 from tests.steps import peak_of
 
 aten = torch.ops.aten
@@ -41,18 +43,20 @@ def weight_gradient(x: Tensor, logits: Tensor, w: Tensor) -> Tensor:
     return head + ((gradient @ w).relu() @ w.t()).sum() * w
 
 
-def test_a_product_whose_large_operands_die_early_is_kept_apart() -> None:
+def test_product_with_large_dying_operands_is_isolated() -> None:
+    """Its operands would otherwise live until the sum."""
     assert unfolded(weight_gradient, torch.randn(64, 4), torch.randn(64, 32), torch.randn(32, 4))[1]
 
 
-def test_a_product_that_is_larger_than_its_operands_is_left_alone() -> None:
+def test_product_larger_than_its_operands_is_folded() -> None:
+    """Isolated, it would take more memory than it frees."""
     assert not unfolded(
         weight_gradient, torch.randn(4, 64), torch.randn(4, 32), torch.randn(32, 64)
     )[1]
 
 
-def test_a_scalar_stays_a_scalar() -> None:
-    """Of one dimension it would have a say in the type of the sum."""
+def test_scalars_stay_scalars() -> None:
+    """With a dimension it would take part in type promotion."""
 
     def scaled(x: Tensor, logits: Tensor, w: Tensor, scalar: Tensor) -> Tensor:
         gradient = logits.exp()
@@ -70,22 +74,23 @@ def test_a_scalar_stays_a_scalar() -> None:
     assert gm.graph.output_node().args[0].meta["val"].dtype == torch.float32
 
 
-def test_a_product_right_before_its_sum_is_left_alone() -> None:
+def test_product_next_to_its_sum_is_folded() -> None:
+    """No extern kernel runs between the two."""
     assert not unfolded(
         lambda x, y: x.exp() + x.exp().relu() @ y, torch.randn(32, 32), torch.randn(32, 32)
     )[1]
 
 
 def gradient_of_a_slice(gradients: Tensor, w: Tensor, zeros: Tensor) -> Tensor:
-    """What flows back through a product, and through all that was collected in one buffer once a row of it is written."""
+    """The gradient through a product, and through a buffer of which one row was written."""
     below = aten.select_scatter.default(gradients.exp(), zeros, 0, 1)
     return zeros @ w + below[0]
 
 
 @pytest.mark.parametrize("is_never_stored", [True, False])
-def test_a_product_is_kept_apart_from_a_small_part_of_what_no_loop_would_store(
-    *, is_never_stored: bool
-) -> None:
+def test_product_is_isolated_from_unstored_summands(*, is_never_stored: bool) -> None:
+    """The sum adds a slice of a gradient that fused kernels never store."""
+
     def mark(graph: fx.Graph) -> None:
         (below,) = graph.find_nodes(op="call_function", target=aten.select_scatter.default)
         below.meta[NEVER_STORED] = is_never_stored
@@ -115,7 +120,7 @@ class Collects(nn.Module):
         return collected.cumsum(0).square().mean()
 
 
-def test_gradients_of_slices_are_not_stored_with_the_zeros_around_them() -> None:
+def test_gradients_of_slices_are_not_padded() -> None:
     """Of each of five writes there would be a gradient as large as the buffer."""
 
     def make() -> tuple[nn.Module, Tensor]:
@@ -125,3 +130,31 @@ def test_gradients_of_slices_are_not_stored_with_the_zeros_around_them() -> None
         peak_of(fxckpt.Backend(budget=0.3), make)
     least, buffer = refused.value.floor_bytes, 5 * make()[1].nbytes
     assert peak_of(fxckpt.Backend(budget=least), make) <= least <= 2.1 * buffer
+
+
+def test_graph_of_an_isolated_product() -> None:
+    """The sum reads the product through a view, so that it matches no addmm pattern."""
+
+    def f(x: Tensor, logits: Tensor, w: Tensor) -> Tensor:
+        head = logits.exp().t() @ x
+        return head + (w @ w.t()) @ w
+
+    gm = make_fx(f, tracing_mode="fake")(
+        torch.randn(64, 4), torch.randn(64, 32), torch.randn(32, 4)
+    )
+    isolate_matmuls(gm)
+    assert_expected_inline(text_of(gm.graph), """\
+x_1: input
+logits_1: input
+w_1: input
+exp = exp(logits_1)
+t = t(exp)
+mm = mm(t, x_1)
+t_1 = t(w_1)
+mm_1 = mm(w_1, t_1)
+mm_2 = mm(mm_1, w_1)
+unsqueeze_default = unsqueeze(mm, 0)
+unsqueeze_default_1 = unsqueeze(mm_2, 0)
+add = add(unsqueeze_default, unsqueeze_default_1)
+squeeze_dim = squeeze(add, 0)
+return squeeze_dim""")

@@ -1,4 +1,4 @@
-"""Unflatten: views that merge what was sliced move behind the element-wise ops that stand between them and a view that splits it again."""
+"""Sink reshapes: merging views move behind element-wise ops up to a splitting view."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxckpt.passes.inductor.sink_reshapes import sink_reshapes
+from tests.passes.graphs import text_of
 
 aten = torch.ops.aten
 
@@ -35,7 +37,7 @@ def dims(gm: fx.GraphModule, target: Any) -> list[int]:
 
 
 def softmax_gradient(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """What a loss over all but the last tokens does to the logits: slice, merge, (x - shift).exp() * scale, split, pad."""
+    """The logits in a loss over all but the last tokens, merged for the work in between."""
     rows, length, width = x.shape
     kept = length - 1
     flat = x[:, :-1].clone(memory_format=torch.contiguous_format).view(rows * kept, width)
@@ -49,7 +51,8 @@ def operands(rows: int = 3, length: int = 5, width: int = 7) -> tuple[Tensor, Te
     return torch.randn(rows, length, width), torch.randn(rows * (length - 1), 1), torch.randn(width)
 
 
-def test_element_wise_work_is_done_with_the_dimensions_apart() -> None:
+def test_pointwise_ops_run_in_the_split_shape() -> None:
+    """Ops keep their names and get the shape before the merge."""
     gm = traced(softmax_gradient, *operands())
     assert dims(gm, aten.exp.default) == [2]
     names = {node.name for node in gm.graph.find_nodes(op="call_function", target=aten.exp.default)}
@@ -67,13 +70,16 @@ def test_element_wise_work_is_done_with_the_dimensions_apart() -> None:
 
 @given(st.integers(1, 4), st.integers(2, 5), st.integers(1, 4))
 def test_every_element_is_the_same(rows: int, length: int, width: int) -> None:
+    """The rewritten graph computes the same, whatever the sizes."""
     inputs = operands(rows, length, width)
     gm = traced(softmax_gradient, *inputs)
     expected = gm(*inputs)
     assert torch.equal(unflattened(gm)(*inputs), expected)
 
 
-def test_who_reads_the_merged_value_still_does() -> None:
+def test_other_readers_get_the_merged_value() -> None:
+    """A new view merges the result for them."""
+
     def both(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         flat = x[:, :-1].clone(memory_format=torch.contiguous_format).view(12, 7)
         shifted = flat - shift
@@ -90,7 +96,8 @@ def test_who_reads_the_merged_value_still_does() -> None:
     )
 
 
-def test_sizes_that_vary_are_kept_apart_too() -> None:
+def test_dynamic_sizes_are_split_too() -> None:
+    """A symbolic trace serves other sizes."""
     gm = traced(softmax_gradient, *operands(), mode="symbolic")
     unflattened(gm)
     assert dims(gm, aten.exp.default) == [3]
@@ -98,7 +105,9 @@ def test_sizes_that_vary_are_kept_apart_too() -> None:
     assert torch.equal(gm(*larger), softmax_gradient(*larger))
 
 
-def test_of_two_merges_the_first_has_the_sizes_for_who_reads_the_merged_value() -> None:
+def test_first_merge_gives_the_sizes() -> None:
+    """Its sizes are known before all ops that other readers read."""
+
     def two(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         rows, length, width = x.shape
         kept = length - 1
@@ -157,6 +166,31 @@ def test_of_two_merges_the_first_has_the_sizes_for_who_reads_the_merged_value() 
     ],
 )
 def test_other_views_stay(function: Callable[[Tensor], Tensor]) -> None:
+    """A graph without the whole pattern is not changed."""
     gm = traced(function, operands()[0])
     before = str(gm.graph)
     assert str(unflattened(gm).graph) == before
+
+
+def test_graph_of_a_sliced_exponential() -> None:
+    """Before: slice, merge, exp, split. After: slice, exp."""
+
+    def f(x: Tensor) -> Tensor:
+        kept = x[:, :-1].clone(memory_format=torch.contiguous_format)
+        return kept.view(12, 7).exp().view(3, 4, 7)
+
+    gm = traced(f, operands()[0])
+    assert_expected_inline(text_of(gm.graph), """\
+x_1: input
+slice_1 = slice(x_1, 1, 0, -1)
+clone = clone(slice_1, memory_format=torch.contiguous_format)
+view = view(clone, [12, 7])
+exp = exp(view)
+view_1 = view(exp, [3, 4, 7])
+return view_1""")
+    assert_expected_inline(text_of(unflattened(gm).graph), """\
+x_1: input
+slice_1 = slice(x_1, 1, 0, -1)
+clone = clone(slice_1, memory_format=torch.contiguous_format)
+exp = exp(clone)
+return exp""")
