@@ -13,7 +13,7 @@ from tests.passes.graphs import lines_of
 
 @pytest.fixture
 def backward() -> fx.GraphModule:
-    """Two stages: each runs something again and uses it."""
+    """Two stages: each recomputes a value and reads it."""
     graph = fx.Graph()
     saved, late, tangent = (graph.placeholder(name) for name in ("saved", "late", "tangents_1"))
     node = tangent
@@ -42,7 +42,9 @@ def test_mark_counts_own_nodes_before(backward: fx.GraphModule) -> None:
 def test_graph_of_two_stages(backward: fx.GraphModule) -> None:
     """Each recomputation stands in front of its reader, under the number of that reader."""
     lines = [f"{node.meta.get(ORDER, '-')} {line}" for node, line in lines_of(backward.graph)]
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 - saved: input
 - late: input
 - tangents_1: input
@@ -51,4 +53,5 @@ def test_graph_of_two_stages(backward: fx.GraphModule) -> None:
 (1, True) again_1 = abs(saved)
 (1, False) own_1 = max(again_1, own_0)
 (2, False) last = min(late, own_1)
-- return [own_1, last]""")
+- return [own_1, last]""",
+    )

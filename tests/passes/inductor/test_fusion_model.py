@@ -150,7 +150,9 @@ def test_graph_with_its_inlined_values() -> None:
     lines = [
         f"{'inlined' if node in inlined else '-':7} {line}" for node, line in lines_of(joint.graph)
     ]
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 -       primals_1: input
 -       primals_2: input
 -       tangents_1: input
@@ -174,4 +176,5 @@ inlined cos_1 = cos(mm)
 -       t_3 = t(primals_2)
 -       mm_5 = mm(mul_1, t_3)
 -       add = add(mm_2, mm_4)
--       return [sum_1, mm_5, add]""")
+-       return [sum_1, mm_5, add]""",
+    )

@@ -143,7 +143,9 @@ def test_graph_of_an_isolated_product() -> None:
         torch.randn(64, 4), torch.randn(64, 32), torch.randn(32, 4)
     )
     isolate_matmuls(gm)
-    assert_expected_inline(text_of(gm.graph), """\
+    assert_expected_inline(
+        text_of(gm.graph),
+        """\
 x_1: input
 logits_1: input
 w_1: input
@@ -157,4 +159,5 @@ unsqueeze_default = unsqueeze(mm, 0)
 unsqueeze_default_1 = unsqueeze(mm_2, 0)
 add = add(unsqueeze_default, unsqueeze_default_1)
 squeeze_dim = squeeze(add, 0)
-return squeeze_dim""")
+return squeeze_dim""",
+    )

@@ -29,12 +29,15 @@ def rewritten(function: Callable[[Tensor], Tensor], mode: str = "fake") -> fx.Gr
 def test_operand_is_forced() -> None:
     """The read of memory goes through a node that forces the traced strides."""
     gm = rewritten(lambda x: x.exp().as_strided((2, 3), (3, 1)))
-    assert_expected_inline(text_of(gm.graph), """\
+    assert_expected_inline(
+        text_of(gm.graph),
+        """\
 x_1: input
 exp = exp(x_1)
 inductor_force_stride_order_default = inductor_force_stride_order(exp, [6, 1])
 as_strided = as_strided(inductor_force_stride_order_default, [2, 3], [3, 1])
-return as_strided""")
+return as_strided""",
+    )
 
 
 def test_base_of_a_view_is_forced() -> None:

@@ -74,7 +74,9 @@ def test_graph_of_a_saved_view() -> None:
     forward, backward, _ = InductorPlanner(Planner(cost="flops")).partition(
         joint, num_fwd_outputs=count
     )
-    assert_expected_inline(text_of(forward.graph), """\
+    assert_expected_inline(
+        text_of(forward.graph),
+        """\
 primals_1: input
 primals_2: input
 exp = exp(primals_1)
@@ -83,11 +85,15 @@ mm = mm(view, primals_2)
 view_1 = view(mm, [4, 8, 64])
 sum_1 = sum(view_1)
 permute = permute(view, [1, 0])
-return [sum_1, permute]""")
-    assert_expected_inline(text_of(backward.graph), """\
+return [sum_1, permute]""",
+    )
+    assert_expected_inline(
+        text_of(backward.graph),
+        """\
 permute: input
 tangents_1: input
 expand = expand(tangents_1, [4, 8, 64])
 view_2 = view(expand, [32, 64])
 mm_1 = mm(permute, view_2)
-return [None, mm_1]""")
+return [None, mm_1]""",
+    )

@@ -180,17 +180,23 @@ def test_graph_of_a_sliced_exponential() -> None:
         return kept.view(12, 7).exp().view(3, 4, 7)
 
     gm = traced(f, operands()[0])
-    assert_expected_inline(text_of(gm.graph), """\
+    assert_expected_inline(
+        text_of(gm.graph),
+        """\
 x_1: input
 slice_1 = slice(x_1, 1, 0, -1)
 clone = clone(slice_1, memory_format=torch.contiguous_format)
 view = view(clone, [12, 7])
 exp = exp(view)
 view_1 = view(exp, [3, 4, 7])
-return view_1""")
-    assert_expected_inline(text_of(unflattened(gm).graph), """\
+return view_1""",
+    )
+    assert_expected_inline(
+        text_of(unflattened(gm).graph),
+        """\
 x_1: input
 slice_1 = slice(x_1, 1, 0, -1)
 clone = clone(slice_1, memory_format=torch.contiguous_format)
 exp = exp(clone)
-return exp""")
+return exp""",
+    )
