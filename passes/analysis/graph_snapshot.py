@@ -1,7 +1,7 @@
 """Graph snapshot: the joint graph of a plan as plain data, its program and the labels of its nodes.
 
 A plan carries the snapshot along, so that reports and plots work long after the graph is gone: who
-reads a value, what its recomputation costs, what memory holds at any moment. It has names, never
+reads a value, its recompute cost, the contents of memory at any moment. It has names, never
 ``fx.Node``.
 
 Expects the graph that the facts were read from. Leaves the graph alone.

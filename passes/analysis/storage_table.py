@@ -116,6 +116,6 @@ class StorageTable:
             self.storages[i] = replace(self.storages[i], is_savable=True)
 
     def mark_output(self, node: fx.Node) -> None:
-        """Mark what a forward output holds: it stays to the end, and may be saved."""
+        """Mark the storages of a forward output: they live to the end, and may be saved."""
         for i in self.holds[node]:
             self.storages[i] = replace(self.storages[i], is_output=True, is_savable=True)

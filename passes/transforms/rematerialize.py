@@ -137,7 +137,7 @@ class _Rewriter:
         return node
 
     def _copy_view(self, node: fx.Node, consumer: fx.Node) -> fx.Node:
-        """Copy a view, and the views it is made of, in front of ``consumer``."""
+        """Copy a view, and the views it reads, in front of ``consumer``."""
         stack = [node]
         while True:
             view = stack[-1]

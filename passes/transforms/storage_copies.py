@@ -57,7 +57,7 @@ def copy_views_alone(graph: fx.Graph) -> None:
 
 
 def _replace_values(graph: fx.Graph, replacement: Callable[[fx.Node], Tensor | None]) -> None:
-    """Replace the fake values of storage-cloning ops, and those of all that shares their storage.
+    """Replace the fake values of storage-cloning ops, and all values in the same storages.
 
     ``replacement`` returns the new value of an op, or None to leave it.
     """

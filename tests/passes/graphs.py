@@ -82,6 +82,6 @@ def chain(primals: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dropped(primals: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
-    """A random mask, of which the backward reads a view."""
+    """A random mask, and a gradient that reads a view of it."""
     mask = torch.bernoulli(primals, 0.5)
     return mask.exp(), mask.t() * tangents
