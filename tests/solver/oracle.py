@@ -1,4 +1,7 @@
-"""The oracle: a shortest path through all states (place in the backward, values at hand). It knows no stages, no order and no solver."""
+"""Oracle: a shortest path through all states, a state being a position and the live values.
+
+It shares no code with the solver, and has neither stages nor an order of recomputes.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,18 @@ from fxckpt.solver.simulate import backward_own_profile, simulate
 
 @dataclass(frozen=True, order=True)
 class _State:
-    """Before backward op ``position``, these are at hand, and these ops have run at least once."""
+    """State before backward op ``position``: live values, and ops that ran at least once."""
 
     position: int
-    there: frozenset[int]
+    live: frozenset[int]
     ran: frozenset[int]
 
 
 def exhaustive(program: Program, limit: int) -> float | None:
-    """Return the least extra time within ``limit`` bytes, or None if nothing fits. For up to about eight forward ops."""
+    """Return the least extra time within ``limit`` bytes, or None if nothing fits.
+
+    It is practical for up to about eight forward ops.
+    """
     tables, own = program.tables, backward_own_profile(program)
     outputs = int(tables.bytes[tables.is_output].sum())
     steps = itertools.count()
@@ -34,27 +40,27 @@ def exhaustive(program: Program, limit: int) -> float | None:
     done: set[_State] = set()
     heapq.heapify(queue)
 
-    def held(there: frozenset[int]) -> int:
-        return outputs + int(tables.bytes[list(there)].sum())
+    def held(live: frozenset[int]) -> int:
+        return outputs + int(tables.bytes[list(live)].sum())
 
     while queue:
         spent, _, state = heapq.heappop(queue)
         if state in done:
             continue
         done.add(state)
-        j, there, ran = state.position, state.there, state.ran
+        j, live, ran = state.position, state.live, state.ran
         if j == len(program.backward):
             return spent
-        after: list[tuple[float, _State]] = [(spent, _State(j, there - {s}, ran)) for s in there]
-        if all(s in there or tables.is_output[s] for s in program.forward_reads[j]):
-            if held(there) + own[j] + int(tables.workspace_bytes[len(program.ops) + j]) <= limit:
-                after.append((spent, _State(j + 1, there, ran)))
+        after: list[tuple[float, _State]] = [(spent, _State(j, live - {s}, ran)) for s in live]
+        if all(s in live or tables.is_output[s] for s in program.forward_reads[j]):
+            if held(live) + own[j] + int(tables.workspace_bytes[len(program.ops) + j]) <= limit:
+                after.append((spent, _State(j + 1, live, ran)))
         for i, op in enumerate(program.ops):
             if op.no_recompute is not None or not all(
-                s in there or tables.is_output[s] for s in op.needs
+                s in live or tables.is_output[s] for s in op.needs
             ):
                 continue
-            more = there | {s for s in op.writes if not tables.is_output[s]}
+            more = live | {s for s in op.writes if not tables.is_output[s]}
             before_op = own[j] - int(tables.written_bytes[len(program.ops) + j])
             if (
                 held(more) + before_op + int(tables.workspace_bytes[i] + tables.state_bytes[i])
@@ -69,7 +75,7 @@ def exhaustive(program: Program, limit: int) -> float | None:
 
 
 def _starts(program: Program, limit: int) -> Iterator[_State]:
-    """Yield what may be at hand after the forward, within ``limit``."""
+    """Yield the states that may follow the forward within ``limit`` bytes."""
     tables = program.tables
     savable = [
         s

@@ -1,4 +1,4 @@
-"""Random programs, and an interpreter of schedules that shares no code with the simulator."""
+"""Random programs and assignments, and an interpreter that shares no code with the simulator."""
 
 from __future__ import annotations
 
@@ -9,14 +9,25 @@ from hypothesis import strategies as st
 
 from fxckpt.reason import Reason
 from fxckpt.solver.program import FORWARD_ONLY, IN_BACKWARD, Op, Program, Side, Storage
-from fxckpt.solver.schedule import Schedule
+from fxckpt.solver.schedule import Schedule, StageAssignment
+from fxckpt.solver.search import PriceSearch
+from fxckpt.solver.stages import StageBoundaries
 
 STATE_BYTES = 3
+QUICK_SEARCH = PriceSearch(
+    stage_counts=(2, 5),
+    small_factors=(1.0, 4.0),
+    least_peak_prices=2,
+    refined=2,
+    perturbations=(0.9,),
+    restarts=3,
+)
+"""A search of few steps."""
 
 
 @st.composite
 def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
-    """Forward ops that read earlier values, and a backward that reads them in about reverse order."""
+    """Draw forward ops that read earlier values, and a backward that reads the last ones first."""
     storages: list[Storage] = []
     ops: list[Op] = []
     count = draw(st.integers(1, max_ops))
@@ -107,20 +118,58 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
     return Program(tuple(ops), tuple(backward), tuple(storages), tuple(tangents))
 
 
+def two_values() -> Program:
+    """Return a program of two values of ten bytes, computed in one and in nine seconds."""
+    return Program(
+        ops=(
+            Op("cheap", Side.FORWARD, 1.0, 1, (), (0,)),
+            Op("expensive", Side.FORWARD, 9.0, 9, (), (1,)),
+        ),
+        backward=(
+            Op("b0", Side.BACKWARD, 1.0, 1, (1,), (2,)),
+            Op("b1", Side.BACKWARD, 1.0, 1, (0,), (3,)),
+        ),
+        storages=(
+            Storage("cheap", 10, 0),
+            Storage("expensive", 10, 1),
+            Storage("g0", 1, IN_BACKWARD),
+            Storage("g1", 1, IN_BACKWARD),
+        ),
+        tangents=(),
+    )
+
+
+@st.composite
+def assignments(draw: st.DrawFn, program: Program) -> StageAssignment:
+    """Draw any assignment that a cut could find."""
+    starts = StageBoundaries(program).stages(draw(st.integers(1, 4)))
+    runnable = [i for i, op in enumerate(program.ops) if op.no_recompute is None]
+    values = range(len(program.storages))
+    kept = [frozenset(draw(st.sets(st.sampled_from(values)))) for _ in starts]
+    runs = [
+        frozenset(draw(st.sets(st.sampled_from(runnable)) if runnable else st.just(set())))
+        for _ in starts
+    ]
+    return StageAssignment(starts, tuple(kept), tuple(runs))
+
+
 Event = tuple[set[int], set[int], int]
-"""Storages read, storages written, bytes only while it runs."""
+"""Storages read, storages written, and bytes of workspace."""
 
 
 @dataclass
 class Outcome:
-    """What running a schedule came to."""
+    """Profile and extra time of an interpreted schedule."""
 
     profile: list[int]
     seconds: float
 
 
 def interpret(program: Program, schedule: Schedule) -> Outcome:
-    """Run a schedule event by event; an assertion fails on a read of what is not there or a second run of what must not."""
+    """Run a schedule event by event.
+
+    An assertion fails on a read of a dead value, and on a recompute of an op that forbids it.
+    """
     outputs = {i for i, s in enumerate(program.storages) if s.is_output}
     order = _forward_order(program, schedule)
     times = Counter(order)
@@ -136,14 +185,14 @@ def interpret(program: Program, schedule: Schedule) -> Outcome:
         for o in [
             o for o, before in zip(schedule.runs, schedule.before, strict=True) if before == j
         ]:
-            again = program.ops[o]
-            assert again.no_recompute is None
+            recomputed = program.ops[o]
+            assert recomputed.no_recompute is None
             times[o] += 1
             backward.append(
                 (
-                    set(again.needs),
-                    set(again.writes),
-                    again.workspace_bytes + STATE_BYTES * (again.rng_state is not None),
+                    set(recomputed.needs),
+                    set(recomputed.writes),
+                    recomputed.workspace_bytes + STATE_BYTES * (recomputed.rng_state is not None),
                 )
             )
         backward.append((set(op.reads), set(op.writes), op.workspace_bytes))
@@ -168,15 +217,18 @@ def _forward_order(program: Program, schedule: Schedule) -> list[int]:
 def _play(
     program: Program, events: list[Event], live: set[int], kept: set[int], held: set[int], base: int
 ) -> tuple[list[int], set[int]]:
-    """Play events; ``kept`` never die, ``held`` are beside what is live from the start."""
+    """Return the profile of events, and the storages live after them.
+
+    The storages ``kept`` never die; ``held`` are live from the start, beside ``live``.
+    """
     size = [s.bytes for s in program.storages]
     base += sum(size[s] for s in held)
     live = {s for s in live if _read_later(s, events)}
     profile = []
-    for at, (reads, writes, only_now) in enumerate(events):
-        assert reads <= live | held, f"event {at} reads {reads - live - held}, which is not there"
+    for at, (reads, writes, workspace) in enumerate(events):
+        assert reads <= live | held, f"event {at} reads {reads - live - held}, which is dead"
         live |= writes
-        profile.append(base + only_now + sum(size[s] for s in live))
+        profile.append(base + workspace + sum(size[s] for s in live))
         live = {s for s in live if s in kept or _read_later(s, events[at + 1 :])}
     return profile, live
 

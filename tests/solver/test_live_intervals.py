@@ -1,4 +1,4 @@
-"""What holds each byte: the parts add up to the simulator's profile."""
+"""Live intervals add up to the simulator's profile."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fxckpt.solver.live_intervals import Holder, aligned, live_intervals, moment
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import emit, save_all
 from fxckpt.solver.simulate import simulate
-from tests.solver.programs import programs
-from tests.solver.test_search import decisions
+from tests.solver.programs import assignments, programs
 
 
 @given(data=st.data(), program=programs())
-def test_the_parts_add_up_to_the_profile(data: st.DataObject, program: Program) -> None:
-    schedule = emit(program, data.draw(decisions(program)))
+def test_intervals_add_up_to_the_profile(data: st.DataObject, program: Program) -> None:
+    """The bytes of all holders are the profile; the forward has no recomputes or gradients."""
+    schedule = emit(program, data.draw(assignments(program)))
     profile = simulate(program, schedule).profile
     parts = stacked(live_intervals(program, schedule), len(profile))
     assert [sum(live) for live in zip(*parts.values(), strict=True)] == list(profile)
@@ -24,10 +24,9 @@ def test_the_parts_add_up_to_the_profile(data: st.DataObject, program: Program) 
 
 
 @given(data=st.data(), program=programs())
-def test_the_uncheckpointed_profile_keeps_its_peak_over_the_ops_of_another(
-    data: st.DataObject, program: Program
-) -> None:
-    schedule, baseline = emit(program, data.draw(decisions(program))), save_all(program)
+def test_aligned_profile_keeps_its_peak(data: st.DataObject, program: Program) -> None:
+    """The uncheckpointed profile has the same peak over the moments of another schedule."""
+    schedule, baseline = emit(program, data.draw(assignments(program))), save_all(program)
     profile = simulate(program, baseline).profile
     over = aligned(moments(program, schedule), moments(program, baseline), profile)
     assert len(over) == len(simulate(program, schedule).profile)

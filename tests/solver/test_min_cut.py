@@ -1,4 +1,4 @@
-"""The one-stage cut: one battery for both solvers, brute force as the oracle."""
+"""The min-cut of one stage: the same tests for both solvers, with brute force as the oracle."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def brute_force(problem: CutProblem) -> float:
 
 @st.composite
 def problems(draw: st.DrawFn) -> CutProblem:
-    """Random graphs of up to 6 ops, an op filling one or two of up to 8 values."""
+    """Draw a graph of up to 6 ops, each of which writes one or two of up to 8 values."""
     n_ops = draw(st.integers(1, 6))
     producer: list[int] = [-1] if draw(st.booleans()) else []
     reads = []
@@ -53,20 +53,23 @@ def problems(draw: st.DrawFn) -> CutProblem:
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @given(problem=problems())
-def test_is_the_least_of_all_legal_choices(solver: Solver, problem: CutProblem) -> None:
+def test_cut_is_the_least_legal_choice(solver: Solver, problem: CutProblem) -> None:
+    """The cut is legal, and no legal choice costs less."""
     cut = solver(problem)
     assert legal(problem, cut)
     assert cut.price(problem) == pytest.approx(brute_force(problem), abs=1e-6)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_an_op_with_two_outputs_is_paid_once(solver: Solver) -> None:
+def test_op_of_two_values_costs_once(solver: Solver) -> None:
+    """One recompute of an op pays for both of its values."""
     problem = CutProblem((5.0,), ((),), (3.0, 3.0), (0, 0), (0, 1))
     assert solver(problem) == Cut(frozenset(), frozenset({0}))
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_says_which_value_has_no_way(solver: Solver) -> None:
+def test_unbounded_names_the_value(solver: Solver) -> None:
+    """The error holds the value that can be neither kept nor recomputed."""
     problem = CutProblem((1.0, 1.0), ((), (0,)), (math.inf, math.inf), (-1, 1), (1,))
     with pytest.raises(Unbounded) as error:
         solver(problem)

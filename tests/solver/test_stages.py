@@ -1,4 +1,4 @@
-"""Stages begin at narrow places, at all of a depth or at none."""
+"""Stages begin at positions that few bytes cross, at all of one depth or at none."""
 
 from __future__ import annotations
 
@@ -11,29 +11,36 @@ from fxckpt.solver.stages import StageBoundaries, persistence
 from tests.solver.programs import programs
 
 
-def test_a_valley_is_as_deep_as_the_way_to_a_lower_one() -> None:
+def test_depth_is_the_climb_to_lower_minimum() -> None:
+    """A local minimum is as deep as the climb from it to a lower one."""
     assert persistence(np.array([0, 5, 2, 9, 1, 3])) == {0: 9, 2: 3, 4: 8}
 
 
-def test_a_level_stretch_counts_once() -> None:
+def test_level_stretch_counts_once() -> None:
+    """The first position of a level stretch stands for all of it."""
     assert persistence(np.array([4, 1, 1, 4, 0])) == {1: 3, 4: 4}
 
 
-def test_nothing_is_narrow_on_level_ground() -> None:
+def test_level_heights_have_no_depth() -> None:
+    """Equal heights have one minimum of depth 0; no heights have none."""
+    assert persistence(np.array([], dtype=np.int64)) == {}
     assert persistence(np.array([3, 3, 3])) == {0: 0}
 
 
 @given(heights=st.lists(st.integers(0, 9), min_size=1, max_size=20))
-def test_every_climb_is_the_least_there_is(heights: list[int]) -> None:
-    """Oracle: walk from a place both ways to the next that is lower, or level with it and before it."""
-    for place, climb in persistence(np.array(heights)).items():
-        lower = [i for i, h in enumerate(heights) if (h, i) < (heights[place], place)]
-        ways = [max(heights[min(i, place) : max(i, place) + 1]) for i in lower] or [max(heights)]
-        assert climb == min(ways) - heights[place]
+def test_every_climb_is_the_least(heights: list[int]) -> None:
+    """Oracle: walk both ways to the next lower position, or to an equal one before."""
+    for position, climb in persistence(np.array(heights)).items():
+        lower = [i for i, h in enumerate(heights) if (h, i) < (heights[position], position)]
+        ways = [max(heights[min(i, position) : max(i, position) + 1]) for i in lower] or [
+            max(heights)
+        ]
+        assert climb == min(ways) - heights[position]
 
 
 @given(program=programs(), count=st.integers(1, 12))
-def test_stages_begin_at_the_start_and_are_in_order(program: Program, count: int) -> None:
+def test_stages_ascend_from_the_start(program: Program, count: int) -> None:
+    """The first stage begins at 0 and the others follow, within the backward."""
     starts = StageBoundaries(program).stages(count)
     assert starts[0] == 0
     assert list(starts) == sorted(set(starts))
