@@ -1,4 +1,4 @@
-"""The compile door as users meet it."""
+"""The ``torch.compile`` backend as users meet it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ def test_graph_break_makes_two_plans_and_two_tables() -> None:
     assert "graph 2 of 2" in str(backend.report())
 
 
-def test_a_report_says_where_to_look_if_dynamo_left_the_model_to_python() -> None:
+def test_report_without_graphs_names_graph_breaks_log() -> None:
+    """The report names TORCH_LOGS if Dynamo compiled no graph of the model."""
+
     def broken(x: Tensor) -> Tensor:
         for _ in range(2):
             x = x.sin()
@@ -116,7 +118,8 @@ def test_a_report_says_where_to_look_if_dynamo_left_the_model_to_python() -> Non
     assert "TORCH_LOGS=graph_breaks" in str(backend.report())
 
 
-def test_a_report_says_if_graphs_may_be_parts_of_a_step_that_dynamo_left_to_python() -> None:
+def test_report_of_graphs_without_a_seen_break() -> None:
+    """The report says if its graphs may be parts of a step that Dynamo left to Python."""
     layers = nn.ModuleList([Net(), Net()])
 
     def broken(x: Tensor) -> Tensor:
@@ -155,7 +158,8 @@ def test_in_place_ops_and_plain_arguments() -> None:
     assert torch.equal(expected, got)
 
 
-def test_budget_below_the_floor_says_what_would_do() -> None:
+def test_budget_below_floor_names_feasible_one() -> None:
+    """The error of an infeasible budget names a feasible one."""
     model, x = Net(), torch.randn(512, 32)
     with pytest.raises(fxckpt.BudgetInfeasible, match="least peak") as error:
         torch.compile(model, backend=fxckpt.Backend(budget="1B", inner="aot_eager"))(x)
@@ -165,7 +169,8 @@ def test_budget_below_the_floor_says_what_would_do() -> None:
     assert backend.plans[0].peak_bytes <= error.value.floor_bytes
 
 
-def test_an_infeasible_share_of_a_small_graph_says_that_the_model_broke() -> None:
+def test_infeasible_share_after_graph_break() -> None:
+    """An infeasible share of a small graph says that the model broke into graphs."""
     model = Net()
 
     def broken(x: Tensor) -> Tensor:
@@ -216,7 +221,8 @@ def test_uuid_changes_with_options() -> None:
     assert len({uuid(), uuid(budget=0.5), uuid(budget=0.6), uuid(cost="flops")}) == 4
 
 
-def test_plan_without_execution_is_the_backend_s_plan() -> None:
+def test_plan_function_equals_backend_plan() -> None:
+    """Planning without execution gives the plan of the backend."""
     model, x = Net(), torch.randn(512, 32)
     planned = fxckpt.plan(model, x, budget=0.6)
     backend = fxckpt.Backend(budget=0.6, inner="aot_eager")
@@ -277,9 +283,11 @@ def test_wrong_cost_names_the_node(answer: float) -> None:
 @pytest.mark.parametrize(
     "read", [lambda t: t.sum().item(), lambda t: bool(t.max() > 1), lambda t: {}["no"]]
 )
-def test_a_policy_or_cost_that_raises_is_an_error_not_a_run_without_a_budget(
+def test_raising_policy_or_cost_fails_the_step(
     read: Callable[[Tensor], Any],
 ) -> None:
+    """A policy or cost that raises fails the step, which does not run without a budget."""
+
     def policy(ctx: object, op: object, *args: Any, **kwargs: Any) -> Any:
         return read(next(a for a in args if isinstance(a, Tensor)))
 
@@ -304,7 +312,8 @@ def test_a_policy_or_cost_that_raises_is_an_error_not_a_run_without_a_budget(
         )
 
 
-def test_a_defect_of_the_planner_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defect_of_planner_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect of the planner raises PlanningFailed, and the step does not run."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
     def broken(*args: object, **kwargs: object) -> object:
@@ -347,8 +356,9 @@ INDUCTOR_STEP = """
 import torch, fxckpt
 from torch._dynamo.utils import counters
 torch.manual_seed(0)
-block = lambda: torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
-model = torch.nn.Sequential(*(block() for _ in range(3)))
+from torch import nn
+block = lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+model = nn.Sequential(*(block() for _ in range(3)))
 backend = fxckpt.Backend(budget={budget})
 torch.compile(model, backend=backend)(torch.randn(64, 8)).sum().backward()
 print(len(backend.plans), counters["inductor"]["fxgraph_cache_hit"])
@@ -367,7 +377,8 @@ def run_inductor(
     )
 
 
-def test_inductor_s_cache_serves_a_second_process_and_no_other_budget(tmp_path: Path) -> None:
+def test_inductor_cache_across_processes(tmp_path: Path) -> None:
+    """Inductor's cache serves a second process with the same budget, and no other."""
     first, second, other = (run_inductor(str(tmp_path), budget) for budget in (1.0, 1.0, 0.9))
     assert (first.stdout.split(), second.stdout.split(), other.stdout.split()) == (
         ["1", "0"],
@@ -383,7 +394,7 @@ def test_no_compiler_names_two_ways_out(tmp_path: Path) -> None:
 
 
 class Regions(nn.Module):
-    """Blocks, each in a ``torch.utils.checkpoint`` of the user's."""
+    """Blocks, each in a ``torch.utils.checkpoint`` by the user."""
 
     def __init__(self, net: Net) -> None:
         super().__init__()
@@ -395,7 +406,8 @@ class Regions(nn.Module):
         return x
 
 
-def test_checkpoint_regions_bind_without_a_budget_and_are_no_better_than_a_plan_with_one() -> None:
+def test_checkpoint_regions_bind_without_budget() -> None:
+    """The user's regions bind without a budget, and are no better than a plan with one."""
     plain, x = Net(), torch.randn(512, 32)
     marked = Regions(plain)
     expected = gradients(plain, plain, x)
@@ -431,7 +443,9 @@ def test_branches_of_cond_count_in_the_peak() -> None:
 
 
 @pytest.mark.parametrize("budget", [None, 0.9, 0.8])
-def test_any_number_of_rows_two_forwards_and_accumulation(budget: float | None) -> None:
+def test_dynamic_rows_and_gradient_accumulation(budget: float | None) -> None:
+    """Any number of rows, two forwards before a backward, and accumulated gradients."""
+
     def run(backend: object) -> list[Tensor]:
         torch._dynamo.reset()
         torch.manual_seed(5)
@@ -451,7 +465,7 @@ def test_any_number_of_rows_two_forwards_and_accumulation(budget: float | None) 
 
 
 class ReadThenWrite(torch.autograd.Function):
-    """Its gradient is computed from a buffer that the backward writes afterwards."""
+    """A function whose backward reads a buffer for the gradient, then writes it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, buffer: Tensor) -> Tensor:
@@ -466,7 +480,8 @@ class ReadThenWrite(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("budget", [None, 1.0])
-def test_what_the_backward_writes_is_read_before(budget: float | None) -> None:
+def test_backward_reads_buffer_before_writing_it(budget: float | None) -> None:
+    """A buffer that the backward writes is read before the write."""
     x, buffer = torch.ones(64, 8, requires_grad=True), torch.ones(64, 8)
     backend = fxckpt.Backend(budget=budget, inner="aot_eager")
     torch.compile(lambda x, b: ReadThenWrite.apply(x, b), backend=backend)(x, buffer).backward()
@@ -474,7 +489,8 @@ def test_what_the_backward_writes_is_read_before(budget: float | None) -> None:
     assert torch.equal(buffer, torch.full((64, 8), 2.0))
 
 
-def test_a_plan_is_not_used_for_greater_sizes() -> None:
+def test_plan_is_not_used_for_larger_sizes() -> None:
+    """A plan is not used for inputs larger than those that it was made for."""
     model = Net()
     backend = fxckpt.Backend(budget=0.8, inner="aot_eager")
     compiled = torch.compile(model, backend=backend, dynamic=True)
@@ -490,7 +506,8 @@ def test_a_plan_is_not_used_for_greater_sizes() -> None:
     assert max(peaks[:2]) <= small.budget_bytes < peaks[2] <= large.budget_bytes
 
 
-def test_an_attention_of_one_tensor_with_itself() -> None:
+def test_attention_of_tensor_with_itself() -> None:
+    """An attention reads one tensor as query, key and value."""
     weight = torch.randn(32, 32, requires_grad=True)
 
     def f(x: Tensor) -> Tensor:
@@ -505,7 +522,8 @@ def test_an_attention_of_one_tensor_with_itself() -> None:
     assert torch.equal(expected, got)
 
 
-def test_gradients_that_autograd_clones_count_in_the_peak() -> None:
+def test_cloned_gradients_count_in_peak() -> None:
+    """Gradients that autograd clones count in the peak."""
     a, b, c = (torch.randn(64, 32, requires_grad=True) for _ in range(3))
 
     def f(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -522,7 +540,8 @@ def test_gradients_that_autograd_clones_count_in_the_peak() -> None:
     assert fxckpt.measure_peak(step) <= backend.plans[0].peak_bytes
 
 
-def test_an_output_that_must_be_recomputed_is_there_anyway() -> None:
+def test_output_under_recompute_policy_is_live() -> None:
+    """An output that a policy wants recomputed is live anyway."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     def f(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -537,7 +556,8 @@ def test_an_output_that_must_be_recomputed_is_there_anyway() -> None:
     assert torch.equal(x.grad, x.detach().exp().cos() * x.detach().exp())
 
 
-def test_plans_leave_no_trace_in_later_compiles() -> None:
+def test_plans_do_not_affect_later_compiles() -> None:
+    """After plans of two sizes, a compile of a third still has static sizes."""
     model = Net()
     for rows in (96, 64):
         fxckpt.plan(model, torch.randn(rows, 32))

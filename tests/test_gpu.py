@@ -1,4 +1,4 @@
-"""The same promises on a GPU: equal gradients, and a peak inside the budget by the allocator's own statistics."""
+"""The guarantees on a GPU: equal gradients, and a peak within the budget by the allocator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ pytestmark = [
 @pytest.mark.parametrize(
     "entry", [e for e in ENTRIES if e.name in ("gpt2", "llama", "unet")], ids=lambda e: e.name
 )
-def test_same_step_and_peak_inside_the_budget(entry: Entry) -> None:
+def test_same_step_and_peak_within_budget(entry: Entry) -> None:
+    """The step is the same, and its peak is within the budget."""
     torch.use_deterministic_algorithms(True)
     trial = Trial(entry)
     trial.model.cuda()
@@ -44,7 +45,8 @@ def test_same_step_and_peak_inside_the_budget(entry: Entry) -> None:
 @pytest.mark.parametrize(
     "name", ["dropout", "bernoulli", "randn_like", "rrelu", "exponential_", "attention"]
 )
-def test_a_draw_is_repeated(name: str) -> None:
+def test_recompute_repeats_draw(name: str) -> None:
+    """A recomputed random op repeats its draw."""
     same_at_every_budget(
         lambda: (Residual(DRAWS[name]).cuda(), (torch.randn(512, 16, device="cuda"),)),
         (None, 0.8, FLOOR),
@@ -52,7 +54,7 @@ def test_a_draw_is_repeated(name: str) -> None:
 
 
 class TwoGenerators(nn.Module):
-    """Draws on the CPU and on the GPU in turn."""
+    """A model that draws on the CPU and on the GPU in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +74,9 @@ def test_draws_on_two_devices() -> None:
 
 
 @pytest.mark.parametrize("budget", [None, 0.7])
-def test_an_eager_region_draws_on_two_devices(budget: float | None) -> None:
+def test_eager_region_draws_on_two_devices(budget: float | None) -> None:
+    """An eager region repeats draws on two devices."""
+
     def run(checkpoint: Callable[..., Any]) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = TwoGenerators().cuda()
@@ -88,7 +92,8 @@ def test_an_eager_region_draws_on_two_devices(budget: float | None) -> None:
     )
 
 
-def test_an_eager_region_peaks_like_torchs() -> None:
+def test_eager_region_peaks_like_torch() -> None:
+    """An eager region has the peak of torch's checkpoint."""
     block = nn.Sequential(
         nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 256)
     ).cuda()
@@ -107,8 +112,8 @@ def test_an_eager_region_peaks_like_torchs() -> None:
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_inductor_draws_once_and_stays_inside_the_budget(mode: str | None) -> None:
-    """With CUDA graphs too: dropout differs from step to step, and is the same in the forward and in what runs again."""
+def test_inductor_repeats_draws_within_budget(mode: str | None) -> None:
+    """Steps draw different dropout, and each recomputation repeats it; with CUDA graphs too."""
     model = nn.Sequential(
         *(
             nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.5), nn.Linear(1024, 256))

@@ -1,4 +1,4 @@
-"""Gradients that come into the backward from outside: autograd lets go of them when they were read for the last time."""
+"""Incoming gradients of the backward, which autograd frees after their last read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def as_compiled(backend: fxckpt.Backend) -> int:
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_it_counts_until_it_was_read(inner: str) -> None:
+def test_incoming_gradient_counts_until_last_read(inner: str) -> None:
+    """An incoming gradient counts until its last read."""
     torch._dynamo.reset()
     backend = fxckpt.Backend(inner=inner)
     compiled = torch.compile(MODEL, backend=backend)
@@ -50,7 +51,9 @@ def test_it_counts_until_it_was_read(inner: str) -> None:
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_the_zeros_for_an_output_without_one_count_until_they_were_read(inner: str) -> None:
+def test_zero_gradients_count_until_last_read(inner: str) -> None:
+    """The zeros for an output without a gradient count until their last read."""
+
     def loss_and_output(x: Tensor) -> tuple[Tensor, Tensor]:
         output = MODEL(x)
         return output.square().mean(), output
@@ -67,7 +70,9 @@ def test_the_zeros_for_an_output_without_one_count_until_they_were_read(inner: s
     assert measured(step) == as_compiled(backend)
 
 
-def test_where_autograd_holds_it_it_counts_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_gradient_counts_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that autograd holds counts to the end of the backward."""
+
     def peak() -> int:
         torch._dynamo.reset()
         backend = fxckpt.Backend(inner="aot_eager")

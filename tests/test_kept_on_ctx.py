@@ -1,4 +1,4 @@
-"""What a user's ``autograd.Function`` keeps on its ``ctx``, without ``save_for_backward``."""
+"""Values on the ``ctx`` of a user's ``autograd.Function``, without ``save_for_backward``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.steps import peak_of
 
 
 class KeepsTanh(torch.autograd.Function):
-    """Keeps what it computed, and what it returns, as attributes."""
+    """A function that keeps an intermediate value and its output as attributes of ``ctx``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -41,16 +41,16 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("budget", [None, 0.8, 0.6])
-def test_it_is_let_go_of_after_its_last_read(budget: float | None, inner: str) -> None:
-    """Autograd itself would hold what is kept on a ``ctx`` until the graph dies."""
+def test_value_on_ctx_is_freed_after_last_read(budget: float | None, inner: str) -> None:
+    """The value is freed after its last read; autograd alone holds it until the graph dies."""
     backend = fxckpt.Backend(budget=budget, inner=inner)
     measured = peak_of(backend, lambda: (Layers(), torch.randn(1024, 128)))
     (plan,) = backend.plans
     assert measured == (plan.compiled_peak_bytes or plan.peak_bytes)
 
 
-def test_what_is_kept_and_returned_may_be_written_to() -> None:
-    """As in eager mode, where nobody checks the version of what is kept on a ``ctx``."""
+def test_returned_value_on_ctx_may_be_written() -> None:
+    """As in eager mode, which checks no version of a value on a ``ctx``."""
     torch._dynamo.reset()
     weight = torch.randn(16, 16, requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""Real models at every budget: the same gradients, a peak inside the budget, the work the plan says."""
+"""Real models at every budget: equal gradients, a peak within the budget, the planned work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUDGETS = (None, 0.9, 0.7, 0.5, "floor")
 
 
 class Trial:
-    """One model and its inputs; every step starts from the same weights, buffers and generator state."""
+    """A model and its inputs; every step starts from the same weights, buffers and RNG state."""
 
     def __init__(self, entry: Entry) -> None:
         torch.manual_seed(0)
@@ -56,7 +56,7 @@ class Trial:
 def attention_flops(
     query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object
 ) -> int:
-    """Two products of (s, d) by (d, s), a multiply-add counting two; torch's counter does not know this op."""
+    """Return the FLOPs of the two products of attention, unknown to torch's counter."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[2] * width * 2
 
@@ -78,6 +78,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.name)
 def test_same_step_at_every_budget(entry: Entry) -> None:
+    """Gradients, peak, buffers and work are those of the plan at every budget."""
     trial = Trial(entry)
     uncheckpointed = torch.compile(trial.model, backend="aot_eager_default_partitioner")
     expected = trial.step(uncheckpointed)

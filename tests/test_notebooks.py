@@ -1,4 +1,4 @@
-"""The notebooks run from a fresh kernel with warnings as errors, and read without being run."""
+"""The notebooks run from a fresh kernel with warnings as errors, and are stored with outputs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "notebooks"
 BOOKS = sorted(FOLDER.glob("*.ipynb"))
 AT_A_TIME = 2
-"""Much of the time of a notebook goes into importing, on one core."""
+"""Number of notebooks run at once; each spends much of its time in imports, on one core."""
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
-"""Threads of kernels that run beside each other would wait for each other."""
+"""Environment with one thread a kernel, as parallel kernels would compete for cores."""
 
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[Path, str]]:
-    """Where the notebooks went that ran, and what was said of those that failed."""
+    """The folder of the executed notebooks, and the error of each, empty if it ran."""
     pytest.importorskip("nbclient")
     out = tmp_path_factory.mktemp("notebooks")
 
@@ -38,22 +38,24 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[Pa
 
 
 @pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_shows_what_was_kept_of_it(
+def test_notebook_runs_with_stored_output_types(
     path: Path, executed: tuple[Path, Mapping[Path, str]]
 ) -> None:
+    """A notebook runs from a fresh kernel, with outputs of the stored types."""
     out, failed = executed
     assert not failed[path], failed[path]
     assert kinds(out / path.name) == kinds(path)
 
 
 def kinds(path: Path) -> list[set[str]]:
-    """What sorts of output each cell has."""
+    """Return the types of output of each cell."""
     cells: list[dict[str, Any]] = json.loads(path.read_text())["cells"]
     return [{output["output_type"] for output in cell.get("outputs", ())} for cell in cells]
 
 
 @pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
-def test_what_is_kept_names_no_machine(path: Path) -> None:
+def test_stored_outputs_name_no_machine(path: Path) -> None:
+    """The stored outputs hold no path of a machine."""
     text = path.read_text()
     assert '"output_type"' in text
     assert not re.search(r"/(?:root|home|tmp|Users)/|site-packages", text)

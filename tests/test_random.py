@@ -1,4 +1,4 @@
-"""Random ops: whatever runs again draws what it drew, and the generator ends where it ends without checkpoints."""
+"""Random ops: recomputation repeats the draw, and leaves the generator's final state unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 16
 
 
 class Residual(nn.Module):
-    """Layers around a function that draws."""
+    """Layers around a random function."""
 
     def __init__(self, draw: Callable[[Tensor], Tensor], layers: int = 2) -> None:
         super().__init__()
@@ -80,16 +80,18 @@ def drawing(name: str) -> Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", DRAWS)
-def test_a_draw_is_repeated_at_any_budget(name: str) -> None:
+def test_recompute_repeats_draw_at_any_budget(name: str) -> None:
+    """A recomputed random op repeats its draw at every budget."""
     same_at_every_budget(drawing(name), (None, 0.9, 0.5, 0.1, FLOOR))
 
 
 MAY_NOT_RUN_AGAIN = ("random_", "randperm")
-"""Nothing that the backward needs depends on running these again."""
+"""Functions whose recomputation yields no value that the backward needs."""
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_a_draw_is_repeated(name: str) -> None:
+def test_recompute_repeats_draw(name: str) -> None:
+    """A recomputed random op repeats its draw."""
     same_at_every_budget(drawing(name), (0.8, FLOOR))
     (plan,) = same_at_every_budget(drawing(name), (None,), policy=recompute_all)
     drawn = {row.op for row in plan.rows if row.name in plan.recomputed and is_random(row.op)}
@@ -112,7 +114,7 @@ def is_random(op: str) -> bool:
 
 
 class SelfAttention(nn.Module):
-    """Torch's own attention module with dropout."""
+    """The attention module of torch, with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +133,7 @@ def test_attention_modules_with_dropout() -> None:
 
 
 class OwnGenerators(nn.Module):
-    """Draws from two generators of its own, and from the default one between them."""
+    """A model that draws from two generators of its own, and from the default one in between."""
 
     def forward(self, x: Tensor, first: torch.Generator, second: torch.Generator) -> Tensor:
         x = (x * torch.rand(x.shape, generator=first)).sin()
@@ -139,8 +141,8 @@ class OwnGenerators(nn.Module):
         return (x * torch.rand(x.shape, generator=second)).sin()
 
 
-def test_generators_of_the_user_s_own() -> None:
-    """Dynamo does not capture them: what draws from them runs as it is, what is around is planned."""
+def test_generators_of_user() -> None:
+    """Ops of the user's generators, which Dynamo leaves out, run as they are."""
     ends = []
     for budget in ("eager", None, 1.0):
         torch._dynamo.reset()
@@ -170,7 +172,8 @@ def inductor_stream(request: pytest.FixtureRequest) -> Iterator[bool]:
     "name",
     ["dropout", *(pytest.param(n, marks=pytest.mark.sweep) for n in DRAWS if n != "dropout")],
 )
-def test_under_inductor_a_draw_is_repeated(inductor_stream: bool, name: str) -> None:
+def test_recompute_repeats_draw_under_inductor(inductor_stream: bool, name: str) -> None:
+    """A recomputed random op repeats its draw under Inductor."""
     model, inputs = fresh(drawing(name))
     expected = outcome(model, torch.compile(model), inputs)
     floor = 0

@@ -1,4 +1,4 @@
-"""What runs again can be told apart: in the profiler, in printed graphs, in the log."""
+"""Names of recomputed ops in the profiler and in printed graphs, and the log of plans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def model() -> nn.Module:
     )
 
 
-def test_the_profiler_names_every_run_that_repeats_the_forward() -> None:
+def test_profiler_names_recomputed_ops() -> None:
+    """The profiler has a record with the name of each recomputed op."""
     backend = fxckpt.Backend(budget=0.7, inner="aot_eager")
     compiled = torch.compile(model(), backend=backend)
     inputs = torch.randn(256, 8)
@@ -39,7 +40,8 @@ def test_the_profiler_names_every_run_that_repeats_the_forward() -> None:
     assert plan.schedule and records == sorted(PREFIX + run.name for run in plan.schedule)
 
 
-def test_records_are_taken_only_where_somebody_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_need_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No records are made without a profiler."""
     compiled = torch.compile(model(), backend=fxckpt.Backend(budget=0.7, inner="aot_eager"))
     inputs = torch.randn(256, 8)
     taken: list[str] = []
@@ -55,7 +57,8 @@ def test_records_are_taken_only_where_somebody_profiles(monkeypatch: pytest.Monk
         assert bool(taken) is is_profiled
 
 
-def test_printed_graphs_say_what_is_repeated() -> None:
+def test_printed_graph_marks_recomputed_ops() -> None:
+    """A printed graph marks the recomputed ops."""
     halves: list[fx.GraphModule] = []
 
     def keep(half: fx.GraphModule, inputs: object) -> object:
@@ -70,7 +73,8 @@ def test_printed_graphs_say_what_is_repeated() -> None:
     assert "recompute_of" not in halves[0].print_readable(print_output=False)
 
 
-def test_the_log_has_figures_and_with_debug_reasons(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_has_figures_and_reasons(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has figures with INFO, and reasons with DEBUG."""
     caplog.set_level(logging.DEBUG, "fxckpt")
     backend = fxckpt.Backend(budget=0.7, inner="aot_eager")
     torch.compile(model(), backend=backend)(torch.randn(256, 8)).sum().backward()
@@ -105,7 +109,8 @@ DOORS = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_every_door_logs_a_plan_once(door: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_entry_point_logs_once(door: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Every entry point logs its plan once."""
     caplog.set_level(logging.INFO, "fxckpt")
     DOORS[door]()
     said = [r.getMessage() for r in caplog.records if r.name == "fxckpt"]
@@ -116,7 +121,8 @@ def test_every_door_logs_a_plan_once(door: str, caplog: pytest.LogCaptureFixture
     )
 
 
-def test_a_plan_that_is_given_is_logged_as_applied(caplog: pytest.LogCaptureFixture) -> None:
+def test_given_plan_is_logged_as_applied(caplog: pytest.LogCaptureFixture) -> None:
+    """A plan that the user gives is logged as applied."""
     step, inputs = model(), torch.randn(256, 8)
     plan = fxckpt.plan(step, inputs, budget=0.7)
     caplog.set_level(logging.INFO, "fxckpt")
@@ -125,7 +131,8 @@ def test_a_plan_that_is_given_is_logged_as_applied(caplog: pytest.LogCaptureFixt
     assert said.startswith(f"plan {plan.digest} of a graph of ") and " is applied: peak " in said
 
 
-def test_torch_logs_shows_it_on_the_command_line(tmp_path: Path) -> None:
+def test_torch_logs_variable(tmp_path: Path) -> None:
+    """TORCH_LOGS shows the log on the command line."""
     (tmp_path / "step.py").write_text(
         "import torch\n\ndef make():\n    return torch.nn.Linear(8, 8), torch.randn(4, 8)\n"
     )

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it returns, and what it says to mistakes."""
+"""The command line: its output, exit codes and error messages."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def brackets():
 class Keyed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.heads = nn.ModuleDict({name: nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)) for name in ("a[0]", "a[1]")})
+        head = lambda: nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
+        self.heads = nn.ModuleDict({name: head() for name in ("a[0]", "a[1]")})
 
     def forward(self, x):
         return self.heads["a[0]"](x) + self.heads["a[1]"](x)
@@ -83,6 +84,7 @@ def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_plan_prints_figures_and_json(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints figures and a memory bar, or JSON; prints of the model go to stderr."""
     assert main(["plan", f"{step}:make", "--budget", "0.7", "--cost", "flops"]) == 0
     printed = capsys.readouterr()
     assert "uncheckpointed peak" in printed.out and "- budget" in printed.out
@@ -92,14 +94,14 @@ def test_plan_prints_figures_and_json(step: str, capsys: pytest.CaptureFixture[s
     assert figures["peak_bytes"] <= figures["budget_bytes"] < figures["baseline_peak_bytes"]
 
 
-def test_inputs_by_name_and_a_policy(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keyword_inputs_and_policy(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A factory may return keyword inputs, and a policy comes from the user's file."""
     assert main(["plan", f"{step}:keywords", "--policy", f"{step}:save_all", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"] == 0
 
 
-def test_an_infeasible_budget_is_1_and_tells_the_floor(
-    step: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_infeasible_budget_exits_1(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An infeasible budget exits with 1 and names the floor."""
     assert main(["plan", f"{step}:make", "--budget", "1KiB", "--json"]) == 1
     printed = capsys.readouterr()
     assert "Raise the budget to at least" in printed.err
@@ -140,9 +142,10 @@ def test_an_infeasible_budget_is_1_and_tells_the_floor(
         ([], "COMMAND"),
     ],
 )
-def test_mistakes_are_2_without_a_traceback(
+def test_unusable_arguments_exit_2(
     step: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Unusable arguments exit with 2 and one message, without a traceback."""
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert said in printed.err and "Traceback" not in printed.err
@@ -152,14 +155,16 @@ def test_mistakes_are_2_without_a_traceback(
 @pytest.mark.parametrize(
     ("factory", "command"), [("nothing_to_learn", "plan"), ("on_meta", "bench")]
 )
-def test_what_cannot_be_planned_or_run_is_3(
+def test_unplannable_model_exits_3(
     step: str, factory: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A model that cannot be planned or run exits with 3."""
     assert main([command, f"{step}:{factory}"]) == 3
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_explain_in_every_form(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_formats(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each option of the command prints its own form."""
     base = ["explain", f"{step}:make", "--budget", "0.7", "--cost", "flops"]
     for more, said in (
         (["--top", "2"], "more rows (--top 0 prints all)"),
@@ -185,9 +190,10 @@ def explained(capsys: pytest.CaptureFixture[str], step: str, *more: str) -> str:
     [[], ["--saved"], ["--peak"], ["--by", "op"]],
     ids=lambda answer: "".join(answer) or "rows",
 )
-def test_every_answer_takes_filters_and_formats(
+def test_explain_answers_take_filters_and_formats(
     step: str, answer: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Rows, sums, saved values and the peak take the same filters and formats."""
     found = json.loads(explained(capsys, step, *answer, "--json", "--module", "1"))
     rows = found["rows"] if isinstance(found, dict) else found
     everything = list(
@@ -208,7 +214,8 @@ def test_every_answer_takes_filters_and_formats(
     assert "no value matches" in explained(capsys, step, *answer, "--op", "nothing")
 
 
-def test_decision_and_top_hold_in_json_too(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_filters_hold_in_json(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The filters and the limit hold with JSON too."""
     rows = json.loads(explained(capsys, step, "--json", "--decision", "recomputed", "--top", "2"))[
         "rows"
     ]
@@ -217,16 +224,18 @@ def test_decision_and_top_hold_in_json_too(step: str, capsys: pytest.CaptureFixt
     assert held and all(row["held_as"] == "saved" for row in held)
 
 
-def test_modules_with_brackets_are_found_by_their_names(
+def test_module_filter_takes_brackets_literally(
     step: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A module filter takes brackets in names literally."""
     assert main(["explain", f"{step}:brackets", "--module", "heads.a[0]", "--json"]) == 0
     assert {row["module"] for row in json.loads(capsys.readouterr().out)["rows"]} == {
         "heads.a[0].1"
     }
 
 
-def test_a_mistake_in_the_model_is_told_once(step: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_model_error_is_printed_once(step: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """An error of the model is printed once, with its line."""
     assert main(["plan", f"{step}:mismatched"]) == 3
     said = capfd.readouterr().err
     assert (
@@ -241,9 +250,8 @@ def test_a_mistake_in_the_model_is_told_once(step: str, capfd: pytest.CaptureFix
     )
 
 
-def test_a_file_that_the_model_misses_is_the_models(
-    step: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_file_of_model_exits_3(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing file of the model is an error of the model, not of the arguments."""
     assert main(["bench", f"{step}:reads_a_file", "--steps", "1"]) == 3
     assert (
         "the step raised FileNotFoundError: [Errno 2] No such file or directory: 'weights.bin'"
@@ -251,9 +259,8 @@ def test_a_file_that_the_model_misses_is_the_models(
     )
 
 
-def test_bench_says_of_a_budget_what_plan_says(
-    step: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_reports_infeasible_budget(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An infeasible budget has the same message as with the plan command."""
     assert main(["bench", f"{step}:make", "--budget", "1KiB"]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("fxckpt: budget='1KiB' is 1024 bytes") and said.endswith(
@@ -261,7 +268,8 @@ def test_bench_says_of_a_budget_what_plan_says(
     )
 
 
-def test_frontier_prints_points_and_draws(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_frontier_prints_and_plots(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints the points and writes a picture; other paths are refused."""
     pytest.importorskip("matplotlib").use("Agg")
     base = ["frontier", f"{step}:make", "--points", "3", "--cost", "flops"]
     assert main([*base, "--plot", "curve.png", "--json"]) == 0
@@ -272,7 +280,8 @@ def test_frontier_prints_points_and_draws(step: str, capsys: pytest.CaptureFixtu
     assert "cannot write 'no/such/folder.png'" in capsys.readouterr().err
 
 
-def test_bench_measures_what_was_predicted(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_measures_predicted_peak(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The measured peak is the predicted one, and the gradients are equal."""
     assert (
         main(
             [
@@ -299,9 +308,10 @@ def test_bench_measures_what_was_predicted(step: str, capsys: pytest.CaptureFixt
     assert after["gradients"] == "equal, bitwise"
 
 
-def test_doctor_examines_itself(
+def test_doctor_runs_self_tests(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The doctor tests both inner compilers, and a failing probe becomes a finding."""
     assert main(["doctor", "--json"]) == 0
     found = {f["what"]: f for f in json.loads(capsys.readouterr().out)}
     assert found["self-test"]["state"] == "ok" and "bitwise" in found["self-test"]["found"]
@@ -317,7 +327,8 @@ def test_doctor_examines_itself(
     assert 'use inner="aot_eager"' in printed and "ZeroDivisionError" in printed
 
 
-def test_help_has_examples_and_runs_as_a_module() -> None:
+def test_help_of_module() -> None:
+    """The help of the module has examples and the exit codes."""
     done = subprocess.run(
         [sys.executable, "-m", "fxckpt", "--help"], capture_output=True, text=True, check=False
     )
@@ -330,7 +341,8 @@ def test_help_has_examples_and_runs_as_a_module() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk without room")
 @pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
-def test_a_full_disk_is_2(more: list[str]) -> None:
+def test_full_disk_exits_2(more: list[str]) -> None:
+    """A full disk exits with 2 and one message."""
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "fxckpt", "doctor", "--quick", *more],
@@ -342,7 +354,8 @@ def test_a_full_disk_is_2(more: list[str]) -> None:
     assert done.stderr == "fxckpt: cannot write to the standard output: No space left on device\n"
 
 
-def test_a_terminal_without_the_characters_is_no_error(step: str) -> None:
+def test_ascii_terminal(step: str) -> None:
+    """Characters that the terminal lacks are printed as question marks."""
     done = subprocess.run(
         [sys.executable, "-X", "utf8=0", "-m", "fxckpt", "plan", f"{step}:make", "--cost", "flops"],
         env={"PYTHONIOENCODING": "ascii", "PATH": ""},
@@ -352,19 +365,20 @@ def test_a_terminal_without_the_characters_is_no_error(step: str) -> None:
     assert done.returncode == 0 and b"?" in done.stdout
 
 
-def heed_ctrl_c() -> None:
-    """Undo what a background job of a shell inherits: it ignores Ctrl-C."""
+def restore_sigint() -> None:
+    """Restore the default SIGINT, which background jobs of a shell ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 SCRIPT = "import sys; from fxckpt.cli import main; sys.exit(main())"
-"""What pip writes into the file that it calls ``fxckpt``."""
+"""The console script ``fxckpt`` as pip writes it."""
 
 
 @pytest.mark.parametrize("started", [["-m", "fxckpt"], ["fxckpt"]], ids=["module", "script"])
-def test_ctrl_c_during_the_imports_is_quiet(
+def test_interrupt_during_imports(
     started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An interrupt during the imports exits with 130 and one line."""
     (tmp_path / "fxckpt").write_text(SCRIPT)
     (tmp_path / "torch.py").write_text(
         "import time; print('importing', flush=True); time.sleep(60)"
@@ -376,7 +390,7 @@ def test_ctrl_c_during_the_imports_is_quiet(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=heed_ctrl_c,
+        preexec_fn=restore_sigint,
     ) as running:
         assert running.stdout is not None and running.stdout.readline() == "importing\n"
         running.send_signal(signal.SIGINT)
@@ -384,27 +398,36 @@ def test_ctrl_c_during_the_imports_is_quiet(
     assert (running.returncode, said) == (130, "fxckpt: interrupted\n")
 
 
-def test_importing_the_package_leaves_ctrl_c_alone() -> None:
-    code = "import signal, fxckpt; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+def test_import_keeps_interrupt_handler() -> None:
+    """Importing the package keeps Python's interrupt handler."""
+    code = (
+        "import signal, fxckpt; "
+        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
             text=True,
             check=True,
-            preexec_fn=heed_ctrl_c,
+            preexec_fn=restore_sigint,
         ).stdout
         == "True\n"
     )
 
 
-def test_ctrl_c_in_the_users_code_is_quiet(step: str) -> None:
+def test_interrupt_in_user_code(step: str) -> None:
+    """An interrupt in the user's code exits with 130 and one line."""
     Path(step).write_text(
         "import time\ndef make():\n    print('working', flush=True)\n    time.sleep(60)"
     )
     command = [sys.executable, "-m", "fxckpt", "plan", f"{step}:make"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=restore_sigint,
     ) as running:
         assert running.stderr is not None and running.stderr.readline() == "working\n"
         running.send_signal(signal.SIGINT)

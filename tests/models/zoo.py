@@ -1,4 +1,4 @@
-"""Small real models with random weights; each computes its loss inside, so that a step is one forward and one backward."""
+"""Small real models with random weights; each returns its loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Entry:
-    """A name and a recipe for (model that returns a scalar loss, its inputs)."""
+    """A named function that makes a model with a scalar loss, and its inputs."""
 
     name: str
     make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
@@ -130,7 +130,7 @@ def t5() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions with batch norm around a skip; in-place activations as torchvision has them."""
+    """Two 3x3 convolutions with batch norm and a skip, with in-place activations as torchvision."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, residual blocks and a classifier; the loss is inside."""
+    """A stem, residual blocks and a classifier, with its loss."""
 
     def __init__(self, width: int = 16, blocks: int = 4) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class ResNet(nn.Module):
 
 
 class UNet(nn.Module):
-    """Two levels down and up, skips concatenated, group norm and dropout."""
+    """A U-Net of two levels with concatenated skips, group norm and dropout."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

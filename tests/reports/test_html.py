@@ -1,4 +1,4 @@
-"""The page: one file without a network, and in a real browser what it shows is what was planned."""
+"""The HTML page: a single file without network access, tried in a real browser."""
 
 from __future__ import annotations
 
@@ -47,9 +47,8 @@ def embedded(text: str) -> dict[str, Any]:
     return found
 
 
-def test_the_page_carries_everything_and_asks_for_nothing(
-    curve: fxckpt.Frontier, tmp_path: Path
-) -> None:
+def test_page_is_self_contained(curve: fxckpt.Frontier, tmp_path: Path) -> None:
+    """The page embeds its data, scripts and styles, and loads nothing."""
     path = curve.to_html(tmp_path / "page.html", chosen=curve.plans[1], title="<b>")
     text = path.read_text()
     assert "<title>&lt;b&gt;</title>" in text and "<!--" not in re.sub(
@@ -62,7 +61,8 @@ def test_the_page_carries_everything_and_asks_for_nothing(
     assert len(data["nodes"]["name"]) == len(curve.plans[0].step.labels)
 
 
-def test_the_data_adds_up_to_the_profile(curve: fxckpt.Frontier) -> None:
+def test_data_adds_up_to_profile(curve: fxckpt.Frontier) -> None:
+    """The live intervals on the page add up to the profile of the plan."""
     data = html.data(curve.plans)
     for plan, drawn in zip(curve.plans, data["plans"], strict=True):
         held, live = drawn["held"], [0] * len(plan.profile)
@@ -75,7 +75,8 @@ def test_the_data_adds_up_to_the_profile(curve: fxckpt.Frontier) -> None:
         assert {name for name, row in drawn["rows"].items() if row[0] == 0} == set(plan.saved)
 
 
-def test_a_plan_alone_and_plans_of_different_graphs(curve: fxckpt.Frontier, tmp_path: Path) -> None:
+def test_one_plan_and_mixed_graphs(curve: fxckpt.Frontier, tmp_path: Path) -> None:
+    """A page of one plan has no others; plans of different graphs are refused."""
     path = curve.plans[1].to_html(tmp_path / "one.html", points=0)
     assert len(embedded(path.read_text())["plans"]) == 1
     other = fxckpt.plan(nn.Linear(4, 4), torch.randn(2, 4))
@@ -83,11 +84,13 @@ def test_a_plan_alone_and_plans_of_different_graphs(curve: fxckpt.Frontier, tmp_
         html.render([curve.plans[0], other])
 
 
-def test_the_same_plans_make_the_same_page(curve: fxckpt.Frontier) -> None:
+def test_page_is_deterministic(curve: fxckpt.Frontier) -> None:
+    """Equal plans give equal pages."""
     assert html.render(curve.plans) == html.render(curve.plans)
 
 
-def test_the_libraries_are_those_that_were_vendored() -> None:
+def test_vendored_libraries_match_checksums() -> None:
+    """The vendored libraries have the recorded checksums."""
     folder = resources.files("fxckpt.reports").joinpath("web", "vendor")
     listed = dict(
         reversed(line.split()) for line in folder.joinpath("SHA256SUMS").read_text().splitlines()
@@ -100,7 +103,7 @@ def test_the_libraries_are_those_that_were_vendored() -> None:
 
 
 def chain(length: int) -> fxckpt.Plan:
-    """A plan of ``length`` nodes that saves all: ops in a row, and their gradients."""
+    """Return a plan that saves everything, of a chain of ops and their gradients."""
     half = length // 2
     ops = tuple(
         Op(f"f{i}", Side.FORWARD, 1e-6, 1, (i - 1,) if i else (), (i,)) for i in range(half)
@@ -166,7 +169,8 @@ def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
         if path is None and not Path(started.chromium.executable_path).exists():
             pytest.skip(
-                "the page is tried in a browser, and there is no Chromium: install the package chromium"
+                "the page is tried in a browser, and there is no Chromium: "
+                "install the package chromium"
             )
         launched = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield launched
@@ -200,22 +204,28 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
     assert complaints == []
 
 
+NODE = "fxpage.graph.cy.getElementById('n' + fxpage.model.position.get(name))"
+"""JavaScript for the drawn node of a name."""
+ON_SCREEN = (
+    "const box = document.getElementById('graph').getBoundingClientRect(); "
+    "return [p.x + box.left, p.y + box.top];"
+)
+"""JavaScript for the coordinates in the window of a point of the graph."""
+
+
 def press(tab: Any, name: str, *, times: int = 1) -> None:
     """Click a node where it is drawn."""
     tab.evaluate("name => fxpage.go(fxpage.model.position.get(name))", name)
     tab.evaluate("() => fxpage.select(null)")
-    place = tab.evaluate(
-        "name => { const p = fxpage.graph.cy.getElementById('n' + fxpage.model.position.get(name)).renderedPosition();"
-        " const box = document.getElementById('graph').getBoundingClientRect(); return [p.x + box.left, p.y + box.top]; }",
-        name,
-    )
+    place = tab.evaluate(f"name => {{ const p = {NODE}.renderedPosition(); {ON_SCREEN} }}", name)
     tab.mouse.click(*place, click_count=times)
 
 
 @pytest.mark.browser
-def test_a_click_shows_the_reason_and_the_readers(
+def test_click_shows_reason_and_readers(
     curve: fxckpt.Frontier, opened: Any, tmp_path: Path
 ) -> None:
+    """A click on a node shows its reason and its readers."""
     plan = curve.plans[1]
     tab = opened(curve.to_html(tmp_path / "page.html", chosen=plan))
     assert "uncheckpointed peak" in tab.inner_text("#panel")
@@ -230,14 +240,15 @@ def test_a_click_shows_the_reason_and_the_readers(
 
 
 @pytest.mark.browser
-def test_the_slider_changes_colours_and_figures(
+def test_slider_changes_colours_and_figures(
     curve: fxckpt.Frontier, opened: Any, tmp_path: Path
 ) -> None:
+    """The slider changes the colours, the title and the reasons."""
     tight, loose = curve.plans[0], curve.plans[-1]
     name = next(n for n in tight.recomputed if n in loose.saved)
     tab = opened(curve.to_html(tmp_path / "page.html", chosen=tight))
     tab.evaluate("name => fxpage.go(fxpage.model.position.get(name))", name)
-    color = "name => fxpage.graph.cy.getElementById('n' + fxpage.model.position.get(name)).style('background-color')"
+    color = f"name => {NODE}.style('background-color')"
     before, title = tab.evaluate(color, name), tab.inner_text("#plan-title")
     tab.focus("#slider")
     tab.keyboard.press("End")
@@ -247,28 +258,22 @@ def test_the_slider_changes_colours_and_figures(
 
 
 @pytest.mark.browser
-def test_search_unfolds_what_it_finds(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+def test_search_unfolds_matches(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+    """A search unfolds the module of its match and selects the node."""
     name = curve.plans[1].recomputed[-1]
     tab = opened(curve.to_html(tmp_path / "page.html", chosen=curve.plans[1]))
     tab.click("#fold")
     tab.fill("#search", name)
     tab.keyboard.press("Enter")
     assert tab.inner_text("#panel h2") == name
-    assert (
-        tab.evaluate(
-            "name => fxpage.graph.cy.getElementById('n' + fxpage.model.position.get(name)).length",
-            name,
-        )
-        == 1
-    )
+    assert tab.evaluate(f"name => {NODE}.length", name) == 1
     tab.fill("#search", "nothing has this name")
     assert "nothing has that name" in tab.inner_text("#found")
 
 
 @pytest.mark.browser
-def test_the_timeline_tells_what_is_live_and_a_value_when_it_lives(
-    curve: fxckpt.Frontier, opened: Any, tmp_path: Path
-) -> None:
+def test_timeline_shows_live_values(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+    """A click on the timeline lists live values; a value shows its intervals."""
     plan = curve.plans[1]
     tab = opened(curve.to_html(tmp_path / "page.html", chosen=plan))
     box = tab.locator("#timeline .u-over").bounding_box()
@@ -285,16 +290,14 @@ def test_the_timeline_tells_what_is_live_and_a_value_when_it_lives(
 
 
 @pytest.mark.browser
-def test_a_double_click_unfolds_and_folds(
-    curve: fxckpt.Frontier, opened: Any, tmp_path: Path
-) -> None:
+def test_double_click_unfolds_module(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+    """A double click unfolds a module, and its panel folds it."""
     tab = opened(curve.to_html(tmp_path / "page.html", chosen=curve.plans[1]))
     tab.click("#fold")
     shown = "() => fxpage.tree.visible().length"
     before = tab.evaluate(shown)
     place = tab.evaluate(
-        "() => { const p = fxpage.graph.cy.nodes('.folded')[0].renderedPosition();"
-        " const box = document.getElementById('graph').getBoundingClientRect(); return [p.x + box.left, p.y + box.top]; }"
+        f"() => {{ const p = fxpage.graph.cy.nodes('.folded')[0].renderedPosition(); {ON_SCREEN} }}"
     )
     tab.mouse.dblclick(*place)
     assert tab.evaluate(shown) > before
@@ -303,7 +306,8 @@ def test_a_double_click_unfolds_and_folds(
 
 
 @pytest.mark.browser
-def test_twenty_thousand_nodes_stay_folded_until_asked(opened: Any, tmp_path: Path) -> None:
+def test_large_graph_stays_folded(opened: Any, tmp_path: Path) -> None:
+    """A graph of 20,000 nodes opens folded, and draws few nodes when unfolded."""
     tab = opened(html.write([chain(20_000)], tmp_path / "large.html"))
     assert tab.evaluate("() => fxpage.model.count") == 20_000
     assert tab.evaluate("() => fxpage.graph.cy.nodes().length") < 200
@@ -316,7 +320,7 @@ def test_twenty_thousand_nodes_stay_folded_until_asked(opened: Any, tmp_path: Pa
 
 
 class Viewed(nn.Module):
-    """Its inputs are read through views, in a step that runs some again."""
+    """A model whose inputs are read through views, in a step that recomputes some of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,22 +343,22 @@ def viewed() -> fxckpt.Frontier:
 
 
 @pytest.mark.browser
-def test_no_reason_denies_the_readers_beside_it(
-    viewed: fxckpt.Frontier, opened: Any, tmp_path: Path
-) -> None:
+def test_reasons_agree_with_readers(viewed: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+    """No reason denies a reader that the page lists."""
     tab = opened(viewed.to_html(tmp_path / "page.html"))
-    said = """plan => Array.from({ length: fxpage.model.count }, (_, i) => {
+    reasons = """number => Array.from({ length: fxpage.model.count }, (_, i) => {
         const { model } = fxpage, { forward, backward } = model.readers(i);
-        const again = forward.filter(u => model.plans[plan].rows[model.name(u)]?.[0]);
-        return [model.kind(i), model.why(i, model.plans[plan], model.states(model.plans[plan])[i]), backward.length, again.length];
+        const plan = model.plans[number], state = model.states(plan)[i];
+        const recomputed = forward.filter(u => plan.rows[model.name(u)]?.[0]);
+        return [model.kind(i), model.why(i, plan, state), backward.length, recomputed.length];
     })"""
     views = []
     for number in range(len(viewed.plans)):
-        for kind, why, backward, again in tab.evaluate(said, number):
+        for kind, why, backward, recomputed in tab.evaluate(reasons, number):
             is_denied = "does not need" in why or "does not read" in why or "not needed" in why
             assert not (is_denied and backward), why
             views += (
-                [(is_denied, backward + again > 0)]
+                [(is_denied, backward + recomputed > 0)]
                 if kind == list(NodeKind).index(NodeKind.VIEW) and why.startswith("a view: ")
                 else []
             )
@@ -362,9 +366,10 @@ def test_no_reason_denies_the_readers_beside_it(
 
 
 @pytest.mark.browser
-def test_modules_with_brackets_are_found(
+def test_search_finds_modules_with_brackets(
     viewed: fxckpt.Frontier, opened: Any, tmp_path: Path
 ) -> None:
+    """The search takes brackets in module names literally."""
     tab = opened(viewed.to_html(tmp_path / "page.html"))
     tab.fill("#search", "head[1]")
     assert "heads.head[1].0" in tab.inner_text("#found")
@@ -373,7 +378,8 @@ def test_modules_with_brackets_are_found(
 
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1400, 1000, 600])
-def test_the_header_fits(viewed: fxckpt.Frontier, opened: Any, tmp_path: Path, width: int) -> None:
+def test_header_fits(viewed: fxckpt.Frontier, opened: Any, tmp_path: Path, width: int) -> None:
+    """The header fits the window with a long title."""
     tab = opened(
         viewed.to_html(
             tmp_path / "page.html", title="a title that is longer than the page is wide " * 4
@@ -385,5 +391,6 @@ def test_the_header_fits(viewed: fxckpt.Frontier, opened: Any, tmp_path: Path, w
         box = tab.locator(part).bounding_box()
         assert box["width"] > 50 and box["x"] + box["width"] <= width
     assert tab.evaluate(
-        "() => { const e = document.getElementById('plan-title'); return e.scrollWidth === e.clientWidth; }"
+        "() => { const e = document.getElementById('plan-title'); "
+        "return e.scrollWidth === e.clientWidth; }"
     )

@@ -1,4 +1,4 @@
-"""Pictures: what is drawn is what was planned, with units on the axes."""
+"""Plots: they draw the figures of plans, with units on the axes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ def labels(axes: object) -> list[str]:
 
 
 @pytest.mark.parametrize("over", ["ops", "time"])
-def test_memory_has_its_parts_the_budget_and_what_it_would_have_been(
-    curve: fxckpt.Frontier, over: str
-) -> None:
+def test_memory_plot_has_parts_and_budget(curve: fxckpt.Frontier, over: str) -> None:
+    """The plot has the holders, the budget and the uncheckpointed profile, with units."""
     plan = curve.plans[1]
     axes = plan.plot_memory(over=over)
     assert {"saved", "recomputed", "gradients", "budget", "uncheckpointed"} <= set(labels(axes))
@@ -46,13 +45,15 @@ def test_memory_has_its_parts_the_budget_and_what_it_would_have_been(
     assert max(line.get_ydata()) == pytest.approx(plan.peak_bytes / 2**20)
 
 
-def test_memory_over_something_else(curve: fxckpt.Frontier) -> None:
+def test_memory_plot_refuses_unknown_axis(curve: fxckpt.Frontier) -> None:
+    """The memory is drawn over ops or time only."""
     with pytest.raises(fxckpt.InvalidOption, match="'ops' or 'time'"):
         curve.plans[0].plot_memory(over="days")
 
 
-def test_the_frontier_marks_the_plan_and_its_peers(curve: fxckpt.Frontier) -> None:
-    from fxckpt.reports.tradeoff import Peer
+def test_frontier_plot_marks_chosen_and_peers(curve: fxckpt.Frontier) -> None:
+    """The plot marks the chosen plan and the peers, and its axes contain them."""
+    from fxckpt.reports.plots import Peer
 
     axes = curve.plot(
         chosen=curve.plans[2], peers=[Peer("by hand", curve.plans[3].peak_bytes, 0.4)]
@@ -62,7 +63,8 @@ def test_the_frontier_marks_the_plan_and_its_peers(curve: fxckpt.Frontier) -> No
     assert axes.get_ylim()[1] > 40
 
 
-def test_the_frontier_refuses_a_plan_of_another_model(curve: fxckpt.Frontier) -> None:
+def test_frontier_plot_refuses_other_graphs(curve: fxckpt.Frontier) -> None:
+    """The chosen plan has to be a plan of the same graph."""
     with pytest.raises(
         fxckpt.InvalidOption, match=r"plot\(chosen=...\): that plan is of another graph"
     ):
@@ -71,8 +73,9 @@ def test_the_frontier_refuses_a_plan_of_another_model(curve: fxckpt.Frontier) ->
         curve.plot(chosen=0)  # type: ignore[arg-type]
 
 
-def test_a_dollar_in_a_name_is_no_formula(curve: fxckpt.Frontier) -> None:
-    from fxckpt.reports.tradeoff import Peer
+def test_dollar_sign_is_no_formula(curve: fxckpt.Frontier) -> None:
+    """Dollar signs in names are drawn as they are."""
+    from fxckpt.reports.plots import Peer
 
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -95,7 +98,8 @@ def test_a_dollar_in_a_name_is_no_formula(curve: fxckpt.Frontier) -> None:
         assert [text for text in shown if r"$\bad$" in text.get_text()]
 
 
-def test_modules_are_bars_in_the_models_order(curve: fxckpt.Frontier) -> None:
+def test_module_bars_follow_model_order(curve: fxckpt.Frontier) -> None:
+    """The bars are in the order of the model and add up to the saved bytes."""
     _, given = matplotlib.pyplot.subplots()
     axes = curve.plans[1].plot_modules(given, depth=1)
     assert axes is given
@@ -106,7 +110,8 @@ def test_modules_are_bars_in_the_models_order(curve: fxckpt.Frontier) -> None:
     )
 
 
-def test_a_plans_own_frontier_contains_it(curve: fxckpt.Frontier) -> None:
+def test_frontier_of_plan_contains_it(curve: fxckpt.Frontier) -> None:
+    """A plan's own frontier contains the plan."""
     plan = curve.plans[2]
     own = plan.frontier(points=4)
     assert plan in own.plans

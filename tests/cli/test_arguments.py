@@ -1,0 +1,50 @@
+"""Parsed options."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxckpt.cli.arguments import USAGE, build_parser, parse
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [("4096", 4096), ("0.6", 0.6), ("2GiB", "2GiB"), ("auto", "auto"), ("None", None)],
+)
+def test_budget_has_the_type_of_its_text(text: str, budget: object) -> None:
+    """Bytes are integers, fractions are floats, and all else is text or None."""
+    found = parse(["plan", "train.py:make", "--budget", text]).budget
+    assert found == budget and type(found) is type(budget)
+
+
+def test_defaults() -> None:
+    """A command has defaults for all of its options."""
+    options = vars(parse(["bench", "train.py:make"]))
+    assert options == {
+        "command": "bench",
+        "target": "train.py:make",
+        "json": False,
+        "traceback": False,
+        "policy": None,
+        "cost": "roofline",
+        "budget": None,
+        "steps": 5,
+        "inner": "aot_eager",
+    }
+
+
+@pytest.mark.parametrize("name", ["plan", "explain", "frontier", "html", "bench", "doctor"])
+def test_command_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The help of each command ends with an example."""
+    with pytest.raises(SystemExit) as stop:
+        build_parser().parse_args([name, "--help"])
+    assert stop.value.code == 0
+    assert f"example:\n  fxckpt {name}" in capsys.readouterr().out
+
+
+def test_options_without_effect_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """An option of ``explain`` without effect on the answer exits with an error that names it."""
+    with pytest.raises(SystemExit) as stop:
+        parse(["explain", "train.py:make", "--why", "gelu", "--top", "3", "--op", "mm"])
+    assert stop.value.code == USAGE
+    assert "--top, --op and --why: they have no effect on the other" in capsys.readouterr().err

@@ -1,0 +1,42 @@
+"""Reports of a backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import fxckpt
+from fxckpt.reports.compile_report import Break, Report, outputs_bytes
+
+
+def test_report_without_plans() -> None:
+    """A report without plans says how to compile a graph with a backward."""
+    assert str(Report(())).startswith("no graph with a backward has been compiled yet")
+
+
+def test_report_numbers_graphs_and_lists_breaks(plan: fxckpt.Plan) -> None:
+    """Each graph has its explanation; breaks come last, or a hint if none was seen."""
+    found = Break(1, "call to print", "model.py:7", 2048)
+    text = str(Report((plan, plan), (found,)))
+    assert text.startswith("graph 1 of 2\n") and "graph 2 of 2\n" in text
+    assert text.endswith(str(found)) and "TORCH_LOGS" not in text
+    assert "TORCH_LOGS=graph_breaks" in str(Report((plan, plan)))
+    assert str(Report((plan,))) == f"graph 1 of 1\n{plan.explain()}"
+
+
+def test_break_names_graph_source_and_bytes() -> None:
+    """The text of a break has its graph, line, reason and the bytes of the outputs."""
+    assert str(Break(1, "call to print", "model.py:7", 2048)) == (
+        "graph break: graph 1 ends at model.py:7 (call to print): nothing is planned across it, "
+        "and its outputs, 2.0 KiB, are held until its backward"
+    )
+    assert str(Break(None, "a loop", "", 0)) == (
+        "graph break: a graph without a backward ends (a loop): nothing is planned across it"
+    )
+
+
+def test_outputs_bytes(plan: fxckpt.Plan) -> None:
+    """The bytes of outputs are those of the snapshot's output storages."""
+    assert plan.step is not None
+    outputs = [s.bytes for s in plan.step.program.storages if s.is_output]
+    assert outputs_bytes(plan) == sum(outputs) > 0
+    assert outputs_bytes(replace(plan, step=None)) == 0
