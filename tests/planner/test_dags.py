@@ -1,4 +1,7 @@
-"""Random models: layers, dropout, views, in-place ops, sharing, buffers that are written; whatever is planned, the step is the same."""
+"""Random models train as without checkpointing, at every budget.
+
+They have layers, dropout, views, in-place ops, shared layers and mutated buffers.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from tests.steps import FLOOR, UNCHECKPOINTED, same_at_every_budget
 WIDTH = 8
 ROWS = 48
 FEW = max(settings.default.max_examples // 3, 1)
-"""Every example is compiled four times."""
+"""Number of examples, each of which is compiled four times."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """One op of a model: its name and the earlier values that it reads."""
+class ModelOp:
+    """One op of a model, by name, and the indices of the values that it reads."""
 
     op: str
     reads: tuple[int, ...]
@@ -30,16 +33,19 @@ class Step:
 
 
 def transposed(x: Tensor) -> Tensor:
+    """Reorder the rows by views and a copy."""
     return x.view(2, ROWS // 2, WIDTH).transpose(0, 1).reshape(ROWS, WIDTH)
 
 
 def doubled_in_place(x: Tensor) -> Tensor:
+    """Mutate a view, then its base."""
     y = x.sin()
     y[:, 0].mul_(2.0)
     return y.add_(1.0)
 
 
 def attention(x: Tensor, y: Tensor) -> Tensor:
+    """Attend from ``x`` to ``y`` with two heads and dropout."""
     heads = x.view(1, ROWS, 2, WIDTH // 2).transpose(1, 2)
     others = y.view(1, ROWS, 2, WIDTH // 2).transpose(1, 2)
     return (
@@ -73,9 +79,9 @@ LAYERS = ("linear", "linear again", "buffer", "batch norm")
 
 
 class Dag(nn.Module):
-    """Computes ``steps`` one after the other; the last values are added up."""
+    """Compute ``steps`` in order, and add up the values that none of them reads."""
 
-    def __init__(self, steps: tuple[Step, ...]) -> None:
+    def __init__(self, steps: tuple[ModelOp, ...]) -> None:
         super().__init__()
         self.steps = steps
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -89,7 +95,8 @@ class Dag(nn.Module):
         read = {i for step in self.steps for i in step.reads}
         return sum((v for i, v in enumerate(values) if i not in read), torch.zeros(()))
 
-    def compute(self, step: Step, inputs: list[Tensor]) -> Tensor:
+    def compute(self, step: ModelOp, inputs: list[Tensor]) -> Tensor:
+        """Return the value of one step."""
         if step.op in TWO:
             return TWO[step.op](inputs[0], inputs[-1])
         x = inputs[0]
@@ -105,19 +112,21 @@ class Dag(nn.Module):
 
 
 @st.composite
-def dags(draw: st.DrawFn) -> tuple[Step, ...]:
+def dags(draw: st.DrawFn) -> tuple[ModelOp, ...]:
+    """Draw the ops of a model, each of which reads near values."""
     count = draw(st.integers(3, 12))
     ops = st.sampled_from([*ONE, *TWO, *LAYERS])
     near = lambda i: st.integers(max(0, i - 4), i)  # noqa: E731
     return tuple(
-        Step(draw(ops), (draw(near(i)), draw(near(i))), draw(st.integers(0, 2)))
+        ModelOp(draw(ops), (draw(near(i)), draw(near(i))), draw(st.integers(0, 2)))
         for i in range(count)
     )
 
 
 @settings(max_examples=FEW)
 @given(steps=dags())
-def test_a_random_model_trains_the_same_at_every_budget(steps: tuple[Step, ...]) -> None:
+def test_trains_the_same_at_every_budget(steps: tuple[ModelOp, ...]) -> None:
+    """The step of a random model is that of the uncheckpointed model, within every budget."""
     plans = same_at_every_budget(
         lambda: (Dag(steps), (torch.randn(ROWS, WIDTH),)),
         (None, 0.8, FLOOR),
@@ -130,7 +139,8 @@ def test_a_random_model_trains_the_same_at_every_budget(steps: tuple[Step, ...])
 
 @settings(max_examples=FEW)
 @given(steps=dags())
-def test_a_random_model_s_peak_is_at_most_what_was_planned(steps: tuple[Step, ...]) -> None:
+def test_measured_peak_is_at_most_planned(steps: tuple[ModelOp, ...]) -> None:
+    """The peak measured at the floor is within the planned one."""
     torch._dynamo.reset()
     model, x = Dag(steps), torch.randn(ROWS, WIDTH)
 

@@ -1,4 +1,4 @@
-"""The curve of time against peak."""
+"""Frontiers: plans of one step at many budgets."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ GPT2 = next(e for e in ENTRIES if e.name == "gpt2")
 
 @pytest.fixture(scope="module")
 def curve() -> fxckpt.Frontier:
+    """Return the frontier of a small GPT-2 at six points."""
     model, inputs = GPT2.make()
     return fxckpt.frontier(model.train(), *inputs, points=6)
 
 
-def test_from_the_floor_to_the_uncheckpointed_peak(curve: fxckpt.Frontier) -> None:
+def test_spans_floor_to_uncheckpointed_peak(curve: fxckpt.Frontier) -> None:
+    """The points begin at the floor and end at the uncheckpointed peak."""
     first, last = curve.rows[0], curve.rows[-1]
     assert len(curve.plans) == 6
     assert first.peak_bytes == curve.plans[0].floor_bytes
@@ -29,6 +31,7 @@ def test_from_the_floor_to_the_uncheckpointed_peak(curve: fxckpt.Frontier) -> No
 
 
 def test_more_memory_never_takes_more_time(curve: fxckpt.Frontier) -> None:
+    """Peaks rise with the budget, and times fall, down to their lower bounds."""
     for tighter, looser in itertools.pairwise(curve.rows):
         assert tighter.budget_bytes < looser.budget_bytes
         assert tighter.peak_bytes <= looser.peak_bytes
@@ -39,7 +42,8 @@ def test_more_memory_never_takes_more_time(curve: fxckpt.Frontier) -> None:
     )
 
 
-def test_prints_one_line_a_point_and_plots(curve: fxckpt.Frontier) -> None:
+def test_prints_and_plots(curve: fxckpt.Frontier) -> None:
+    """A frontier prints one line per point, and plots with units."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     assert len(str(curve).splitlines()) == 2 + len(curve.plans)
@@ -47,7 +51,8 @@ def test_prints_one_line_a_point_and_plots(curve: fxckpt.Frontier) -> None:
     assert "MiB" in axes.get_xlabel() and "%" in axes.get_ylabel()
 
 
-def test_each_point_is_a_plan_the_backend_could_follow(curve: fxckpt.Frontier) -> None:
+def test_each_point_is_a_plan(curve: fxckpt.Frontier) -> None:
+    """A point in the middle explains itself, with a price of memory."""
     middle = curve.plans[3]
     text = str(middle.explain())
     assert "least possible extra time" in text and "price of memory" in text
@@ -56,13 +61,12 @@ def test_each_point_is_a_plan_the_backend_could_follow(curve: fxckpt.Frontier) -
     assert "the next 100 MiB save at most" in text
 
 
-def test_at_budgets_of_ones_own() -> None:
+def test_takes_a_list_of_budgets() -> None:
+    """The points may be budgets of any form; infeasible and invalid ones are refused."""
     model, inputs = GPT2.make()
     curve = fxckpt.frontier(model.train(), *inputs, points=[0.8, "6MiB", None])
-    fraction, most = (
-        int(0.8 * curve.plans[0].baseline_peak_bytes),
-        curve.plans[0].baseline_peak_bytes,
-    )
+    most = curve.plans[0].baseline_peak_bytes
+    fraction = int(0.8 * most)
     assert [row.budget_bytes for row in curve.rows] == sorted([fraction, 6 * 2**20, most])
     with pytest.raises(fxckpt.BudgetInfeasible, match="budget='1KiB'"):
         fxckpt.frontier(model, *inputs, points=["1KiB", 0.9])
@@ -71,19 +75,17 @@ def test_at_budgets_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("points", [1, 0, "many", []])
-def test_too_few_points(points: object) -> None:
+def test_refuses_too_few_points(points: object) -> None:
+    """A frontier has at least two points."""
     model, inputs = GPT2.make()
     with pytest.raises(fxckpt.InvalidOption, match="at least 2 points"):
         fxckpt.frontier(model, *inputs, points=points)
 
 
-def test_a_chosen_plan_joins_the_page_of_a_frontier(tmp_path: Path) -> None:
-    model, x = (
-        torch.nn.Sequential(
-            *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(4))
-        ),
-        torch.randn(64, 8),
-    )
+def test_chosen_plan_joins_the_page(tmp_path: Path) -> None:
+    """The page of a frontier shows a chosen plan of the same graph, and refuses another graph."""
+    blocks = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(4))
+    model, x = torch.nn.Sequential(*blocks), torch.randn(64, 8)
     found = fxckpt.frontier(model, x, points=3)
     assert found.to_html(tmp_path / "page.html", chosen=fxckpt.plan(model, x, budget=0.83)).exists()
     with pytest.raises(fxckpt.InvalidOption, match="another graph"):
