@@ -133,6 +133,7 @@ class _Evictions:
         )
 
     def _accesses_of(self, s: int) -> list[int]:
+        """Return the accesses of a storage, a list that evictions extend."""
         accesses = self.accesses.get(s)
         if accesses is None:
             starts = self.by_storage.starts
@@ -184,7 +185,8 @@ class _Evictions:
         tables, accesses = self.program.tables, self.by_storage.items
         over = np.concatenate(([0], np.cumsum(self.profile > self.limit)))
         producer = tables.producer
-        may_run = (producer >= 0) & np.append(tables.is_recomputable, False)[producer]
+        # Negative producers stand for the backward and for inputs: none of them is recomputable.
+        may_run = np.append(tables.is_recomputable, False)[np.maximum(producer, -1)]
         is_evictable = may_run & ~tables.is_output & (tables.bytes > 0)
         storage = np.repeat(np.arange(len(producer)), np.diff(self.by_storage.starts))
         begin, end = accesses[:-1] // 2, accesses[1:] // 2
@@ -239,6 +241,7 @@ class _Evictions:
         return last if self.is_savable[s] or last >= self.first_backward else NOT_HELD
 
     def _fits(self, begin: int, end: int, nbytes: int) -> bool:
+        """Return whether bytes held after ``begin``, until ``end``, stay within the limit."""
         return _peak(self.profile[begin + 1 : end + 1]) + nbytes <= self.limit
 
     def evict_range(self, span: _LiveRange) -> None:
@@ -297,6 +300,7 @@ class _Evictions:
         return most - self.bytes[span.s]
 
     def _insert_access(self, s: int, access: int) -> None:
+        """Add an access of a storage, if it is new."""
         accesses = self._accesses_of(s)
         i = bisect_left(accesses, access)
         if accesses[i : i + 1] != [access]:

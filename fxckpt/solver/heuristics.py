@@ -56,6 +56,7 @@ class Heuristics:
         return StagedCut(sweeps=1, reach=math.inf).lay_out(self.program, (0,))
 
     def _one_cut(self, may_run: BoolArray) -> Schedule:
+        """Return the plan of fewest saved bytes that recomputes only the ops ``may_run``."""
         # Bytes are the objective; time costs nothing.
         layout = replace(
             self._whole,

@@ -118,6 +118,7 @@ def _extended(interval: LiveInterval, end_of_forward: int, last: int) -> LiveInt
 def _holder(
     program: Program, storage: int, saved: set[int], is_forward: bool, is_recompute: bool
 ) -> Holder:
+    """Return the reason why a version of a storage is live."""
     if is_recompute:
         return Holder.RECOMPUTED
     if not is_forward:
@@ -160,6 +161,7 @@ def aligned(order: Sequence[Moment], other: Sequence[Moment], profile: Sequence[
 
 
 def _filled(order: Iterable[Moment], bytes_at: dict[str, int]) -> Iterator[int]:
+    """Yield the bytes at each moment, or those of the latest op that has any."""
     latest = 0
     for moment in order:
         if not moment.is_recompute:

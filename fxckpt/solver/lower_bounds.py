@@ -82,6 +82,7 @@ class SuffixCuts:
         return [self._known[key] for key in enumerate(prices)]
 
     def _solve(self, prices: FloatArray) -> Iterator[SuffixCut]:
+        """Yield the least cut of each suffix at its price."""
         tables = self.program.tables
         network, ops, values = self._cut
         # The first run of an op that only the backward depends on may be part of any step.
@@ -158,6 +159,7 @@ class LowerBounds:
 
     @cached_property
     def _own(self) -> list[int]:
+        """Bytes of gradients live during each backward op."""
         return backward_own_profile(self.program)
 
     def _own_before(self, position: int) -> int:

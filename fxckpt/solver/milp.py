@@ -16,7 +16,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from fxckpt.solver.program import Program, Side
+from fxckpt.solver.program import IN_BACKWARD, Program, Side
 from fxckpt.solver.schedule import Schedule, with_runs
 from fxckpt.solver.simulate import backward_own_profile
 
@@ -74,7 +74,7 @@ class _Model:
         self.storages = [
             s
             for s, storage in enumerate(program.storages)
-            if storage.producer != -2 and not storage.is_output
+            if storage.producer != IN_BACKWARD and not storage.is_output
         ]
         self.points = [(j, i) for j in range(len(program.backward)) for i in (*self.ops, None)]
         self.column: dict[tuple[str, int, int], int] = {}

@@ -98,6 +98,7 @@ class Unbounded(Exception):
 
 
 def _cut_from_sink_side(problem: CutProblem, ops: set[int], values: set[int]) -> Cut:
+    """Return the cut whose sink side has these ops and values."""
     kept = frozenset(v for v in values if problem.producer[v] < 0 or problem.producer[v] not in ops)
     return Cut(kept, frozenset(ops))
 

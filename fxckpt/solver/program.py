@@ -18,7 +18,9 @@ import numpy.typing as npt
 from fxckpt.reason import Reason
 
 FORWARD_ONLY = -1
+"""Producer of a generator state."""
 IN_BACKWARD = -2
+"""Producer of a storage that the backward writes, or of an incoming gradient."""
 
 IntArray = npt.NDArray[np.integer[Any]]
 FloatArray = npt.NDArray[np.float64]
@@ -226,4 +228,5 @@ class Tables:
 
 
 def _mask(values: Iterable[bool]) -> BoolArray:
+    """Return ``values`` as an array."""
     return np.asarray(list(values), dtype=bool)

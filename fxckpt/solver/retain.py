@@ -19,6 +19,7 @@ from fxckpt.solver.schedule import Schedule, forward_ops, with_runs
 from fxckpt.solver.simulate import Simulation, last_accesses
 
 FORWARD = -1
+"""Stands for the forward among the recomputes that write copies."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ class _CopyTable:
     ) -> _CopyTable:
         """Return the table of a schedule whose recomputes have the positions ``at``.
 
-        ``first`` is the first position of the backward, ``positions`` their number.
+        ``first`` is the first position of the backward, ``positions`` the length of the profile.
         """
         tables, length = program.tables, len(program.backward)
         runs = np.asarray(schedule.runs, dtype=np.int64)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxckpt.solver.program import Program
+from fxckpt.solver.program import IN_BACKWARD, Program
 from fxckpt.solver.schedule import Schedule, forward_ops
 from fxckpt.solver.simulate import backward_own_profile, simulate
 
@@ -80,7 +80,7 @@ def _starts(program: Program, limit: int) -> Iterator[_State]:
     savable = [
         s
         for s, storage in enumerate(program.storages)
-        if storage.producer != -2 and storage.is_savable and not storage.is_output
+        if storage.producer != IN_BACKWARD and storage.is_savable and not storage.is_output
     ]
     for n in range(len(savable) + 1):
         for saved in itertools.combinations(savable, n):
