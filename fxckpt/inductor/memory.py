@@ -120,6 +120,25 @@ def calibrate(
     plan holds for others.
     """
     program = facts.program
+    spared = _overwritten_bytes(facts, lowered)
+    extern = {
+        lowered.operands[i][0]: nbytes
+        for i, nbytes in _extern_workspace(lowered, backward, workspace).items()
+    }
+    own = (
+        extern.get(op.name, op.workspace_bytes) - spared.get(k, 0)
+        for k, op in enumerate(program.backward)
+    )
+    calibrated = tuple(
+        replace(op, workspace_bytes=nbytes)
+        for op, nbytes in zip(program.backward, own, strict=True)
+    )
+    return replace(program, backward=calibrated) if calibrated != program.backward else program
+
+
+def _overwritten_bytes(facts: Facts, lowered: LoweredHalf) -> dict[int, int]:
+    """Return the bytes of inputs that each backward op overwrites, by the op's index."""
+    program = facts.program
     last = {s: k for k, op in enumerate(program.backward) for s in op.reads}
     owned = _overwritable(program)
     by_node: dict[str, list[int]] = {}
@@ -142,19 +161,7 @@ def calibrate(
                 taken |= {dying[0], written[0]}
                 spared[k] = spared.get(k, 0) + nbytes
                 break
-    extern = {
-        lowered.operands[i][0]: nbytes
-        for i, nbytes in _extern_workspace(lowered, backward, workspace).items()
-    }
-    own = (
-        extern.get(op.name, op.workspace_bytes) - spared.get(k, 0)
-        for k, op in enumerate(program.backward)
-    )
-    calibrated = tuple(
-        replace(op, workspace_bytes=nbytes)
-        for op, nbytes in zip(program.backward, own, strict=True)
-    )
-    return replace(program, backward=calibrated) if calibrated != program.backward else program
+    return spared
 
 
 def optimistic_program(

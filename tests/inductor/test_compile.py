@@ -74,8 +74,8 @@ def planned(budget: Any, **options: Any) -> Plan:
 
 def test_measured_peak_is_the_lowered_one() -> None:
     model, inputs = step()
-    stock_peak = planned(None).peak_bytes
-    for budget in (None, int(0.8 * stock_peak)):
+    default_peak = planned(None).peak_bytes
+    for budget in (None, int(0.8 * default_peak)):
         torch._dynamo.reset()
         backend = fxckpt.Backend(budget=budget, cost="flops")
         compiled = torch.compile(model, backend=backend)
@@ -254,7 +254,7 @@ def test_modes_and_options_of_torch_compile_pass_through() -> None:
         mode="max-autotune-no-cudagraphs", options={"post_grad_custom_post_pass": Peek()}
     )
     torch.compile(model, backend=backend)(*inputs).backward()
-    # What is lowered to be looked at is not tuned.
+    # Nothing is tuned while a half is only examined.
     assert set(seen) == {(True, False), (True, True)}
 
 

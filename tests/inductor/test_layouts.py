@@ -52,9 +52,9 @@ def test_default_choice_is_lowered_in_its_own_layouts() -> None:
         torch.manual_seed(0)
         return Depthwise(), torch.randn(4, 64, 63, 63)
 
-    stock = peak_of("inductor", make)
-    backend = fxckpt.Backend(budget=stock + (1 << 10), cost="flops")
-    assert peak_of(backend, make) <= stock
+    default = peak_of("inductor", make)
+    backend = fxckpt.Backend(budget=default + (1 << 10), cost="flops")
+    assert peak_of(backend, make) <= default
     assert not backend.plans[0].keeps_order
 
 
@@ -108,10 +108,10 @@ def test_gradients_in_channels_last_equal_inductor() -> None:
         assert x.grad.is_contiguous()
         return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
-    for ours, stock in zip(
+    for ours, default in zip(
         gradients(fxckpt.Backend(budget=0.85, cost="flops")), gradients("inductor"), strict=True
     ):
-        torch.testing.assert_close(ours, stock)
+        torch.testing.assert_close(ours, default)
 
 
 class Memory(nn.Module):

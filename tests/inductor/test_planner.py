@@ -125,12 +125,12 @@ class Alignment(nn.Module):
 def test_least_peak_is_at_most_the_default_choice() -> None:
     """The default choice is a last resort, where the fusion model is wrong."""
     joint, count = inductor_joint(Alignment(), torch.randn(30, 4, 32))
-    stock = InductorPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)[2]
+    default = InductorPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)[2]
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
         InductorPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
     assert (
-        stock.compiled_peak_bytes is not None
-        and caught.value.floor_bytes <= stock.compiled_peak_bytes
+        default.compiled_peak_bytes is not None
+        and caught.value.floor_bytes <= default.compiled_peak_bytes
     )
 
 
@@ -188,8 +188,8 @@ def test_gradient_of_sliced_logits_overwrites_them() -> None:
     """Inductor allocates it beside them."""
     backend = fxckpt.Backend(cost="flops")
     logits = 8 * 64 * 1000 * 4
-    stock, ours = peak_of("inductor", next_tokens), peak_of(backend, next_tokens)
-    assert stock - ours > 0.9 * logits
+    default, ours = peak_of("inductor", next_tokens), peak_of(backend, next_tokens)
+    assert default - ours > 0.9 * logits
     assert backend.plans[0].compiled_peak_bytes == ours
 
 
@@ -286,12 +286,12 @@ class Masked(nn.Module):
 def test_kept_order_has_no_cycles() -> None:
     """Nodes that Inductor merged have no mark; dependencies on them make no cycle."""
     joint, count = inductor_joint(Masked(), torch.randint(0, 128, (32,)))
-    stock = (
+    default = (
         InductorPlanner(Planner(cost="flops"))
         .partition(joint, num_fwd_outputs=count)[2]
         .compiled_peak_bytes
     )
-    assert stock is not None
+    assert default is not None
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
         InductorPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
-    assert caught.value.floor_bytes <= stock
+    assert caught.value.floor_bytes <= default

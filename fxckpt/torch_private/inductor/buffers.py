@@ -60,38 +60,43 @@ class _Schedule:
         self.outputs = tuple(_name(output) for output in graph.graph_outputs)
 
     def read(self) -> LoweredHalf:
+        """Return the kernels and buffers of the graph."""
         nodes = self.scheduler.nodes
         returned = frozenset(filter(None, self.outputs))
         pool = _Pool()
         for group in _calls(nodes):
             for i in group:
-                node = nodes[i]
-                rows = frozenset(self._rows(node)) - returned
-                inside = rows | (frozenset(self._removed(node)) - returned)
-                taken = dict(self._overwrites(node, inside, rows))
-                self.in_place.update(taken)
-                self.unaligned.update(
-                    written for written, read in taken.items() if read in self.unaligned
-                )
-                self.overwritten.extend(
-                    (i, _bytes(self.scheduler.name_to_buf[name].node)) for name in taken
-                )
-                for dep in node.read_writes.reads:
-                    if not getattr(dep, "is_fake", False):
-                        # The code frees an operand that dies in a conditional in its first branch
-                        # only.
-                        self._access(
-                            dep.name, len(nodes) if isinstance(node.node, Conditional) else i
-                        )
-                for buffer in node.get_outputs():
-                    if buffer.get_name() not in inside:
-                        self._write(i, buffer, pool)
-                self.ran.update(n.get_name() for n in node.get_nodes())
+                self._run(i, returned, pool)
             # Buffers of several loops in one call live until the call returns.
             for name in sorted({name for i in group for name in nodes[i].last_usage}):
                 self._access(name, group[-1])
                 self._free(name, group[-1], returned, pool)
-        kept, end = frozenset(map(self._root, (*returned, *self._never_freed()))), len(nodes)
+        return self._lowered(returned)
+
+    def _run(self, i: int, returned: Collection[str], pool: _Pool) -> None:
+        """Account for the buffers that a kernel overwrites, reads and writes."""
+        node, end = self.scheduler.nodes[i], len(self.scheduler.nodes)
+        rows = frozenset(self._rows(node)).difference(returned)
+        inside = rows | frozenset(self._removed(node)).difference(returned)
+        taken = dict(self._overwrites(node, inside, rows))
+        self.in_place.update(taken)
+        self.unaligned.update(written for written, read in taken.items() if read in self.unaligned)
+        self.overwritten.extend(
+            (i, _bytes(self.scheduler.name_to_buf[name].node)) for name in taken
+        )
+        for dep in node.read_writes.reads:
+            if not getattr(dep, "is_fake", False):
+                # The code frees an operand that dies in a conditional in its first branch only.
+                self._access(dep.name, end if isinstance(node.node, Conditional) else i)
+        for buffer in node.get_outputs():
+            if buffer.get_name() not in inside:
+                self._write(i, buffer, pool)
+        self.ran.update(n.get_name() for n in node.get_nodes())
+
+    def _lowered(self, returned: Collection[str]) -> LoweredHalf:
+        """Return all as plain data, once every kernel has run."""
+        nodes, end = self.scheduler.nodes, len(self.scheduler.nodes)
+        kept = frozenset(map(self._root, (*returned, *self._never_freed())))
         return LoweredHalf(
             tuple(_origins(node) for node in nodes),
             {
@@ -278,7 +283,9 @@ class _Schedule:
                 )
                 if found is not None:
                     taken[buffer.get_name()] = found
-        for name in taken.keys() - inside:
+        for name in taken:
+            if name in inside:
+                continue
             below = name
             while below in taken and (below == name or below in inside):
                 below = taken[below]
