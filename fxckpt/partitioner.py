@@ -24,7 +24,7 @@ from fxckpt.planner.planner import device_of, planner_of
 from fxckpt.plans.types import Plan
 from fxckpt.policies.torch_form import FunctionPolicy
 from fxckpt.reports.compile_report import Fallback, Report
-from fxckpt.torch_private import guard_sizes, through_dynamo
+from fxckpt.torch_private import guard_sizes, holds_python, through_dynamo
 from fxckpt.torch_private.inductor.default_partitioner import copied, partition_by_default
 from fxckpt.torch_private.inductor.lowering import Lowerings
 from fxckpt.torch_private.inductor.options import CustomPartitionerFn
@@ -174,7 +174,7 @@ class Partitioner(CustomPartitionerFn):
         lowerings: Lowerings | None,
         **given: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
-        if lowerings is None:
+        if lowerings is None or holds_python(joint.graph):
             return self.planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
         timed = lowerings.compile_alone if self.planner.cost == "measured" else None
         holds_order = lowerings.keep_order is not None

@@ -37,7 +37,7 @@ from fxckpt.torch_private.autograd import (
     let_autograd_own,
     surrounding_hooks,
 )
-from fxckpt.torch_private.dispatcher import has_effect, overloads_of
+from fxckpt.torch_private.dispatcher import has_effect, holds_python, overloads_of
 from fxckpt.torch_private.dynamo import (
     break_after,
     calling_line,
@@ -140,6 +140,7 @@ __all__ = [
     "guards_module",
     "guards_namespace",
     "has_effect",
+    "holds_python",
     "inline_regions",
     "is_cut_short",
     "is_jit_traced",

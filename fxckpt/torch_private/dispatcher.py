@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import fx
 from torch._higher_order_ops.effects import _get_effect
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -21,3 +22,17 @@ def overloads_of(op: Any) -> list[OpOverload]:
     if isinstance(op, OpOverloadPacket):
         return [getattr(op, name) for name in op.overloads()]
     return [op._opoverload] if isinstance(op, CustomOpDef) else []
+
+
+def holds_python(graph: fx.Graph) -> bool:
+    """Return whether a graph calls Python that only compiled autograd runs: hooks on tensors.
+
+    Inductor refuses such a graph; torch then leaves the backward to compiled autograd, which
+    compiles it together with the hooks.
+    """
+    wrapper = "torch._dynamo._trace_wrapped_higher_order_op"
+    return any(
+        getattr(node.target, "__module__", None) == wrapper
+        for node in graph.nodes
+        if node.op == "call_function"
+    )

@@ -1,0 +1,141 @@
+"""Degenerate graphs: no ops, views only, odd outputs, by every entry point and inner compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import aot_function, make_boxed_func
+from torch import Tensor
+
+import fxckpt
+
+x34 = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+GRAPHS: dict[str, Callable[[Tensor], Any]] = {
+    "identity": lambda a: a,
+    "views only": lambda a: list(a.unbind(0)),
+    "one view": lambda a: a.t(),
+    "one op": lambda a: a.sin(),
+    "returned twice": lambda a: (lambda b: (b, b))(a.sin()),
+    "input and op": lambda a: (a, a.sin()),
+    "aliased outputs": lambda a: (lambda b: (b, b.view(-1), b.t()))(a.sin()),
+    "integer output": lambda a: (a.sin(), (a > 0).sum(), a.argmax()),
+    "complex output": lambda a: torch.complex(a, a.cos()),
+    "detached output": lambda a: (a.sin(), a.cos().detach()),
+    "constant output": lambda a: (a.sin(), torch.ones(2)),
+    "unused op of several": lambda a: (a.sin(), a.topk(2)[0].detach())[0],
+    "unused results": lambda a: (torch.var_mean(a), a.exp())[1],
+    "empty tensor": lambda a: a[:0].sin(),
+    "empty and full": lambda a: (a[:0].sin(), a.sin()),
+    "one element": lambda a: a[0, 0].sin(),
+    "size one": lambda a: a[:1, :1].exp().sum(),
+    "sum of nothing": lambda a: a[:0].sum() + a.sum() * 0,
+    "in place": lambda a: a.clone().sin_().mul_(2),
+    "expand": lambda a: a[:1].expand(5, 4).sin().sum(),
+    "python scalar": lambda a: (a.sin(), 3),
+    "none output": lambda a: (a.sin(), None),
+    "dict output": lambda a: {"a": a.sin(), "b": [a.cos()]},
+    "dropout of all": lambda a: torch.nn.functional.dropout(a, 1.0),
+    "no dependence": lambda a: torch.zeros_like(a).sin() + a * 0,
+}
+
+
+def leaves(value: Any) -> list[Tensor]:
+    """Return the tensors in nested outputs."""
+    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def outcome(function: Callable[[Tensor], Any]) -> list[Tensor]:
+    """Return the outputs of one step and the gradient of its input."""
+    a = x34.clone().requires_grad_()
+    torch.manual_seed(0)
+    outputs = leaves(function(a))
+    losses = [t.abs().sum() for t in outputs if t.requires_grad and t.numel()]
+    if losses:
+        torch.stack(losses).sum().backward()
+    return [t.detach() for t in (*outputs, *([a.grad] if a.grad is not None else []))]
+
+
+def boxed(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """Return the graph as a compiled function."""
+    return make_boxed_func(gm.forward)
+
+
+def by_partition_fn(function: Callable[[Tensor], Any], budget: Any) -> Callable[[Tensor], Any]:
+    """Return a function compiled by AOTAutograd alone."""
+    partitioner = fxckpt.Partitioner(budget=budget)
+    return aot_function(function, fw_compiler=boxed, partition_fn=partitioner)  # type: ignore[no-any-return]
+
+
+def by_backend(inner: str) -> Callable[..., Any]:
+    """Return what compiles a function by the backend."""
+    return lambda function, budget: torch.compile(
+        function, backend=fxckpt.Backend(budget=budget, inner=inner)
+    )
+
+
+ENTRIES: dict[str, Callable[..., Any]] = {
+    "aot_eager": by_backend("aot_eager"),
+    "partition_fn": by_partition_fn,
+    "checkpoint": lambda function, budget: lambda a: fxckpt.checkpoint(function, a, budget=budget),
+}
+CASES = [(name, entry) for name in GRAPHS for entry in ENTRIES]
+FEW = ("views only", "identity", "aliased outputs", "empty and full", "integer output")
+CASES += [(name, "inductor") for name in FEW]
+SWEPT = [(name, "inductor") for name in GRAPHS if name not in FEW]
+ENTRIES["inductor"] = by_backend("inductor")
+
+
+def check(name: str, entry: str) -> None:
+    """Compare a step at no budget, at the floor and between with the step as it is."""
+    function, compiled = GRAPHS[name], ENTRIES[entry]
+    expected = outcome(function)
+    budgets: list[Any] = [None, 1.0]
+    try:
+        torch._dynamo.reset()
+        outcome(compiled(function, 1))
+    except fxckpt.BudgetInfeasible as error:
+        budgets += [error.floor_bytes, error.floor_bytes * 21 // 20]
+    for budget in budgets:
+        torch._dynamo.reset()
+        found = outcome(compiled(function, budget))
+        same = torch.allclose if entry == "inductor" else torch.equal
+        assert len(found) == len(expected), budget
+        assert all(same(one, other) for one, other in zip(found, expected, strict=True)), budget
+
+
+@pytest.mark.parametrize("name, entry", CASES)
+def test_degenerate_graph_keeps_its_values(name: str, entry: str) -> None:
+    """Values and gradients are those of the step as it is, at every budget."""
+    check(name, entry)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name, entry", SWEPT)
+def test_degenerate_graph_under_inductor(name: str, entry: str) -> None:
+    """The rest of the graphs under Inductor, whose compiles take seconds each."""
+    check(name, entry)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_hooks_under_compiled_autograd(inner: str) -> None:
+    """A tensor hook in the model leaves the backward to compiled autograd."""
+    weight = torch.randn(8, 8)
+
+    def step(x: Tensor) -> None:
+        y = (x @ weight).sin()
+        y.register_hook(lambda gradient: gradient * 2)
+        y.sum().backward()
+
+    grads = []
+    for backend in (None, fxckpt.Backend(inner=inner)):
+        x = torch.ones(4, 8, requires_grad=True)
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(compiled_autograd=backend is not None):
+            (step if backend is None else torch.compile(step, backend=backend))(x)
+        grads.append(x.grad)
+    assert grads[0] is not None and grads[1] is not None
+    assert torch.allclose(grads[0], grads[1])
