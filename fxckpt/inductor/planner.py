@@ -267,12 +267,12 @@ class _LoweringSearch:
             full.append(self.attempt(found, self.default, limit, is_whole=True))
             if full[-1].fits(limit):
                 return full[-1]
-        over = self.descend(found, limit)
-        if over and over[-1].fits(limit):
-            return self.refine(over[-1], limit, over[-2] if len(over) > 1 else None)
+        descent = self.descend(found, limit)
+        if descent and descent[-1].fits(limit):
+            return self.refine(descent[-1], limit, descent[-2] if len(descent) > 1 else None)
         full += self.near_least_peak(found, limit)
         if full[-1].fits(limit):
-            return self.refine(full[-1], limit, over[-1] if over else None)
+            return self.refine(full[-1], limit, descent[-1] if descent else None)
         if self.default is not None and not is_default_early:
             full.append(self.attempt(found, self.default, limit, is_whole=True))
             if full[-1].fits(limit):
@@ -310,7 +310,7 @@ class _LoweringSearch:
         program = attempts[0].program
         if attempts[0].fits(limit):
             return attempts
-        for candidate in self._near_floor(found.least_peak, program):
+        for candidate in self._near_least(found.least_peak, program):
             error = max(each.model_error for each in attempts)
             least = min(each.compiled_bytes for each in attempts)
             if peak_bytes(program, candidate.schedule) <= (1 + 2 * error) * least:
@@ -319,15 +319,15 @@ class _LoweringSearch:
                     break
         return attempts
 
-    def _near_floor(self, floor: Candidate, program: Program) -> Iterator[Candidate]:
+    def _near_least(self, least: Candidate, program: Program) -> Iterator[Candidate]:
         """Yield candidates of the least peak on a calibrated program, and of a little more."""
         if program is not self.facts.program:
-            better = self.search(program, peak_bytes(program, floor.schedule)).least_peak
-            if better.schedule != floor.schedule:
-                floor = better
-                yield floor
+            better = self.search(program, peak_bytes(program, least.schedule)).least_peak
+            if better.schedule != least.schedule:
+                least = better
+                yield least
         for factor in self.options.last_resorts:
-            limit = int(factor * peak_bytes(program, floor.schedule))
+            limit = int(factor * peak_bytes(program, least.schedule))
             if (best := self.search(program, limit).best) is not None:
                 yield best
 

@@ -4,8 +4,8 @@ Inductor fuses loops over the same rows and keeps a value that only they read in
 (``local_buffer_data``), which the next row overwrites. If a loop over rows is tiled (a value stored
 with its rows innermost is read by transposing tiles), each row of a tile overwrites the buffer, and
 all are read as the last one: gradients of LayerNorms over images are wrong by a few thousandths.
-Such loops are not fused here, as Inductor does with loops of different steps. Reported as
-pytorch/pytorch#185702.
+Such loops are not fused here, as Inductor does with loops of different steps. Upstream's fix is
+pytorch/pytorch#185855.
 """
 
 from __future__ import annotations
