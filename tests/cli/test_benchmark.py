@@ -36,5 +36,7 @@ def test_table_leaves_unknown_predictions_empty() -> None:
         "uncheckpointed",
         "2.0",
         "KiB",
-        *["500.00", "ms", "1.00"],
+        "500.00",
+        "ms",
+        "1.00",
     ]
