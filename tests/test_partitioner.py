@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import fxckpt
 from fxckpt import repro
+from fxckpt.cli import main
 from fxckpt.policies import save_matmuls
 
 
@@ -138,10 +140,11 @@ def test_second_process_hits_torchs_caches(tmp_path: Path) -> None:
     )
 
     def counts(budget: str) -> list[str]:
-        environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+        environment = {
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+            "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        }
         command = [sys.executable, "-c", code, budget]
-        import os
-
         done = subprocess.run(
             command,
             env={**os.environ, **environment},
@@ -167,7 +170,9 @@ def break_planning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_defect_ends_no_run_without_budget(monkeypatch: pytest.MonkeyPatch, inner: str) -> None:
+def test_defect_ends_no_run_without_budget(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], inner: str
+) -> None:
     """The graph takes torch's own partition, and one warning names the repro file."""
     monkeypatch.setenv("FXCKPT_STRICT", "0")
     break_planning(monkeypatch)
@@ -183,6 +188,8 @@ def test_defect_ends_no_run_without_budget(monkeypatch: pytest.MonkeyPatch, inne
     assert fallback.repro in str(backend.report()) and fallback.peak_bytes > 0
     written = repro.load(Path(fallback.repro))
     assert "index -2" in written.error and "aten.mm" in written.graph
+    assert main(["doctor", fallback.repro]) == 0
+    assert "index -2" in capsys.readouterr().out
 
 
 def test_defect_under_a_budget_raises_unless_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:

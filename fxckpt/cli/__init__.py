@@ -14,12 +14,13 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from fxckpt import _interrupts
+from fxckpt import _interrupts, repro
 from fxckpt._interrupts import INTERRUPTED
 from fxckpt.cli.arguments import USAGE, parse
 from fxckpt.cli.factory import POLICY_FORM, Target, TargetError, load_attribute, load_target
@@ -338,6 +339,9 @@ def _bench(options: argparse.Namespace) -> Answer:
 def _doctor(options: argparse.Namespace) -> Answer:
     from fxckpt.cli.doctor import examine
 
+    if options.repro is not None:
+        found = repro.load(options.repro)
+        return _json_answer(asdict(found)) if options.json else Answer(str(found))
     with _stdout_to_stderr():
         diagnosis = examine(self_test=not options.quick)
     text = _json_answer(diagnosis.table().records()).text if options.json else str(diagnosis)

@@ -227,6 +227,12 @@ def _add_doctor(commands: _Subparsers) -> None:
         commands, "doctor", "Say what this machine has and what will work on it.", "fxckpt doctor"
     )
     parser.add_argument("--quick", action="store_true", help="leave out the self-test")
+    parser.add_argument(
+        "repro",
+        nargs="?",
+        type=Path,
+        help="print this repro file, which a warning named, instead of looking at the machine",
+    )
 
 
 def _budget(text: str) -> int | float | str | None:
