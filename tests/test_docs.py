@@ -62,10 +62,9 @@ def test_snippets_run(page: Path) -> None:
 
 @pytest.mark.parametrize("page", GUIDES, ids=label)
 def test_commands_parse(page: Path) -> None:
-    lines = re.findall(r"^(?:    )?fxckpt (.+)$", page.read_text(), re.MULTILINE)
-    for line in lines:
-        if line.split()[0].isalpha() and "(" not in line:
-            parse(shlex.split(line, comments=True))
+    blocks = [code for language, code in FENCE.findall(page.read_text()) if language == "sh"]
+    for line in re.findall(r"^fxckpt (.+)$", "\n".join(blocks), re.MULTILINE):
+        parse(shlex.split(line, comments=True))
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=label)
