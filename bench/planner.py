@@ -63,7 +63,7 @@ def rows(name: str, joint: Joint, cost: CostModel) -> Iterator[Row]:
         try:
             for _ in range(REPEATS):
                 start = time.perf_counter()
-                planner.plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)
+                planner.plan(joint)
                 times.append(time.perf_counter() - start)
         except BudgetInfeasible as error:
             yield Row(
@@ -87,9 +87,7 @@ def rows(name: str, joint: Joint, cost: CostModel) -> Iterator[Row]:
             f"{statistics.median(times):.2f}",
         )
     start = time.perf_counter()
-    Planner(None, None, cost, measure_workspace=False).frontier(
-        joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=POINTS
-    )
+    Planner(None, None, cost, measure_workspace=False).frontier(joint, points=POINTS)
     yield Row(
         name,
         nodes,
@@ -118,7 +116,7 @@ def rows(name: str, joint: Joint, cost: CostModel) -> Iterator[Row]:
 def plan_halves(joint: Joint, planner: Planner) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the forward and the backward of a plan of a copy of ``joint``."""
     copied = copy.deepcopy(joint.module)
-    facts, plan = planner.plan(copied, num_fwd_outputs=joint.num_fwd_outputs)
+    facts, plan = planner.plan(Joint(copied, joint.num_fwd_outputs))
     return emit_halves(Emission(Joint(copied, joint.num_fwd_outputs), facts, plan))
 
 

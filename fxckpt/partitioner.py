@@ -20,6 +20,7 @@ from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed, VerifyErro
 from fxckpt.inductor.plan_cache import PlanCache
 from fxckpt.inductor.planner import InductorPlanner
 from fxckpt.passes.analysis.graph_memory import emitted_peak
+from fxckpt.passes.graphs import Joint
 from fxckpt.planner.planner import device_of, planner_of
 from fxckpt.plans.types import Plan
 from fxckpt.policies.torch_form import FunctionPolicy
@@ -175,7 +176,7 @@ class Partitioner(CustomPartitionerFn):
         **given: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
         if lowerings is None or holds_python(joint.graph):
-            return self.planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
+            return self.planner.partition(Joint(joint, num_fwd_outputs))
         timed = lowerings.compile_alone if self.planner.cost == "measured" else None
         holds_order = lowerings.keep_order is not None
         fused = InductorPlanner(
@@ -185,7 +186,7 @@ class Partitioner(CustomPartitionerFn):
             source_digest(),
             timed if holds_order else None,
         )
-        return fused.partition(joint, num_fwd_outputs=num_fwd_outputs, **given)
+        return fused.partition(Joint(joint, num_fwd_outputs), **given)
 
     def _fall_back(
         self,

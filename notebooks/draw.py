@@ -43,9 +43,7 @@ def main() -> None:
     joint = capture_joint(model, (), inputs)
     prepare(joint)
     planner = Planner(None, None, cost, measure_workspace=False)
-    curve = Frontier(
-        planner.frontier(joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=16)
-    )
+    curve = Frontier(planner.frontier(joint, points=16))
     step = sum(cost.seconds(node) for node in joint.module.graph.nodes if allocates(node))
     peers = []
     for budget in (1.0, 0.7, 0.5, 0.3, 0.1):

@@ -38,7 +38,7 @@ class Capture(CustomPartitionerFn):
 
 
 def inductor_joint(model: Callable[..., Any], *inputs: Tensor) -> tuple[fx.GraphModule, int]:
-    """The joint graph after Inductor's decompositions and joint passes, and how many of its outputs are the forward's."""
+    """Return the joint graph after Inductor's joint passes, and its number of forward outputs."""
     capture = Capture()
     compiled = torch.compile(
         model,

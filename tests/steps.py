@@ -28,7 +28,7 @@ def loss_of(outputs: Any) -> Tensor:
 def outcome(
     model: Callable[..., Any], forward: Callable[..., Any], inputs: Sequence[Any]
 ) -> dict[str, Tensor]:
-    """Run a forward and a backward; return all that must be equal: outputs, gradients, buffers, inputs, generators."""
+    """Run a step; return its outputs, gradients, buffers, inputs and generator states."""
     torch.manual_seed(1)
     outputs = forward(*inputs)
     seen = {
@@ -90,15 +90,19 @@ def peak_of(backend: Any, make: Callable[[], tuple[nn.Module, Tensor]]) -> int:
 
 
 UNCHECKPOINTED = "aot_eager_default_partitioner"
-"""The backend that runs the same ops and saves everything: for models whose gradients torch adds up in another order when it compiles."""
+"""The backend that runs the same ops and saves everything.
+
+For models whose gradients torch sums in another order when it compiles.
+"""
 
 
 def same_at_every_budget(
     make: Make, budgets: Sequence[object] = BUDGETS, *, reference: str = "eager", **options: Any
 ) -> list[fxckpt.Plan]:
-    """Assert that a step is the same under backend ``reference`` and within every budget; return the plans made, the tightest last.
+    """Assert that a step is the same under ``reference`` and at every budget; return the plans.
 
-    ``options`` go to :class:`fxckpt.Backend`; a budget below the floor is left out, so that ``FLOOR`` must come last.
+    ``options`` go to :class:`fxckpt.Backend`; a budget below the floor is left out, so that
+    ``FLOOR`` must come last.
     """
     model, inputs = fresh(make)
     expected = outcome(

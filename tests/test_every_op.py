@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 import fxckpt
+from fxckpt.passes.graphs import Joint
 from fxckpt.planner.planner import Planner
 from tests.joints import normalize
 from tests.steps import differing, loss_of
@@ -39,10 +40,10 @@ def at_the_floor(plans: list[fxckpt.Plan]) -> Callable[..., tuple[fx.GraphModule
         normalize(joint)
         planner = Planner(budget=1, measure_workspace=False)
         try:
-            planner.plan(joint, num_fwd_outputs=num_fwd_outputs)
+            planner.plan(Joint(joint, num_fwd_outputs))
         except fxckpt.BudgetInfeasible as error:
             planner = replace(planner, budget=error.floor_bytes)
-        found = planner.partition(joint, num_fwd_outputs=num_fwd_outputs)
+        found = planner.partition(Joint(joint, num_fwd_outputs))
         plans.append(found[2])
         return found[0], found[1]
 

@@ -52,6 +52,6 @@ def test_no_slower_than_default_partitioner(name: str) -> None:
     )
     peak = emitted_peak(*theirs, num_fwd_outputs=joint.num_fwd_outputs)
     planner = Planner(peak, None, GENERIC_GPU, measure_workspace=False)
-    _, plan = planner.plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)
+    _, plan = planner.plan(joint)
     assert plan.peak_bytes <= peak
     assert plan.recompute_seconds <= seconds(theirs) - seconds((joint.module,)) + 1e-12

@@ -1,7 +1,8 @@
-"""Plans of regions: what an eager region keeps, and when what it does not keep runs again.
+"""Planning of eager regions: the results to keep, and the time of each recompute.
 
-The first call of a region is recorded with its results held, so that its tape, as a graph, can be planned by the compile door's own planner and
-policies; a plan is then a :class:`RegionPlan` for this call and for later ones that go the same way, op by op and shape by shape.
+The first call of a region is recorded with its results held. Its tape becomes a graph, which the
+planner and policies of the compiled path plan. The :class:`RegionPlan` applies to this call and to
+later calls with the same ops and shapes.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ def region_plan_of(
     packed: tuple[int, ...],
     planner: Planner,
 ) -> RegionPlan:
-    """Return the course of a region whose calls are given; one without a plan if nothing in it has a gradient.
+    """Return the plan of a region with the given calls; an empty one if nothing has a gradient.
 
-    Raises :class:`BudgetInfeasible`, :class:`PolicyConflict` and what else planning raises, and :class:`CaptureError`.
+    Raises :class:`CaptureError`, and the errors of planning (:class:`BudgetInfeasible`,
+    :class:`PolicyConflict`, ...).
     """
     try:
         graph = graph_of(calls, outputs)
         inputs = graph.fake_inputs()
     except Exception as error:
-        # What an op was given need not be what a graph can hold.
+        # Arguments of an op need not be values that a graph can hold.
         raise CaptureError(
             f"the region cannot be written as a graph: {type(error).__name__}: {error}"
         ) from error
@@ -58,8 +60,8 @@ def region_plan_of(
     if planner.budget is not None:
         bind_to_autograd(joint.graph)
         planner = replace(planner, is_eager=True)
-    prepare(Joint(joint, num_fwd_outputs))
-    facts, plan = planner.plan(joint, num_fwd_outputs=num_fwd_outputs)
+    given = prepare(Joint(joint, num_fwd_outputs))
+    facts, plan = planner.plan(given)
     return RegionPlan(
         plan=plan,
         seen=tuple(did),
@@ -72,7 +74,7 @@ def region_plan_of(
 
 
 def bind_to_autograd(graph: fx.Graph) -> None:
-    """Leave what autograd's nodes compute in the backward, and apart from the forward: nobody can move or share it there."""
+    """Pin the ops of autograd's nodes to the backward: eager code can't move or share them."""
     for node in graph.nodes:
         if partitioner_tag(node) == "is_backward":
             tag_side(node, backward=True)
@@ -80,7 +82,7 @@ def bind_to_autograd(graph: fx.Graph) -> None:
 
 
 def _calling(module: fx.GraphModule, inputs: int) -> fx.GraphModule:
-    """Return a graph of one call, of ``module`` node by node under its metadata."""
+    """Return a graph of one call, which interprets ``module`` and preserves its metadata."""
 
     def region(*tensors: Tensor) -> Any:
         with fx.traceback.preserve_node_meta():
@@ -94,7 +96,7 @@ def _calling(module: fx.GraphModule, inputs: int) -> fx.GraphModule:
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs what was written without gradients without them: autograd would refuse it."""
+    """Interpreter that disables gradients for nodes recorded without: autograd rejects them."""
 
     def run_node(self, n: fx.Node) -> Any:
         with torch.set_grad_enabled(
@@ -104,13 +106,13 @@ class _Interpreter(fx.Interpreter):
 
 
 def _number(node: fx.Node) -> int:
-    """Return the number of the call that a node is, or is a part of; -1 for none."""
+    """Return the number of the call that a node belongs to, or -1."""
     number = node.meta.get("custom", {}).get(CALL, -1)
     return number if isinstance(number, int) else -1
 
 
 def _kept(facts: Facts, plan: Plan, calls: Sequence[Call]) -> dict[int, frozenset[int]]:
-    """Return which results are kept. In place of what only the backward computes, what it computes that of is kept."""
+    """Return the results to keep; for a value computed in the backward, the values it reads."""
     program, by_number = facts.program, {call.number: call for call in calls}
     reads = {program.storages[w].name: op.reads for op in program.ops for w in op.writes}
     names = [

@@ -90,7 +90,7 @@ class InductorPlanner:
     last_resorts: tuple[float, ...] = (1.03, 1.1, 1.25, 1.5)
     """Multiples of the model's least peak at which the last plans are searched."""
 
-    def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) -> Halves:
+    def partition(self, joint: Joint, **given: Any) -> Halves:
         """Return the forward and the backward of a joint graph, and the plan they follow.
 
         ``joint`` is rewritten in place; ``given`` goes to torch's default partitioner. Raises
@@ -98,31 +98,30 @@ class InductorPlanner:
         """
         planner = self.planner
         begin = time.perf_counter()
-        prepare(Joint(joint, num_fwd_outputs), PREPARE_INDUCTOR)
+        prepare(joint, PREPARE_INDUCTOR)
+        module = joint.module
         # The code that unpacks traced arguments is unused here, and torch warns when it is copied.
-        joint.graph.set_codegen(fx.graph.CodeGen())
-        lines = fingerprint(joint.graph)
-        key = None if self.store is None else key_of(joint, planner, self.code, given)
+        module.graph.set_codegen(fx.graph.CodeGen())
+        lines = fingerprint(module.graph)
+        key = None if self.store is None else key_of(module, planner, self.code, given)
         kept = self.store.get(key) if self.store is not None and key is not None else None
         if kept is not None and kept.graph == lines:
             planner = replace(planner, known=(kept,))
         if planner.is_fixed or any(plan.graph == lines for plan in planner.known):
-            facts, plan = planner.plan(joint, num_fwd_outputs=num_fwd_outputs)
-            plan = replace(plan, step=snapshot_of(joint.graph, facts))
-            return emitted(planner, joint, facts, plan, num_fwd_outputs)
+            facts, plan = planner.plan(joint)
+            plan = replace(plan, step=snapshot_of(module.graph, facts))
+            return emitted(planner, joint, facts, plan)
         if planner.budget is not None:
-            warn_of_unbounded_sizes(joint.graph, planner.budget)
-        saved = default_saved(joint, num_fwd_outputs=num_fwd_outputs, **given)
+            warn_of_unbounded_sizes(module.graph, planner.budget)
+        saved = default_saved(module, num_fwd_outputs=joint.num_fwd_outputs, **given)
         workspace = planner.measured()
         facts, cost = planner.read(
             joint,
-            num_fwd_outputs,
             bind_preferences=planner.budget is None,
-            never_stored=FusionModel(fuses)(joint.graph, saved),
-            workspace=_expected_workspace(joint, workspace),
+            never_stored=FusionModel(fuses)(module.graph, saved),
+            workspace=_expected_workspace(module, workspace),
         )
-        given_joint = Joint(joint, num_fwd_outputs)
-        search = _LoweringSearch(self, given_joint, lines, facts, cost, workspace, saved)
+        search = _LoweringSearch(self, joint, lines, facts, cost, workspace, saved)
         halves = search.run()
         if self.store is not None and key is not None:
             self.store.keep(key, halves[2])
@@ -145,15 +144,14 @@ def _expected_workspace(joint: fx.GraphModule, workspace: Workspace) -> Workspac
     return of
 
 
-def emitted(
-    planner: Planner, joint: fx.GraphModule, facts: Facts, plan: Plan, num_fwd_outputs: int
-) -> Halves:
+def emitted(planner: Planner, joint: Joint, facts: Facts, plan: Plan) -> Halves:
     """Return the halves that follow a plan; the joint graph is not modified."""
     # A graph remembers the names it once had, and a copy does not: new nodes get the same names in
     # every process, as the caches of compiled code require.
-    joint = fx.GraphModule(joint, copy.deepcopy(joint.graph))
-    facts = facts.moved_to(joint.graph)
-    emission = Emission(Joint(joint, num_fwd_outputs), facts, plan, exact=planner.exact)
+    module = fx.GraphModule(joint.module, copy.deepcopy(joint.module.graph))
+    facts = facts.moved_to(module.graph)
+    copied = replace(joint, module=module)
+    emission = Emission(copied, facts, plan, exact=planner.exact)
     return (*emit_halves(emission, EMIT_INDUCTOR), plan)
 
 
@@ -459,10 +457,7 @@ class _LoweringSearch:
         Unless ``is_whole``, the lowering ends with the first half that is over the limit.
         """
         plan = self.plan_of(found, candidate, limit)
-        module, num_fwd_outputs = self.joint.module, self.joint.num_fwd_outputs
-        forward, backward, plan = emitted(
-            self.options.planner, module, self.facts, plan, num_fwd_outputs
-        )
+        forward, backward, plan = emitted(self.options.planner, self.joint, self.facts, plan)
         lowering = self._lower_halves(
             forward, backward, limit, is_whole=is_whole, may_free_early=plan.keeps_order
         )

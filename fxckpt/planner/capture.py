@@ -1,7 +1,8 @@
 """Capture without execution: the plan of a model on fake tensors.
 
-The model is copied with fake parameters (shapes only, no memory) and captured whole by Dynamo and AOTAutograd; the joint graph is the one
-the compile door sees, so both make the same plan. Works for models on the meta device.
+The model is copied with fake parameters (shapes only, no memory) and captured whole by Dynamo and
+AOTAutograd. The joint graph is the one that ``torch.compile`` gives the backend, so both make the
+same plan. Models may be on the meta device.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def capture_joint(
 ) -> Joint:
     """Return the joint graph of ``model_or_fn(*args, **kwargs)``; nothing is executed.
 
-    Raises :class:`CaptureError` if the model does not capture as one graph or has nothing to differentiate.
+    Raises :class:`CaptureError` if the model does not capture as one graph or has nothing to
+    differentiate.
     """
     found: list[Joint] = []
 
@@ -52,8 +54,8 @@ def capture_joint(
         capture_whole(model_or_fn, tuple(args), kwargs, compile_graph)
     if not found:
         raise CaptureError(
-            "nothing to plan: no output needs a gradient, or all that do are views of inputs. Give parameters or inputs that require grad, "
-            "and do not detach what is made of them."
+            "nothing to plan: no output needs a gradient, or all that do are views of inputs. Give "
+            "parameters or inputs that require grad, and do not detach what is made of them."
         )
     return found[0]
 
@@ -77,12 +79,14 @@ def plan(
     cost: str | CostModel = "roofline",
     **kwargs: Any,
 ) -> Plan:
-    """Return the plan that :class:`fxckpt.Backend` would make for ``model_or_fn(*args, **kwargs)``, without running it.
+    """Return the plan of ``model_or_fn(*args, **kwargs)``, which is not run.
 
-    Unless it is on the meta device, each distinct CPU kernel is tried once on made-up values, to learn its workspace.
+    It is the plan that :class:`fxckpt.Backend` with ``inner="aot_eager"`` makes; ``budget``,
+    ``policy`` and ``cost`` are as there. Unless the model is on the meta device, each distinct CPU
+    kernel runs once, on synthetic inputs, to measure its workspace.
 
-    Raises :class:`CaptureError` if the model does not capture as one graph or has nothing to differentiate, and what
-    :class:`fxckpt.Backend` raises.
+    Raises :class:`CaptureError` if the model does not capture as one graph or has nothing to
+    differentiate, and the errors of :class:`fxckpt.Backend`.
 
     Examples
     --------
@@ -92,11 +96,11 @@ def plan(
     >>> fxckpt.plan(model, torch.empty(64, 512, device="meta"), budget=None).recomputed
     ()
     """
-    # A model on the meta device may be far too large for this machine: its kernels are not tried out.
+    # A model on the meta device may be far too large for this machine: its kernels are not run.
     planner = planner_of(
         budget, policy, cost, measure_workspace=not is_on_meta(model_or_fn, args, kwargs)
     )
     joint = capture_joint(model_or_fn, args, kwargs)
     prepare(joint)
-    _, plan = planner.plan(joint.module, num_fwd_outputs=joint.num_fwd_outputs)
+    _, plan = planner.plan(joint)
     return plan

@@ -1,4 +1,4 @@
-"""A compile in plain sight: joint graph in; forward graph, backward graph and plan out."""
+"""Planner: joint graph in; forward half, backward half and plan out."""
 
 from __future__ import annotations
 
@@ -39,36 +39,39 @@ log = logging.getLogger("fxckpt")
 
 @dataclass(frozen=True)
 class Planner:
-    """Everything a user chose, in one immutable value."""
+    """Options of a user, and the planning that follows them."""
 
     budget: budgets.Budget = None
     policy: Policy | None = None
     cost: str | CostModel = "roofline"
     measure_workspace: bool = True
-    """Run each distinct CPU op once on made-up values to learn its kernel's workspace."""
+    """Whether each distinct CPU op runs once, on synthetic inputs, to measure its workspace."""
     known: tuple[Plan, ...] = ()
-    """Plans to apply to the graphs that they were made for, instead of planning those again."""
+    """Plans that are applied to the graphs they were made for."""
     is_fixed: bool = False
-    """Whether there is no planning: a graph that no known plan was made for is an error."""
+    """Whether a graph without a known plan is an error."""
     is_eager: bool = False
-    """Plan for autograd's own backward in place of a compiled one."""
+    """Whether autograd runs the backward, in place of a compiled graph."""
     exact: bool = False
-    """Compare all that runs again with a hash of what the forward made."""
+    """Whether recomputed values are compared with checksums of the forward's."""
     search: PriceSearch = field(default_factory=PriceSearch)
 
-    def plan(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[Facts, Plan]:
-        """Plan a normalized joint graph without changing it, and log the plan.
+    def plan(self, joint: Joint) -> tuple[Facts, Plan]:
+        """Return the facts and the plan of a prepared joint graph, and log the plan.
 
-        Raises :class:`BudgetInfeasible`, and :class:`PlanMismatch` where plans are fixed and none is of this graph.
+        Raises :class:`BudgetInfeasible`, and :class:`PlanMismatch` where plans are fixed and none
+        is of this graph.
         """
         begin = time.perf_counter()
-        lines = fingerprint(joint.graph)
+        lines = fingerprint(joint.module.graph)
         for plan in self.known:
             if plan.graph == lines:
-                fused = frozenset(n for n in joint.graph.nodes if n.name in plan.never_stored)
+                fused = frozenset(
+                    n for n in joint.module.graph.nodes if n.name in plan.never_stored
+                )
                 facts = collect(
-                    joint,
-                    num_fwd_outputs=num_fwd_outputs,
+                    joint.module,
+                    num_fwd_outputs=joint.num_fwd_outputs,
                     cost=checked(FlopCost()),
                     never_stored=fused,
                 )
@@ -77,10 +80,10 @@ class Planner:
                 return facts, plan
         if self.is_fixed:
             refuse_another_graph(self.known[0], lines)
-        device = device_of(joint.graph)
+        device = device_of(joint.module.graph)
         if self.budget is not None:
-            warn_of_unbounded_sizes(joint.graph, self.budget)
-        facts, cost = self.read(joint, num_fwd_outputs, bind_preferences=self.budget is None)
+            warn_of_unbounded_sizes(joint.module.graph, self.budget)
+        facts, cost = self.read(joint, bind_preferences=self.budget is None)
         found = self.search(
             facts.program,
             lambda peak: budgets.resolve(self.budget, baseline_peak_bytes=peak, device=device),
@@ -90,7 +93,11 @@ class Planner:
             assert budget_bytes is not None
             raise infeasible(self.budget, budget_bytes, floor, found.baseline.simulation.peak_bytes)
         described = build_plan(
-            snapshot_of(joint.graph, facts), found, found.best, budget_bytes=budget_bytes, cost=cost
+            snapshot_of(joint.module.graph, facts),
+            found,
+            found.best,
+            budget_bytes=budget_bytes,
+            cost=cost,
         )
         plan = replace(described, graph=lines)
         log_plan(plan, time.perf_counter() - begin)
@@ -98,19 +105,21 @@ class Planner:
 
     def frontier(
         self,
-        joint: fx.GraphModule,
+        joint: Joint,
         *,
-        num_fwd_outputs: int,
         points: int | Sequence[budgets.Budget],
         tick: Callable[[], object] = lambda: None,
     ) -> tuple[Plan, ...]:
-        """Plan a normalized joint graph at budgets, or at so many from the floor to the uncheckpointed peak; ``tick`` is called once a point.
+        """Return plans of a prepared joint graph at several budgets.
+
+        ``points`` are the budgets, or their number from the least peak to the uncheckpointed one;
+        ``tick`` is called once a point.
 
         Raises :class:`BudgetInfeasible` for a budget below the floor.
         """
         begin = time.perf_counter()
-        device = device_of(joint.graph)
-        facts, cost = self.read(joint, num_fwd_outputs, bind_preferences=False)
+        device = device_of(joint.module.graph)
+        facts, cost = self.read(joint, bind_preferences=False)
 
         def limits(floor: Candidate, baseline: Candidate) -> Sequence[int]:
             if isinstance(points, int):
@@ -125,7 +134,7 @@ class Planner:
             return chosen
 
         found = self.search.frontier(facts.program, limits, tick)
-        step, lines = snapshot_of(joint.graph, facts), fingerprint(joint.graph)
+        step, lines = snapshot_of(joint.module.graph, facts), fingerprint(joint.module.graph)
         made = (
             build_plan(step, f, f.best, budget_bytes=f.limit, cost=cost)
             for f in found
@@ -137,24 +146,24 @@ class Planner:
 
     def read(
         self,
-        joint: fx.GraphModule,
-        num_fwd_outputs: int,
+        joint: Joint,
         *,
         bind_preferences: bool,
         never_stored: frozenset[fx.Node] = frozenset(),
         workspace: Workspace | None = None,
     ) -> tuple[Facts, str]:
-        """Return the facts of a normalized joint graph, and the name of the cost model they were made with.
+        """Return the facts of a prepared joint graph, and the name of their cost model.
 
-        ``workspace`` tells the workspace of an op's kernel, if that is not the one that eager calls.
+        ``workspace`` gives the workspace of an op's kernel where it is not the kernel that eager
+        mode calls.
         """
-        cost = checked(resolve(self.cost, device_of(joint.graph)))
+        cost = checked(resolve(self.cost, device_of(joint.module.graph)))
         measured = self.measured() if workspace is None else workspace
         facts = collect(
-            joint,
-            num_fwd_outputs=num_fwd_outputs,
+            joint.module,
+            num_fwd_outputs=joint.num_fwd_outputs,
             cost=cost,
-            policy=self._decided(joint, num_fwd_outputs).get,
+            policy=self._decided(joint).get,
             workspace=lambda node: measured(node) + inner_bytes(node),
             bind_preferences=bind_preferences,
             never_stored=never_stored,
@@ -164,52 +173,60 @@ class Planner:
         return facts, cost.name
 
     def measured(self) -> Workspace:
-        """Return what measures the workspace of ops, each once."""
+        """Return the measurement of workspace, which runs each distinct op once."""
         return MeasuredWorkspace() if self.measure_workspace else no_workspace
 
-    def _decided(
-        self, joint: fx.GraphModule, num_fwd_outputs: int
-    ) -> dict[fx.Node, CheckpointPolicy | None]:
-        """Return what the policy says of each op of the forward."""
+    def _decided(self, joint: Joint) -> dict[fx.Node, CheckpointPolicy | None]:
+        """Return the policy's answer for each op of the forward."""
         if self.policy is None:
             return {}
-        facts = collect(joint, num_fwd_outputs=num_fwd_outputs, cost=checked(FlopCost()))
+        facts = collect(
+            joint.module, num_fwd_outputs=joint.num_fwd_outputs, cost=checked(FlopCost())
+        )
         values = values_of(facts)
         answers = decide_all(self.policy, values)
         return {
             facts.op_node[value.node]: answer for value, answer in zip(values, answers, strict=True)
         }
 
-    def partition(
-        self, joint: fx.GraphModule, *, num_fwd_outputs: int
-    ) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
-        """Turn a joint graph into forward, backward and the plan they follow. ``joint`` is used up."""
-        given = prepare(Joint(joint, num_fwd_outputs))
-        facts, plan = self.plan(joint, num_fwd_outputs=num_fwd_outputs)
-        return (*emit_halves(Emission(given, facts, plan, exact=self.exact)), plan)
+    def partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
+        """Return the forward and the backward of a joint graph, and the plan they follow.
+
+        ``joint`` is used up. Raises what :meth:`plan` raises.
+        """
+        prepare(joint)
+        begin = time.perf_counter()
+        facts, plan = self.plan(joint)
+        log.debug("plan took %.1f ms", 1e3 * (time.perf_counter() - begin))
+        return (*emit_halves(Emission(joint, facts, plan, exact=self.exact)), plan)
 
 
 def planner_of(
     budget: budgets.Budget, policy: Any, cost: str | CostModel, **options: Any
 ) -> Planner:
-    """Return the planner of what a user asked for; ``policy`` may be a plan, which is applied as it is. Raises :class:`FxckptError`."""
+    """Return the planner of a user's options; a plan given as ``policy`` is applied unchanged.
+
+    Raises :class:`FxckptError` for invalid options.
+    """
     budgets.validate(budget)
     resolve(cost, None)
     if not isinstance(policy, Plan):
         return Planner(budget=budget, policy=as_policy(policy), cost=cost, **options)
     if budget is not None:
         raise InvalidOption(
-            f"budget={budget!r} and a plan were given: a plan is applied as it is. Leave one of them out."
+            f"budget={budget!r} and a plan were given: a plan is applied as it is. Leave one of "
+            "them out."
         )
     return Planner(cost=cost, known=(policy,), is_fixed=True, **options)
 
 
 def warn_of_unbounded_sizes(graph: fx.Graph, budget: budgets.Budget) -> None:
-    """Warn where a budget cannot be promised: a size that is known only when the step runs was planned as 1."""
+    """Warn of sizes that only the step knows, planned as 1, under which no budget is certain."""
     if unbounded := unbounded_sizes(graph):
         warnings.warn(
-            f"budget={budget!r} cannot be promised: {', '.join(unbounded)} are known only when the step runs, and were planned "
-            "as 1. Give them an upper bound: torch._check(size <= n) in the model, or mark_unbacked(x, dim, max=n).",
+            f"budget={budget!r} cannot be promised: {', '.join(unbounded)} are known only when the "
+            "step runs, and were planned as 1. Give them an upper bound: torch._check(size <= n) "
+            "in the model, or mark_unbacked(x, dim, max=n).",
             stacklevel=2,
         )
 
@@ -219,16 +236,18 @@ def infeasible(
 ) -> BudgetInfeasible:
     """Return the error for a budget below the floor."""
     return BudgetInfeasible(
-        f"budget={budget!r} is {budget_bytes} bytes ({budgets.format_bytes(budget_bytes)}), below the least peak "
-        f"found for this graph, {floor_bytes} bytes ({budgets.format_bytes(floor_bytes)}); its uncheckpointed peak is "
-        f"{budgets.format_bytes(baseline_peak_bytes)}. Raise the budget to at least '{floor_bytes}B', or make the batch smaller.",
+        f"budget={budget!r} is {budget_bytes} bytes ({budgets.format_bytes(budget_bytes)}), below "
+        f"the least peak found for this graph, {floor_bytes} bytes "
+        f"({budgets.format_bytes(floor_bytes)}); its uncheckpointed peak is "
+        f"{budgets.format_bytes(baseline_peak_bytes)}. Raise the budget to at least "
+        f"'{floor_bytes}B', or make the batch smaller.",
         floor_bytes=floor_bytes,
         budget_bytes=budget_bytes,
     )
 
 
 def device_of(graph: fx.Graph) -> torch.device:
-    """Return the device a graph computes on: the first accelerator among its values, else the CPU."""
+    """Return the first accelerator among the devices of a graph's values, or the CPU."""
     first = torch.device("cpu")
     for node in graph.nodes:
         for tensor in tensors(node.meta.get("val")):

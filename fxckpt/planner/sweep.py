@@ -34,17 +34,21 @@ def frontier(
 ) -> Frontier:
     """Return the plans of ``model_or_fn(*args, **kwargs)`` at many budgets; the step is not run.
 
-    ``points`` is how many budgets, from the floor to the uncheckpointed peak, evenly spaced in their logarithm; or the budgets themselves, each as
-    :class:`fxckpt.Backend` takes it. A progress bar shows on a terminal. Raises :class:`CaptureError` as :func:`fxckpt.plan` does,
-    :class:`BudgetInfeasible` for a budget below the floor and :class:`InvalidOption` for fewer than 2 points or no budgets.
+    ``points`` is the number of budgets, from the least peak to the uncheckpointed one, evenly
+    spaced in their logarithm; or the budgets themselves, each as :class:`fxckpt.Backend` takes it.
+    A progress bar shows on a terminal. Raises :class:`CaptureError` as :func:`fxckpt.plan` does,
+    :class:`BudgetInfeasible` for a budget below the least peak, and :class:`InvalidOption` for
+    fewer than 2 points or no budgets.
 
     Examples
     --------
     >>> import torch, fxckpt
     >>> with torch.device("meta"):
-    ...     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)))
+    ...     layers = [m for _ in range(8) for m in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    >>> model = torch.nn.Sequential(*layers)
     >>> curve = fxckpt.frontier(model, torch.empty(512, 64, device="meta"), points=4)
-    >>> [row.recompute_seconds for row in curve.rows] == sorted((row.recompute_seconds for row in curve.rows), reverse=True)
+    >>> seconds = [row.recompute_seconds for row in curve.rows]
+    >>> seconds == sorted(seconds, reverse=True)
     True
     """
     if isinstance(points, int):
@@ -54,8 +58,8 @@ def frontier(
         count = len(points) if is_legal else 0
     if not is_legal:
         raise InvalidOption(
-            f"points={points!r}: a frontier has at least 2 points, the floor and the uncheckpointed plan, or a list of budgets. "
-            "Examples: points=16, points=['8GiB', '6GiB', 0.5]."
+            f"points={points!r}: a frontier has at least 2 points, the floor and the "
+            "uncheckpointed plan, or a list of budgets. Examples: points=16, points=['8GiB', '6GiB', 0.5]."
         )
     for budget in () if isinstance(points, int) else points:
         validate(budget)
@@ -65,20 +69,20 @@ def frontier(
     joint = capture_joint(model_or_fn, args, kwargs)
     prepare(joint)
     with tqdm(total=count, desc="frontier", disable=None) as bar:
-        plans = planner.frontier(
-            joint.module, num_fwd_outputs=joint.num_fwd_outputs, points=points, tick=bar.update
-        )
+        plans = planner.frontier(joint, points=points, tick=bar.update)
     return Frontier(plans)
 
 
 def frontier_of(plan: Plan, points: int = 8) -> Frontier:
-    """Return the frontier of the step that a plan carries, with the plan itself among its points; the model is not captured again.
+    """Return the frontier of the graph that a plan carries, with the plan among its points.
 
-    Raises :class:`InvalidOption` for a plan that does not carry its step, and for fewer than 2 points.
+    The model is not captured again. Raises :class:`InvalidOption` for a plan that does not carry
+    its graph, and for fewer than 2 points.
     """
     if points < 2:
         raise InvalidOption(
-            f"points={points!r}: a frontier has at least 2 points, the floor and the uncheckpointed plan."
+            f"points={points!r}: a frontier has at least 2 points, the floor and the "
+            "uncheckpointed plan."
         )
     step = snapshot_of_plan(plan)
     begin = time.perf_counter()

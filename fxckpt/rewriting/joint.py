@@ -93,7 +93,7 @@ def rewrite_joint(
     joint = RewrittenJoint(gm, copy.deepcopy(gm.graph))
     num_fwd_outputs, spec = flatten_outputs(joint.graph)
     given = prepare(Joint(joint, num_fwd_outputs))
-    facts, plan = planner_of(budget, policy, cost).plan(joint, num_fwd_outputs=num_fwd_outputs)
+    facts, plan = planner_of(budget, policy, cost).plan(given)
     forward, backward = emit_halves(Emission(given, facts, plan))
     (output,) = joint.graph.find_nodes(op="output")
     output.args = (pytree.tree_unflatten(list(output.args[0]), spec),)

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 import fxckpt
 from fxckpt.inductor.autotune import ROUNDS, step_seconds, unsafe_op
 from fxckpt.inductor.planner import InductorPlanner
+from fxckpt.passes.graphs import Joint
 from fxckpt.passes.transforms.rematerialize import IS_RECOMPUTE
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan
@@ -64,7 +65,7 @@ def step() -> tuple[nn.Module, Tensor, Tensor]:
 def chosen(compiler: Compiler) -> Plan:
     joint, count = inductor_joint(*step())
     planner = InductorPlanner(Planner(cost="flops"), compile_half=compiler, clock=compiler.clock)
-    return planner.partition(joint, num_fwd_outputs=count)[2]
+    return planner.partition(Joint(joint, count))[2]
 
 
 def test_plan_of_the_least_time_is_kept() -> None:
@@ -77,9 +78,7 @@ def test_finalists_run_in_turn_after_one_untimed_step() -> None:
     """Every finalist runs one untimed and ROUNDS timed steps."""
     compiler = Compiler(Clock(), each=2.0)
     joint, count = inductor_joint(*step())
-    forward, backward, _ = InductorPlanner(Planner(cost="flops")).partition(
-        joint, num_fwd_outputs=count
-    )
+    forward, backward, _ = InductorPlanner(Planner(cost="flops")).partition(Joint(joint, count))
     seconds = step_seconds([(forward, backward)] * 2, compiler, torch.device("cpu"), compiler.clock)
     assert compiler.runs == 2 * 2 * (1 + ROUNDS)
     assert seconds[0] == seconds[1] > 0
@@ -101,7 +100,7 @@ def test_step_that_rejects_synthetic_inputs_is_not_timed(
     joint, count = inductor_joint(*step())
     with caplog.at_level(logging.WARNING, "fxckpt"):
         plan = InductorPlanner(Planner(cost="flops"), compile_half=refuse).partition(
-            joint, num_fwd_outputs=count
+            Joint(joint, count)
         )[2]
     assert "cannot be timed" in caplog.text
     assert plan.saved

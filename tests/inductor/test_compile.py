@@ -18,6 +18,7 @@ from fxckpt.costs.models import FlopCost, checked
 from fxckpt.inductor.memory import backward_bytes, lower_backward
 from fxckpt.inductor.planner import InductorPlanner, default_candidate
 from fxckpt.passes.analysis.joint import collect, no_workspace
+from fxckpt.passes.graphs import Joint
 from fxckpt.passes.inductor.execution_order import ORDER
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan
@@ -67,9 +68,7 @@ def planned(budget: Any, **options: Any) -> Plan:
     """The plan within a budget; nothing is compiled."""
     model, inputs = step(**options)
     joint, count = inductor_joint(model, *inputs)
-    return InductorPlanner(Planner(budget=budget, cost="flops")).partition(
-        joint, num_fwd_outputs=count
-    )[2]
+    return InductorPlanner(Planner(budget=budget, cost="flops")).partition(Joint(joint, count))[2]
 
 
 def test_measured_peak_is_the_lowered_one() -> None:
@@ -94,7 +93,7 @@ def test_unbounded_plan_is_the_default_choice() -> None:
     model, inputs = step()
     joint, count = inductor_joint(model, *inputs)
     stored = default_saved(joint, num_fwd_outputs=count)
-    plan = InductorPlanner(Planner()).partition(joint, num_fwd_outputs=count)[2]
+    plan = InductorPlanner(Planner()).partition(Joint(joint, count))[2]
     assert set(plan.saved) <= stored | {op.name for op in plan.step.program.ops if op.no_recompute}  # type: ignore[union-attr]
     assert plan.saved
 
@@ -120,9 +119,7 @@ def test_plan_over_the_budget_is_searched_for_less() -> None:
             replace(found, allocated=(*found.allocated, extra)) if calls.count(True) <= 1 else found
         )
 
-    plan = InductorPlanner(Planner(budget=budget), lower=doubtful).partition(
-        joint, num_fwd_outputs=count
-    )[2]
+    plan = InductorPlanner(Planner(budget=budget), lower=doubtful).partition(Joint(joint, count))[2]
     assert calls.count(True) >= 2
     assert plan.compiled_peak_bytes is not None and plan.compiled_peak_bytes <= budget
 
@@ -159,7 +156,7 @@ def test_recomputations_wait_for_their_turn() -> None:
     joint, count = inductor_joint(model, torch.randn(4, 64, 32))
     facts = collect(joint, num_fwd_outputs=count, cost=checked(FlopCost()))
     forward, backward, plan = InductorPlanner(Planner(budget=900_000, cost="flops")).partition(
-        joint, num_fwd_outputs=count
+        Joint(joint, count)
     )
 
     def peak(order: KeepExecutionOrder | None) -> int:

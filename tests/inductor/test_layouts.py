@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 import fxckpt
 from fxckpt.inductor.memory import lower_backward
 from fxckpt.inductor.planner import InductorPlanner
+from fxckpt.passes.graphs import Joint
 from fxckpt.planner.pipeline import EMIT_INDUCTOR
 from fxckpt.planner.planner import Planner
 from fxckpt.torch_private.inductor.lowering import Lowerings
@@ -77,7 +78,7 @@ def test_recomputed_convolution_copies_no_other_images(
 
     def allocated(planner: Planner) -> tuple[int, fxckpt.Plan]:
         joint, count = inductor_joint(model, x)
-        forward, backward, plan = InductorPlanner(planner).partition(joint, num_fwd_outputs=count)
+        forward, backward, plan = InductorPlanner(planner).partition(Joint(joint, count))
         lower = Lowerings(None).lower
         lowered = lower_backward(
             forward,

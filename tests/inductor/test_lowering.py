@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxckpt
 from fxckpt.inductor.memory import lower_backward
 from fxckpt.inductor.planner import InductorPlanner
+from fxckpt.passes.graphs import Joint
 from fxckpt.passes.inductor.execution_order import ORDER
 from fxckpt.planner.planner import Planner
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
@@ -59,7 +60,7 @@ def test_freeing_early_never_takes_more_memory() -> None:
     """Kernels are the same; live bytes are nowhere more, and somewhere less."""
     joint, count = inductor_joint(*skips())
     forward, backward, _ = InductorPlanner(Planner(budget=0.85, cost="flops")).partition(
-        joint, num_fwd_outputs=count
+        Joint(joint, count)
     )
     kept = lower_backward(
         forward, backward, Lowerings(KeepExecutionOrder(ORDER)).lower, num_fwd_outputs=count
@@ -91,7 +92,7 @@ def test_backward_frees_early_only_over_the_budget(
     monkeypatch.setattr(Lowerings, "lower", lowered)
     joint, count = inductor_joint(*skips())
     _, backward, plan = InductorPlanner(Planner(budget=0.85, cost="flops")).partition(
-        joint, num_fwd_outputs=count
+        Joint(joint, count)
     )
     assert plan.keeps_order
     assert plan.lets_go == lets_go == any(FREES_EARLY in node.meta for node in backward.graph.nodes)
@@ -99,7 +100,7 @@ def test_backward_frees_early_only_over_the_budget(
     assert plan.compiled_peak_bytes <= plan.budget_bytes
     again, _ = inductor_joint(*skips())
     forward, backward, _ = InductorPlanner(Planner(known=(plan,), cost="flops")).partition(
-        again, num_fwd_outputs=count
+        Joint(again, count)
     )
     assert lets_go == any(FREES_EARLY in node.meta for node in backward.graph.nodes)
     assert not any(FREES_EARLY in node.meta for node in forward.graph.nodes)
@@ -109,7 +110,7 @@ def test_early_frees_compile_without_buffer_reuse() -> None:
     """A marked backward reuses fewer buffers; Inductor's option is unchanged afterwards."""
     joint, count = inductor_joint(*skips())
     _, backward, _ = InductorPlanner(Planner(budget=0.85, cost="flops")).partition(
-        joint, num_fwd_outputs=count
+        Joint(joint, count)
     )
 
     def reused(half: fx.GraphModule) -> int:
@@ -132,7 +133,7 @@ def test_code_is_the_same_with_and_without_lowering(
     """Lowering ahead of the compile does not change the generated code."""
     joint, count = inductor_joint(Grouped(48), torch.randn(8, 3, 64, 64))
     _, backward, _ = InductorPlanner(Planner(budget=0.7, cost="flops")).partition(
-        joint, num_fwd_outputs=count
+        Joint(joint, count)
     )
     # Images lie channels last, as in the forward, where Inductor would lay them out otherwise.
     assert wants_channels_last(backward) and not changes_layout(backward)
@@ -154,7 +155,7 @@ def test_lowered_graphs_of_other_orders_are_not_used(
     """A graph lowered in Inductor's order does not serve a compile held to the planned order."""
     joint, count = inductor_joint(*skips())
     planner = Planner(budget=0.85, cost="flops")
-    _, backward, _ = InductorPlanner(planner).partition(joint, num_fwd_outputs=count)
+    _, backward, _ = InductorPlanner(planner).partition(Joint(joint, count))
     free = copy.deepcopy(backward)
     for node in free.graph.nodes:
         node.meta.pop(ORDER, None)

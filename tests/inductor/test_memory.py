@@ -18,6 +18,7 @@ import fxckpt
 from fxckpt.inductor.memory import calibrate, lower_backward
 from fxckpt.inductor.planner import InductorPlanner
 from fxckpt.passes.analysis.joint import no_workspace
+from fxckpt.passes.graphs import Joint
 from fxckpt.passes.inductor.fusion_model import FusionModel
 from fxckpt.planner.planner import Planner
 from fxckpt.torch_private.inductor.default_partitioner import fuses
@@ -287,9 +288,7 @@ def test_masked_selection_is_planned_at_full_size(
 def test_calibration_learns_overwritten_inputs() -> None:
     """An op is spared the bytes of inputs that die in it and that it overwrites, no more."""
     joint, count = inductor_joint(*next_tokens())
-    forward, backward, plan = InductorPlanner(Planner(cost="flops")).partition(
-        joint, num_fwd_outputs=count
-    )
+    forward, backward, plan = InductorPlanner(Planner(cost="flops")).partition(Joint(joint, count))
     kernels = FusionModel(fuses)(joint.graph, plan.saved)
     facts, _ = Planner(cost="flops").read(joint, count, bind_preferences=True, never_stored=kernels)
     lowered = lower_backward(forward, backward, Lowerings(None).lower, num_fwd_outputs=count)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 import fxckpt
 from fxckpt.inductor.planner import InductorPlanner
 from fxckpt.passes.analysis.byte_counts import RNG_STATE_BYTES
+from fxckpt.passes.graphs import Joint
 from fxckpt.planner.planner import Planner
 from tests.inductor.models import (
     Constants,
@@ -97,16 +98,12 @@ def test_least_peak_of_convolutions_is_feasible() -> None:
 
     def least(budget: int) -> int:
         with pytest.raises(fxckpt.BudgetInfeasible) as caught:
-            InductorPlanner(Planner(budget=budget, cost="flops")).partition(
-                joint, num_fwd_outputs=count
-            )
+            InductorPlanner(Planner(budget=budget, cost="flops")).partition(Joint(joint, count))
         return caught.value.floor_bytes
 
     floor = least(1)
     assert least(floor - 1) == floor
-    plan = InductorPlanner(Planner(budget=floor, cost="flops")).partition(
-        joint, num_fwd_outputs=count
-    )[2]
+    plan = InductorPlanner(Planner(budget=floor, cost="flops")).partition(Joint(joint, count))[2]
     assert plan.compiled_peak_bytes is not None and plan.compiled_peak_bytes <= floor
 
 
@@ -125,9 +122,9 @@ class Alignment(nn.Module):
 def test_least_peak_is_at_most_the_default_choice() -> None:
     """The default choice is a last resort, where the fusion model is wrong."""
     joint, count = inductor_joint(Alignment(), torch.randn(30, 4, 32))
-    default = InductorPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)[2]
+    default = InductorPlanner(Planner(cost="flops")).partition(Joint(joint, count))[2]
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
-        InductorPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
+        InductorPlanner(Planner(budget=1, cost="flops")).partition(Joint(joint, count))
     assert (
         default.compiled_peak_bytes is not None
         and caught.value.floor_bytes <= default.compiled_peak_bytes
@@ -155,11 +152,11 @@ def test_no_plan_is_below_the_named_least_peak() -> None:
     """Larger budgets find no plan below the least peak that an error names."""
     joint, count = inductor_joint(Collects(), torch.randn(1024, 64))
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
-        InductorPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
+        InductorPlanner(Planner(budget=1, cost="flops")).partition(Joint(joint, count))
     for share in (0.75, 0.85):
-        plan = InductorPlanner(Planner(budget=share, cost="flops")).partition(
-            joint, num_fwd_outputs=count
-        )[2]
+        plan = InductorPlanner(Planner(budget=share, cost="flops")).partition(Joint(joint, count))[
+            2
+        ]
         assert (
             plan.compiled_peak_bytes is not None
             and plan.compiled_peak_bytes >= caught.value.floor_bytes
@@ -197,7 +194,7 @@ def test_head_gradient_does_not_wait_for_the_embedding() -> None:
     """Waiting, the gradient of the logits would live beside the saved values of all layers."""
     joint, count = inductor_joint(*next_tokens())
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
-        InductorPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
+        InductorPlanner(Planner(budget=1, cost="flops")).partition(Joint(joint, count))
     logits, table = 8 * 64 * 1000 * 4, 1000 * 32 * 4
     assert caught.value.floor_bytes < 1.1 * (logits + table)
 
@@ -287,11 +284,9 @@ def test_kept_order_has_no_cycles() -> None:
     """Nodes that Inductor merged have no mark; dependencies on them make no cycle."""
     joint, count = inductor_joint(Masked(), torch.randint(0, 128, (32,)))
     default = (
-        InductorPlanner(Planner(cost="flops"))
-        .partition(joint, num_fwd_outputs=count)[2]
-        .compiled_peak_bytes
+        InductorPlanner(Planner(cost="flops")).partition(Joint(joint, count))[2].compiled_peak_bytes
     )
     assert default is not None
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
-        InductorPlanner(Planner(budget=1, cost="flops")).partition(joint, num_fwd_outputs=count)
+        InductorPlanner(Planner(budget=1, cost="flops")).partition(Joint(joint, count))
     assert caught.value.floor_bytes <= default

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.costs.models import FlopCost
 from fxckpt.passes.analysis.joint import Facts, collect
+from fxckpt.passes.graphs import Joint
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan
 from fxckpt.policies import as_policy
@@ -67,7 +68,7 @@ def planned(joint: fx.GraphModule, *, recomputes: bool = True) -> tuple[Facts, P
     answer = CheckpointPolicy.MUST_RECOMPUTE if recomputes else CheckpointPolicy.MUST_SAVE
     policy = as_policy(lambda ctx, op, *args, **kwargs: answer)
     planner = Planner(policy=policy, cost="flops", measure_workspace=False)
-    return planner.plan(joint, num_fwd_outputs=1)
+    return planner.plan(Joint(joint, 1))
 
 
 def facts_of(joint: fx.GraphModule, **options: Any) -> Facts:

@@ -143,9 +143,7 @@ def joint() -> Joint:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_each_policy_saves_what_its_name_says(name: str, joint: Joint) -> None:
     policy, expected = EXPECTED[name]
-    _, plan = planner_of(None, policy, "roofline").plan(
-        joint.module, num_fwd_outputs=joint.num_fwd_outputs
-    )
+    _, plan = planner_of(None, policy, "roofline").plan(joint)
     assert set(plan.saved) == set(expected.split())
 
 
@@ -278,9 +276,7 @@ def tanh_alone(ctx: object, op: object, *args: object, **kwargs: object) -> Chec
 def test_torch_s_forms_compose_and_none_leaves_a_value_open(
     policy: Any, expected: str, joint: Joint
 ) -> None:
-    _, plan = planner_of(None, policy, "roofline").plan(
-        joint.module, num_fwd_outputs=joint.num_fwd_outputs
-    )
+    _, plan = planner_of(None, policy, "roofline").plan(joint)
     assert set(plan.saved) == set(expected.split())
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxckpt.inductor.planner import InductorPlanner, is_extern_kernel
+from fxckpt.passes.graphs import Joint
 from fxckpt.passes.inductor.save_views import VIEW_OF
 from fxckpt.planner.planner import Planner
 from tests.joints import inductor_joint
@@ -16,7 +17,7 @@ from tests.passes.graphs import text_of
 
 def halves(function: object, *inputs: Tensor) -> tuple[fx.GraphModule, fx.GraphModule]:
     joint, count = inductor_joint(function, *inputs)  # type: ignore[arg-type]
-    return InductorPlanner(Planner(cost="flops")).partition(joint, num_fwd_outputs=count)[:2]
+    return InductorPlanner(Planner(cost="flops")).partition(Joint(joint, count))[:2]
 
 
 def saved_views(half: fx.GraphModule) -> list[fx.Node]:
@@ -71,9 +72,7 @@ def test_graph_of_a_saved_view() -> None:
     joint, count = inductor_joint(
         lambda x, w: (x.exp() @ w).sum(), torch.randn(4, 8, 32), weights()[0]
     )
-    forward, backward, _ = InductorPlanner(Planner(cost="flops")).partition(
-        joint, num_fwd_outputs=count
-    )
+    forward, backward, _ = InductorPlanner(Planner(cost="flops")).partition(Joint(joint, count))
     assert_expected_inline(
         text_of(forward.graph),
         """\

@@ -34,9 +34,7 @@ def emitted(budget: float) -> Halves:
     inputs = (torch.ones(256, 16, requires_grad=True), torch.ones(16, 16, requires_grad=True))
     joint = capture_joint(f, inputs, {})
     normalize(joint.module)
-    return Planner(budget=budget, measure_workspace=False).partition(
-        joint.module, num_fwd_outputs=joint.num_fwd_outputs
-    )
+    return Planner(budget=budget, measure_workspace=False).partition(joint)
 
 
 @pytest.fixture(scope="module")
