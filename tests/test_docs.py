@@ -51,7 +51,7 @@ def test_links_resolve(page: Path) -> None:
 @pytest.mark.parametrize("page", GUIDES, ids=label)
 def test_snippets_run(page: Path) -> None:
     """Snippets of a page share one namespace; a fragment is compiled only."""
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(6)))
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(12)))
     names = {"torch": torch, "fxckpt": fxckpt, "layers": layers, "block": layers[0]}
     names |= {"model": layers, "x": torch.randn(256, 8)}
     for fragment, code in SNIPPET.findall(page.read_text()):
