@@ -1,4 +1,4 @@
-"""Signatures: what must be the same of two calls so that one plan serves both."""
+"""Signatures of calls: two calls with equal signatures share one plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from fxckpt.torch_private import MODULE_FIELDS
 
-Place = tuple[Any, ...]
+Key = tuple[Any, ...]
 
 HOOKS = MODULE_FIELDS - {
     "training",
@@ -23,27 +23,32 @@ HOOKS = MODULE_FIELDS - {
     "_non_persistent_buffers_set",
     "_is_full_backward_hook",
 }
-PLAIN = frozenset((bool, int, float, str, bytes, type(None), torch.dtype, torch.device))
+CONSTANT_TYPES = frozenset((bool, int, float, str, bytes, type(None), torch.dtype, torch.device))
 
 
 @dataclass(frozen=True)
 class Signature:
-    """One kind of call. Compares and hashes; keeps no tensor and no module alive."""
+    """A key for the calls that share a plan; it keeps no tensor and no module alive."""
 
     structure: str
-    leaves: tuple[Place, ...]
-    state: tuple[Place, ...]
-    """Parameters and buffers."""
-    modules: tuple[Place, ...]
-    """Per module: which it is, its mode, its code if it is a graph, its hooks and its attributes (of a graph those that it reads). What changes
-    inside an object that is an attribute is not seen."""
+    """The pytree structure of the arguments."""
+    leaves: tuple[Key, ...]
+    """Geometry, storage and gradient flags of tensors; type and value of other arguments."""
+    state: tuple[Key, ...]
+    """Shape, dtype, device and gradient flag of each parameter and buffer."""
+    modules: tuple[Key, ...]
+    """Identity, mode, code (of graphs), hooks and attributes (of graphs, those read) per module.
+
+    A change inside an object that is an attribute is not seen.
+    """
     autocast: tuple[Any, ...]
+    """Autocast's state and dtype per device type."""
 
 
 def signature_of(
     structure: str, leaves: Sequence[Any], state: Iterable[Tensor], root: nn.Module
 ) -> Signature:
-    """Return the signature of a call with these leaves on a module of this state."""
+    """Return the signature of a call of ``root`` with these argument leaves and this state."""
     seen: dict[int, int] = {}
     return Signature(
         structure,
@@ -60,8 +65,8 @@ def signature_of(
     )
 
 
-class _Same:
-    """An object as a key: equal to itself alone, and to nothing once it is gone."""
+class _IdentityKey:
+    """Identity of an object: equal to itself alone, and to nothing once the object is freed."""
 
     def __init__(self, value: Any) -> None:
         self._hash = id(value)
@@ -73,7 +78,7 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, _Same)
+            isinstance(other, _IdentityKey)
             and (value := self._get()) is not None
             and value is other._get()
         )
@@ -82,12 +87,12 @@ class _Same:
         return self._hash
 
 
-def _module(module: nn.Module, hooks: frozenset[str]) -> Place:
+def _module(module: nn.Module, hooks: frozenset[str]) -> Key:
     found: list[Any] = [weakref.ref(module), module.training]
     ignored: AbstractSet[str] = MODULE_FIELDS
     if isinstance(module, fx.GraphModule):
-        # The code of a graph is a new text whenever it is made, and says which attributes it reads.
-        found.append(_Same(module.code))
+        # Each recompile makes a new code string, and the graph tells which attributes it reads.
+        found.append(_IdentityKey(module.code))
         ignored = vars(module).keys() - {
             str(node.target).partition(".")[0] for node in module.graph.find_nodes(op="get_attr")
         }
@@ -95,24 +100,24 @@ def _module(module: nn.Module, hooks: frozenset[str]) -> Place:
         if name not in ignored:
             found.append((name, _attribute(value)))
         elif value and name in hooks:
-            # A hook has a number that no other hook gets.
+            # Hook ids are never reused.
             found.append((name, *value))
     return tuple(found)
 
 
-def _attribute(value: Any) -> Place:
+def _attribute(value: Any) -> Key:
     kind = type(value)
-    if kind in PLAIN:
+    if kind in CONSTANT_TYPES:
         return _constant(value)
     if kind in (list, tuple):
         return (kind, *map(_attribute, value))
     if kind is dict:
         return (kind, *((_attribute(key), _attribute(item)) for key, item in value.items()))
-    return (_Same(value),)
+    return (_IdentityKey(value),)
 
 
-def _tensor(tensor: Tensor, seen: dict[int, int]) -> Place:
-    # Inputs that share storage, or are one tensor, are traced as such.
+def _tensor(tensor: Tensor, seen: dict[int, int]) -> Key:
+    # A trace specializes on inputs that share storage or are the same tensor.
     storage = seen.setdefault(tensor.untyped_storage()._cdata, len(seen))
     same = seen.setdefault(-id(tensor), len(seen))
     place = (
@@ -126,8 +131,8 @@ def _tensor(tensor: Tensor, seen: dict[int, int]) -> Place:
     return (*place, tensor.requires_grad, tensor.is_leaf, storage, same)
 
 
-def _constant(value: Any) -> Place:
-    # 1, 1.0 and True are equal to Python and not to an op.
+def _constant(value: Any) -> Key:
+    # 1, 1.0 and True are equal in Python but not to an op.
     try:
         hash(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Placeholders: the arguments that a graph's own metadata tells of."""
+"""Example inputs: arguments read from the metadata of a graph's placeholders."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ UNKNOWN = object()
 
 
 def inputs_of(source: nn.Module) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
-    """Return arguments to plan a graph for, or None if it does not tell; tensors are new and hold no values.
+    """Return (args, kwargs) to plan a graph for, or None if its metadata is incomplete.
 
-    Read are ``meta["val"]``, ``meta["example_value"]`` and ``meta["tensor_meta"]``. Sizes that are symbolic are taken as they were in the trace,
-    or at their upper bound.
+    Tensors are new and uninitialized. They are described by ``meta["val"]``,
+    ``meta["example_value"]`` or ``meta["tensor_meta"]``. Symbolic sizes take their value in the
+    trace, or their upper bound.
     """
     if not isinstance(source, fx.GraphModule):
         return None
@@ -49,7 +50,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def real_like(value: Tensor) -> Tensor:
-    """Return a tensor without values of the geometry of a fake one."""
+    """Return an uninitialized tensor of the geometry of a fake one."""
     shape, stride = [size_hint(n) for n in value.shape], [size_hint(n) for n in value.stride()]
     made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
     return (
@@ -64,13 +65,13 @@ def _real(value: Any) -> Any:
         try:
             return real_like(value)
         except (RuntimeError, AssertionError):
-            return UNKNOWN  # the graph was made for a device that is not here
+            return UNKNOWN  # the graph was made for an absent device
     if isinstance(value, torch.SymInt):
         return size_hint(value)
     if isinstance(value, (int, float, bool, str, type(None))):
         return value
     if not isinstance(value, TensorMetadata):
         return UNKNOWN
-    # A shape propagation's record says nothing of the device.
+    # The metadata of shape propagation omits the device.
     made = torch.empty(value.shape, dtype=value.dtype)
     return made.requires_grad_(value.requires_grad) if made.is_floating_point() else made

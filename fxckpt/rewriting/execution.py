@@ -1,8 +1,9 @@
-"""Running: how a rewritten module makes its step, by a plan a signature.
+"""Execution of rewritten modules, with one plan per call signature.
 
-Both ways hand the joint graph to the compile door's own partitioner. A graph that is given is interpreted, so that what its nodes say of
-modules, names and source lines reaches the policy; any other module or function goes through Dynamo, whose guards know when the Python of it
-would do something else.
+:class:`GraphRunner` interprets a given graph, so that the modules, names and source lines of its
+nodes reach the policy. :class:`DynamoRunner` compiles any other module or function with Dynamo,
+whose guards notice when its Python would behave differently. Both pass the joint graph to the
+partitioner of :class:`fxckpt.Backend`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from fxckpt.utils.pytrees import flatten, unflatten
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """A plan and the graphs that follow it."""
+    """A plan and the forward and backward graphs that follow it."""
 
     plan: Plan
     forward: fx.GraphModule
@@ -46,7 +47,7 @@ class Halves:
 
 
 class RecordingPartitioner(Partitioner):
-    """Keeps the graphs it emits, and applies the plans that are known already."""
+    """A partitioner that keeps the graphs it emits and applies the plans it knows."""
 
     def __init__(self, options: Partitioner, known: Sequence[Plan]) -> None:
         super().__init__(*options.options)
@@ -62,7 +63,7 @@ class RecordingPartitioner(Partitioner):
         num_fwd_outputs: int,
         **given: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the forward and the backward of a joint graph, and keep copies of both."""
+        """Return the forward and backward half of a joint graph, and keep copies of both."""
         forward, backward = super().split(
             joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **given
         )
@@ -78,13 +79,13 @@ class RecordingPartitioner(Partitioner):
         return forward, backward
 
     def _fall_back(self, *given: Any) -> NoReturn:
-        """Raise the error: without a plan there is nothing to rewrite a module by."""
+        """Raise the planning error: rewriting has no default partitioner to fall back on."""
         failed = next(error for error in given if isinstance(error, PlanningFailed))
         raise failed from failed.__cause__
 
 
 class RecordingBackend(Backend):
-    """The compile door's backend; keeps the graphs it emits, and applies plans that are known already."""
+    """A :class:`~fxckpt.Backend` that keeps the graphs it emits and applies the plans it knows."""
 
     partitioner: RecordingPartitioner
 
@@ -99,7 +100,7 @@ class RecordingBackend(Backend):
 
     @property
     def known(self) -> tuple[Plan, ...]:
-        """The plans made and given."""
+        """The plans given and made, in this order."""
         return self.partitioner.planner.known
 
     def capture(
@@ -115,7 +116,7 @@ class RecordingBackend(Backend):
 
 
 class Runner(ABC):
-    """Runs the step of one module."""
+    """Base of the two ways to run the step of one module."""
 
     def __init__(self, source: nn.Module, recorder: RecordingBackend) -> None:
         self.source = source
@@ -131,7 +132,7 @@ class Runner(ABC):
 
 
 class DynamoRunner(Runner):
-    """Runs a module by Dynamo, one graph without breaks a signature."""
+    """Runner that compiles a module with Dynamo, without graph breaks."""
 
     def __init__(self, source: nn.Module, recorder: RecordingBackend) -> None:
         super().__init__(source, recorder)
@@ -139,12 +140,12 @@ class DynamoRunner(Runner):
         self._compiled: Callable[..., Any] = source.forward
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Capture on fake tensors."""
-        # The hooks of the module itself run around the step.
+        """Capture on fake tensors and plan."""
+        # The module's own hooks run around the step.
         self.recorder.capture(self.source.forward, args, kwargs)
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run what Dynamo compiled, or compile it."""
+        """Run the compiled forward; compile it on the first call."""
         if self._forward != self.source.forward:
             forward = self.source.forward
             self._compiled = compile_whole(forward, self.recorder)
@@ -154,14 +155,17 @@ class DynamoRunner(Runner):
 
 @dataclass(frozen=True, eq=False)
 class _Compiled:
+    """The compiled graph of one signature."""
+
     run: Callable[..., Any]
     rebuild: Callable[[Sequence[Tensor]], Any]
 
 
 class GraphRunner(Runner):
-    """Runs a graph: traced by interpretation once a signature, parameters and buffers as inputs.
+    """Runner that traces a graph by interpretation, once per signature.
 
-    A trace puts other tensors in the place of the parameters for a while: in the meantime no other thread may look for its own.
+    Parameters and buffers are inputs of the trace, which replaces them for its duration. A lock
+    keeps other threads from reading them meanwhile.
     """
 
     def __init__(self, source: nn.Module, recorder: RecordingBackend) -> None:
@@ -169,12 +173,12 @@ class GraphRunner(Runner):
         self._compiled: dict[Signature, _Compiled] = {}
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Trace on fake tensors."""
+        """Trace on fake tensors and plan."""
         with tracing_lock():
             self._find(args, kwargs)
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run what was compiled for such a call, or compile it."""
+        """Run the graph compiled for this signature; compile it on the first call."""
         with tracing_lock():
             compiled, tensors = self._find(args, kwargs)
         return compiled.rebuild(compiled.run(*tensors))
@@ -189,7 +193,8 @@ class GraphRunner(Runner):
         found = self._compiled.get(signature)
         if found is None:
             found = self._compiled[signature] = self._compile(list(state), leaves, spec, tensors)
-            # The modules' Python ran, and may have changed them: it does not run again.
+            # Tracing ran the modules' Python, which may have changed their attributes and so the
+            # signature; later calls do not run it.
             self._compiled[signature_of(repr(spec), leaves, state.values(), self.source)] = found
         return found, tensors
 
@@ -208,7 +213,7 @@ class GraphRunner(Runner):
 
 
 class _FlatCall:
-    """A graph as a function of tensors alone: its state, then the tensors among its arguments."""
+    """A graph as a function of tensors: its state, then the tensors among its arguments."""
 
     def __init__(
         self,
@@ -220,7 +225,7 @@ class _FlatCall:
         self.interpreted = Interpreted(graph)
         self.__name__ = "step"
         self.names = names
-        # Tensors would be kept alive.
+        # Keep no tensor alive.
         self.leaves = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         self.is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
         self.spec = spec
@@ -252,7 +257,7 @@ class _FlatCall:
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the graph's own result, given the tensors in it."""
+        """Return the graph's result from its tensors."""
         assert self.results is not None, "the graph was not traced"
         constants, spec = self.results
         given = iter(tensors)
@@ -266,24 +271,25 @@ class _FlatCall:
 
 
 def refuse_flat_weights(source: nn.Module) -> None:
-    """Raise :class:`CaptureError` for modules that compute with other tensors than their parameters."""
+    """Raise :class:`CaptureError` for RNNs, which compute with a flat copy of their weights."""
     for path, module in source.named_modules():
         if isinstance(module, nn.RNNBase):
             raise CaptureError(
-                f"module {path!r} is an {type(module).__name__}: it computes with one flat copy of its weights, which no trace can follow. "
+                f"module {path!r} is an {type(module).__name__}: it computes with one flat copy of "
+                "its weights, which no trace can follow. "
                 "Rewrite the modules around it, or put fxckpt.checkpoint around it."
             )
 
 
 def without_regions(source: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph whose ``nested_compile_region`` calls are inlined; the graph itself if there are none."""
+    """Return a graph with its ``nested_compile_region`` calls inlined; itself if it has none."""
     if not any("invoke_subgraph" in str(node.target) for node in source.graph.nodes):
         return source
     return inline_regions(fx.GraphModule(source, copy.deepcopy(source.graph)))
 
 
 def _graph_of(call: _FlatCall, tensors: Sequence[Tensor]) -> fx.GraphModule:
-    """Return the graph of one call. How many tensors it gives is found on fake ones."""
+    """Return the graph of one call, whose number of results is found on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), errors_told_once():
         results = len(call(*map(mode.from_tensor, tensors)))
     graph = fx.Graph()
@@ -295,9 +301,10 @@ def _graph_of(call: _FlatCall, tensors: Sequence[Tensor]) -> fx.GraphModule:
 
 
 def state_of(source: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module by name, shared ones once, and the other tensors that its graph reads.
+    """Return the parameters, buffers and other tensors read by a module's graph, by name.
 
-    They are sorted: a copy that was built in another order has the same plan.
+    Shared tensors appear once. Names are sorted, so that a copy built in another order has the same
+    plan.
     """
     state: dict[str, Tensor] = dict(source.named_parameters())
     state |= dict(source.named_buffers())

@@ -1,8 +1,9 @@
-"""Packing: a graph module as data that pickles.
+"""Pickling of graph modules, as plain data.
 
-A ``GraphModule`` pickles as code, which loses what its nodes know (module, name, source line), may rename them, and fails for exported ones, whose
-input checks, hooks and ``train`` are closures. Here every node is kept under its name, with that much of its metadata; the checks are kept as code
-(:mod:`fxckpt.rewriting.export_guards`), and do the work of an export's own hooks.
+A ``GraphModule`` pickles as code, which loses its nodes' metadata (module, name, source line), may
+rename nodes, and fails for exported graphs, whose input checks, hooks and ``train`` are closures.
+Here each node keeps its name and that metadata; the checks are kept as bytecode
+(:mod:`fxckpt.rewriting.export_guards`), and replace an export's own hooks.
 """
 
 from __future__ import annotations
@@ -27,32 +28,36 @@ from fxckpt.torch_private import (
     PyTreeCodeGen,
 )
 
-NOTES = ("stack_trace", "recompute", "ac_graph_id", NAME)
-"""Metadata that is kept as it is; of ``nn_module_stack`` the paths are."""
+META_KEYS = ("stack_trace", "recompute", "ac_graph_id", NAME)
+"""Metadata kept unchanged; of ``nn_module_stack`` only the paths are kept."""
 
 
 @dataclass(frozen=True)
-class _Ref:
-    """A node as an argument."""
+class _NodeRef:
+    """A reference to a node, as an argument."""
 
     name: str
+    """The node's name."""
 
 
 @dataclass(frozen=True)
-class _Op:
-    """An op as a target or an argument: its path under ``torch.ops``."""
+class _OpRef:
+    """A reference to an op, as a target or an argument."""
 
     path: tuple[str, ...]
+    """The op's path under ``torch.ops``."""
 
 
 @dataclass(frozen=True)
-class _Node:
+class _NodeData:
+    """A node as data."""
+
     op: str
     name: str
     target: Any
     args: Any
     kwargs: Any
-    notes: Mapping[str, Any]
+    metadata: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,29 +65,32 @@ class Packed:
     """A graph module as data."""
 
     name: str
-    nodes: tuple[_Node, ...]
+    nodes: tuple[_NodeData, ...]
     codegen: Any
     attributes: Mapping[str, Any]
-    """State, hooks, mode, and what else the module was given."""
+    """Parameters, buffers, hooks, mode and any other attributes."""
     children: Mapping[str, Any]
+    """Submodules by name; graph modules as data."""
     has_one_mode: bool
-    """Whether it refuses to change between training and evaluation, as exported graphs do."""
+    """Whether ``train`` and ``eval`` raise, as those of exported graphs do."""
 
 
 def pack(module: nn.Module) -> nn.Module | Packed | Guards:
-    """Return a graph module as data; any other module as it is."""
+    """Return a graph module or an export's guards as data, and any other module unchanged."""
     if not isinstance(module, fx.GraphModule):
         return guards_of(module) or module
     held = vars(module)
     return Packed(
         type(module).__name__,
         tuple(
-            _Node(n.op, n.name, _target(n), _data(n.args), _data(n.kwargs), _notes(n))
+            _NodeData(
+                n.op, n.name, _encode_target(n), _encode(n.args), _encode(n.kwargs), _metadata(n)
+            )
             for n in module.graph.nodes
         ),
         module.graph._codegen if isinstance(module.graph._codegen, PyTreeCodeGen) else None,
         {
-            name: _kept(name, value)
+            name: _without_export_hooks(name, value)
             for name, value in held.items()
             if name not in (*GRAPH_FIELDS, *MODES, "_modules")
         },
@@ -92,7 +100,10 @@ def pack(module: nn.Module) -> nn.Module | Packed | Guards:
 
 
 def unpack(packed: nn.Module | Packed | Guards) -> nn.Module:
-    """Return the module that :func:`pack` was given. Raises :class:`CaptureError` for the checks of another version of Python."""
+    """Return the module from :func:`pack`'s data.
+
+    Raises :class:`CaptureError` for input checks made by another version of Python.
+    """
     if isinstance(packed, Guards):
         return packed.load()
     if not isinstance(packed, Packed):
@@ -106,10 +117,10 @@ def unpack(packed: nn.Module | Packed | Guards) -> nn.Module:
         graph.set_codegen(packed.codegen)
     made: dict[str, fx.Node] = {}
     for node in packed.nodes:
-        args, kwargs = _live(node.args, made), _live(node.kwargs, made)
-        new = graph.create_node(node.op, _live(node.target, made), args, kwargs, name=node.name)
+        args, kwargs = _decode(node.args, made), _decode(node.kwargs, made)
+        new = graph.create_node(node.op, _decode(node.target, made), args, kwargs, name=node.name)
         assert new.name == node.name, (new.name, node.name)
-        new.meta.update(node.notes)
+        new.meta.update(node.metadata)
         made[node.name] = new
     module = fx.GraphModule(root, graph, packed.name)
     module.__dict__.update(vars(root))
@@ -127,8 +138,8 @@ def _refuse_mode(module: nn.Module, mode: bool = True) -> nn.Module:
     )
 
 
-def _kept(name: str, value: Any) -> Any:
-    """Return an attribute; of hooks, those that are not an export's own."""
+def _without_export_hooks(name: str, value: Any) -> Any:
+    """Return an attribute, without the hooks that ``torch.export`` registered."""
     if name not in MODULE_FIELDS or not isinstance(value, OrderedDict):
         return value
     return OrderedDict(
@@ -138,30 +149,32 @@ def _kept(name: str, value: Any) -> Any:
     )
 
 
-def _target(node: fx.Node) -> Any:
-    return _op(node.target) if node.op == "call_function" else node.target
+def _encode_target(node: fx.Node) -> Any:
+    return _encode_op(node.target) if node.op == "call_function" else node.target
 
 
-def _op(value: Any) -> Any:
+def _encode_op(value: Any) -> Any:
     if isinstance(value, OpOverload):
-        return _Op((value.namespace, value._opname, value._overloadname))
+        return _OpRef((value.namespace, value._opname, value._overloadname))
     if isinstance(value, OpOverloadPacket):
-        return _Op(tuple(value._qualified_op_name.split("::")))
-    return _Op(("higher_order", value.name())) if isinstance(value, HigherOrderOperator) else value
+        return _OpRef(tuple(value._qualified_op_name.split("::")))
+    return (
+        _OpRef(("higher_order", value.name())) if isinstance(value, HigherOrderOperator) else value
+    )
 
 
-def _data(argument: Any) -> Any:
+def _encode(argument: Any) -> Any:
     def leaf(value: Any) -> Any:
-        return _Ref(value.name) if isinstance(value, fx.Node) else _op(value)
+        return _NodeRef(value.name) if isinstance(value, fx.Node) else _encode_op(value)
 
     return fx.node.map_aggregate(argument, leaf)
 
 
-def _live(argument: Any, made: Mapping[str, fx.Node]) -> Any:
+def _decode(argument: Any, made: Mapping[str, fx.Node]) -> Any:
     def leaf(value: Any) -> Any:
-        if isinstance(value, _Ref):
+        if isinstance(value, _NodeRef):
             return made[value.name]
-        if not isinstance(value, _Op):
+        if not isinstance(value, _OpRef):
             return value
         found: Any = torch.ops
         for part in value.path:
@@ -171,8 +184,8 @@ def _live(argument: Any, made: Mapping[str, fx.Node]) -> Any:
     return fx.node.map_aggregate(argument, leaf)
 
 
-def _notes(node: fx.Node) -> dict[str, Any]:
-    notes = {key: node.meta[key] for key in NOTES if key in node.meta}
+def _metadata(node: fx.Node) -> dict[str, Any]:
+    metadata = {key: node.meta[key] for key in META_KEYS if key in node.meta}
     if stack := node.meta.get("nn_module_stack"):
-        notes["nn_module_stack"] = {key: (str(entry[0]), "") for key, entry in stack.items()}
-    return notes
+        metadata["nn_module_stack"] = {key: (str(entry[0]), "") for key, entry in stack.items()}
+    return metadata

@@ -1,6 +1,6 @@
-"""Interpret: a graph called as its module would be, run node by node, each under its own metadata.
+"""Interpreter of a graph with its module's signature, each node under its own metadata.
 
-So a trace of it knows of each op the module, the name and the source line that the graph knew.
+A trace of it therefore attributes each op to the module, name and source line that the graph knew.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxckpt.torch_private import PyTreeCodeGen, with_code
 
 
 class Interpreted(nn.Module):
-    """A graph as a module; its state is that of the graph, under ``graph.``."""
+    """A module that interprets a graph; state names are the graph's, prefixed with ``graph.``."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Interpreted(nn.Module):
         graph = self.graph.graph
         with fx.traceback.preserve_node_meta():
             if not isinstance(graph._codegen, PyTreeCodeGen):
-                return _AsBound(self.graph, bound.arguments.values()).run(
+                return _BoundInterpreter(self.graph, bound.arguments.values()).run(
                     enable_io_processing=False
                 )
             flat = _flat_inputs(graph._codegen, bound.arguments)
@@ -39,8 +39,11 @@ class Interpreted(nn.Module):
             )
 
 
-class _AsBound(fx.Interpreter):
-    """Gives each placeholder the argument in its place; ``*args`` and ``**kwargs`` as the tuple and dict that they are."""
+class _BoundInterpreter(fx.Interpreter):
+    """Interpreter that gives each placeholder one bound argument, by position.
+
+    ``*args`` and ``**kwargs`` are one argument each, a tuple and a dict.
+    """
 
     def __init__(self, graph: fx.GraphModule, given: Iterable[Any]) -> None:
         super().__init__(graph)
@@ -51,7 +54,7 @@ class _AsBound(fx.Interpreter):
 
 
 def _flat_inputs(codegen: PyTreeCodeGen, given: dict[str, Any]) -> list[Any]:
-    """Return the leaves of a call of a graph that takes its arguments apart itself."""
+    """Return the leaves of a call of a graph that flattens its own arguments."""
     info = codegen.pytree_info
     values = [given[name] for name in info.orig_args if name != "self"]
     if (

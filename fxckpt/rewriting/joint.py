@@ -1,4 +1,4 @@
-"""Joint graphs given by the user: AOTAutograd's form in, the same form with explicit recompute out."""
+"""Rewriting of joint graphs in AOTAutograd's form: the same form, with explicit recompute."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PLAN, FORWARD, BACKWARD, SOURCE = (
     "fxckpt_backward",
     "fxckpt_source",
 )
-"""Metadata of a rewritten joint graph."""
+"""Keys of ``GraphModule.meta`` of a rewritten joint graph."""
 
 
 def is_joint(graph: fx.Graph) -> bool:
-    """Return whether a graph is a joint one: its inputs are ``primals_*`` and ``tangents_*``."""
+    """Return whether a graph has placeholders ``primals_*`` and ``tangents_*``."""
     targets = [str(node.target) for node in graph.find_nodes(op="placeholder")]
     return any(t.startswith("primals") for t in targets) and any(
         t.startswith("tangents") for t in targets
@@ -35,7 +35,10 @@ def is_joint(graph: fx.Graph) -> bool:
 
 
 class RewrittenJoint(fx.GraphModule):
-    """A joint graph whose recompute is explicit. Runs as any graph does; what it knows beside is in its ``meta``, which copies and pickles keep."""
+    """A joint graph with explicit recompute.
+
+    Its plan, halves and source are in its ``meta``, which copies and pickles keep.
+    """
 
     @property
     def plan(self) -> Plan:
@@ -45,19 +48,19 @@ class RewrittenJoint(fx.GraphModule):
 
     @property
     def forward_graph(self) -> fx.GraphModule:
-        """The forward half: its last outputs are what is saved for the backward."""
+        """The forward half, whose last outputs are the values saved for the backward."""
         half: fx.GraphModule = self.meta[FORWARD]
         return half
 
     @property
     def backward_graph(self) -> fx.GraphModule:
-        """The backward half: what runs again is named after what it repeats."""
+        """The backward half, whose recomputed nodes are named after their originals."""
         half: fx.GraphModule = self.meta[BACKWARD]
         return half
 
     @property
     def source(self) -> fx.GraphModule:
-        """The graph that was rewritten."""
+        """The original joint graph."""
         source: fx.GraphModule = self.meta[SOURCE]
         return source
 
@@ -85,7 +88,10 @@ def _unpickled(joint: Packed, plan: Plan, *others: Packed) -> RewrittenJoint:
 def rewrite_joint(
     gm: fx.GraphModule, policy: Any, *, budget: Budget, cost: str | CostModel
 ) -> fx.GraphModule:
-    """Return a joint graph with explicit recompute; ``gm`` is left alone. Raises :class:`CaptureError` for what is no joint graph."""
+    """Return a joint graph with explicit recompute; ``gm`` is not changed.
+
+    Raises :class:`CaptureError` if the outputs do not match the primals.
+    """
     if PLAN in gm.meta:
         if policy is None and budget is None:
             return gm
@@ -104,9 +110,10 @@ def rewrite_joint(
 
 
 def flatten_outputs(graph: fx.Graph) -> tuple[int, pytree.TreeSpec]:
-    """Make a joint graph's outputs one flat list; return how many belong to the forward, and the structure they had.
+    """Flatten a joint graph's outputs in place; return the number of forward outputs and the spec.
 
-    They are two lists, the forward's outputs and the gradients; or one, in which the gradients, one a primal, come last.
+    The outputs are two lists, the forward's outputs and the gradients, or one list that ends with
+    one gradient per primal.
     """
     (output,) = graph.find_nodes(op="output")
     outputs = output.args[0]
@@ -124,8 +131,9 @@ def flatten_outputs(graph: fx.Graph) -> tuple[int, pytree.TreeSpec]:
     count = len(pytree.tree_leaves(outputs[0])) if is_pair else len(flat) - len(primals)
     if count < 0:
         raise CaptureError(
-            f"the joint graph has {len(primals)} primals and {len(flat)} outputs: it should give its forward outputs and then a gradient (or None) "
-            "for every primal, as AOTAutograd has it, or the two as a pair of lists."
+            f"the joint graph has {len(primals)} primals and {len(flat)} outputs: it should give "
+            "its forward outputs and then a gradient (or None) for every primal, as AOTAutograd "
+            "has it, or the two as a pair of lists."
         )
     output.args = (flat,)
     return count, spec

@@ -1,4 +1,4 @@
-"""A rewritten module: a graph of one node, the step, which runs by a plan."""
+"""Rewritten modules: a graph with one node, the step, which follows a plan."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from fxckpt.torch_private import (
 from fxckpt.utils.pytrees import flatten
 
 OWN = frozenset((*GRAPH_FIELDS, "graph", "_step", "__class__", "__dict__"))
-"""The attributes that a rewritten module and its source do not have in common."""
+"""The attributes that a rewritten module does not share with its source."""
 
 
 class Rewritten(fx.GraphModule):
-    """A module whose backward follows a plan; :func:`fxckpt.rewrite` makes it.
+    """A module whose backward follows a plan, made by :func:`fxckpt.rewrite`.
 
-    It and its source are two objects over one ``__dict__``: parameters, buffers, hooks, mode and every other attribute are the same, whichever
-    of the two is read, written or called. What the source's class defines (``state_dict``, ``train``, methods of its own) it has as well, for that
-    class is one of its bases. Its own are its graph and the step; they live in slots.
+    It shares one ``__dict__`` with its source: parameters, buffers, hooks, mode and every other
+    attribute are the same, whichever of the two is read, written or called. The source's class is
+    one of its bases, so that it has its methods (``state_dict``, ``train``, others). Only its graph
+    and its step are its own; they are kept in slots.
 
-    Without gradients it runs the forward as it was written, and so it does where ``torch.compile`` or a tracer goes through it. A call of other
-    shapes, dtypes or training mode is planned on its own, once.
+    Without gradients, and under ``torch.compile`` or a tracer, it runs the original forward. Each
+    signature of calls (shapes, dtypes, training mode, ...) is planned once.
     """
 
     __slots__ = (*sorted(GRAPH_FIELDS), "_step")
@@ -48,34 +49,35 @@ class Rewritten(fx.GraphModule):
         self._step = step
         super().__init__({}, step_graph(step.source, step), type(step.source).__name__)
         self.__dict__ = step.source.__dict__
-        # A graph module has a class of its own. It gets its bases here: as bases from the start, their __init__ and __init_subclass__ would run.
+        # Each graph module has a class of its own, whose bases are set here: bases set from the
+        # start would run their __init__ and __init_subclass__.
         type(self).__bases__ = (Rewritten, _class_of(step.source))
 
     @property
     def source(self) -> nn.Module:
-        """What was rewritten, as it was."""
+        """The original module."""
         return self._step.source
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """A plan a signature, in the order they were made."""
+        """The plans, one per signature, in the order they were made."""
         return self._step.recorder.known
 
     @property
     def plan(self) -> Plan:
-        """The latest plan. Raises :class:`CaptureError` if there is none yet."""
+        """The latest plan; raises :class:`CaptureError` before the first."""
         if not self.plans:
             raise CaptureError(NOT_YET)
         return self.plans[-1]
 
     @property
     def forward_graph(self) -> fx.GraphModule:
-        """The forward of the latest plan: its last outputs are what is saved for the backward."""
+        """The latest plan's forward, whose last outputs are the values saved for the backward."""
         return self._halves.forward
 
     @property
     def backward_graph(self) -> fx.GraphModule:
-        """The backward of the latest plan: what runs again is named after what it repeats."""
+        """The latest plan's backward, whose recomputed nodes are named after their originals."""
         return self._halves.backward
 
     @property
@@ -95,7 +97,7 @@ class Rewritten(fx.GraphModule):
         except AttributeError:
             if name in OWN:
                 raise
-        # The source's class may have changed since.
+        # The source's class may have been replaced since.
         return getattr(self.source, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -108,18 +110,25 @@ class Rewritten(fx.GraphModule):
         delattr(self.source, name)
 
     def recompile(self) -> Any:
-        """Make the code of the graph anew."""
+        """Regenerate the code of the graph."""
         code = super().recompile()
-        type(self).forward = _Forward(vars(type(self))["forward"])  # type: ignore[assignment,method-assign]
+        forward = _Forward(vars(type(self))["forward"])
+        type(self).forward = forward  # type: ignore[assignment,method-assign]
         return code
 
     def delete_all_unused_submodules(self) -> None:
-        """Delete what the graph of the source does not use; the graph of the step names no submodule."""
+        """Delete the submodules that the source's graph does not use.
+
+        The graph of the step itself names no submodule.
+        """
         if isinstance(self.source, fx.GraphModule):
             self.source.delete_all_unused_submodules()
 
     def print_readable(self, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
-        """Return the code of the step and, once planned, of its forward and backward, with what is saved and what runs again by name."""
+        """Return the code of the step and, once planned, of its forward and backward.
+
+        A summary between them names the saved and the recomputed values.
+        """
         parts = [super().print_readable(False, *args, **kwargs)]
         if self._step.recorder.made:
             halves = self._halves
@@ -135,7 +144,7 @@ class Rewritten(fx.GraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rewritten:
         source = copy.deepcopy(self.source, memo)
-        # Among the attributes may have been the module itself.
+        # The attributes may include the module itself, which is then copied already.
         made: Rewritten = memo.setdefault(
             id(self), Rewritten(StepModule(source, self._step.options, self.plans))
         )
@@ -155,12 +164,16 @@ def _unpickled(
 
 
 def _class_of(source: nn.Module) -> type[nn.Module]:
-    """Return the class whose methods a rewritten module takes over. That of a graph holds the graph's code, and nothing else."""
+    """Return the class whose methods a rewritten module inherits."""
+    # The class of a graph holds only the graph's code.
     return nn.Module if isinstance(source, fx.GraphModule) else type(source)
 
 
 class _Forward:
-    """The forward of a rewritten module, which a ``forward`` among the attributes that it shares with its source does not hide."""
+    """Data descriptor for the forward of a rewritten module.
+
+    A ``forward`` among the attributes shared with the source cannot hide it.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function: Any = function
@@ -172,11 +185,12 @@ class _Forward:
         raise AttributeError("the forward of a rewritten module is that of its graph")
 
 
-# Dynamo compiles what it comes across, and looks the forward up to do so.
+# Dynamo would compile the descriptor when it looks up the forward.
 not_compiled(_Forward.__get__)
 
 NOT_YET = (
-    "nothing was planned yet: the shapes are not known. Give them, fxckpt.rewrite(gm, policy, example_inputs=(x,)), or call the module once "
+    "nothing was planned yet: the shapes are not known. Give them, "
+    "fxckpt.rewrite(gm, policy, example_inputs=(x,)), or call the module once "
     "with gradients enabled."
 )
 
@@ -184,7 +198,7 @@ NO_KWARGS: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class StepModule:
-    """What the one node of a rewritten module's graph calls."""
+    """The step of a rewritten module, called by the one node of its graph."""
 
     def __init__(
         self, source: nn.Module, options: tuple[Any, ...], known: Sequence[Plan] = ()
@@ -194,7 +208,7 @@ class StepModule:
         self.recorder = RecordingBackend(known, *options)
         kind = GraphRunner if isinstance(source, fx.GraphModule) else DynamoRunner
         self.runner: Runner = kind(source, self.recorder)
-        # The code of a graph calls a function by its name.
+        # The generated code calls the function by its name.
         self.__name__ = "step"
 
     def __call__(
@@ -206,7 +220,7 @@ class StepModule:
     ) -> Any:
         """Run the forward."""
         args, kwargs = (*args, *more), {**kwargs, **more_kwargs}
-        # Who traces or transforms is to see the ops themselves.
+        # Tracers and function transforms must see the ops themselves.
         is_seen_through = (
             torch.compiler.is_compiling() or is_jit_traced() or is_traced() or is_transformed()
         )
@@ -221,11 +235,11 @@ class StepModule:
                 self.runner.prepare(args, kwargs)
 
     def _needs_plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether anything may need a gradient, and all of it is a tensor, not what stands for one in a trace."""
+        """Return whether anything may need a gradient and no argument is a tracer's proxy."""
         leaves, _ = flatten((args, kwargs))
         if any(isinstance(leaf, fx.Proxy) for leaf in leaves):
             return False
-        # A function may read parameters that nobody can list.
+        # A function may read parameters that cannot be listed.
         return (
             isinstance(self.source, FunctionModule)
             or any(t.requires_grad for t in leaves if isinstance(t, Tensor))
@@ -234,7 +248,7 @@ class StepModule:
 
 
 class FunctionModule(nn.Module):
-    """A function as a module; the module that a method belongs to is its child ``owner``."""
+    """A function as a module; the module of a bound method is its child ``owner``."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -245,9 +259,10 @@ class FunctionModule(nn.Module):
 
 
 def step_graph(source: nn.Module, step: Callable[..., Any]) -> fx.Graph:
-    """Return the graph of a module of the signature of ``source`` that calls ``step(args, kwargs, more_args, more_kwargs)``.
+    """Return a graph that calls ``step(args, kwargs, more_args, more_kwargs)``.
 
-    What goes by name only may go by position too: the code of a graph knows no other way.
+    It has the signature of ``source``, except that keyword-only parameters may also be given by
+    position, since the code of a graph cannot express them.
     """
     parameters = parameters_of(source.forward)
     if not _can_spell(parameters):
@@ -275,7 +290,7 @@ def step_graph(source: nn.Module, step: Callable[..., Any]) -> fx.Graph:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return what a function takes: anything, if it does not tell, as functions in C do not."""
+    """Return the parameters of a function, or ``*args, **kwargs`` if it has no signature."""
     try:
         return list(inspect.signature(function).parameters.values())
     except ValueError:
@@ -283,7 +298,10 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _can_spell(parameters: Sequence[inspect.Parameter]) -> bool:
-    """Return whether a graph's code can have these parameters: plain defaults, and none after which one without follows."""
+    """Return whether a graph's code can express these parameters.
+
+    Defaults must be plain values, and no parameter without one may follow one with one.
+    """
     has_default = False
     for p in parameters:
         if p.default is not p.empty and not _is_plain(p.default):
@@ -302,8 +320,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def _summary(plan: Plan) -> str:
+    """Return comment lines that name the saved and the recomputed values of a plan."""
     counts = Counter(run.name for run in plan.schedule)
     runs = ", ".join(
         name if counts[name] == 1 else f"{name} x {counts[name]}" for name in plan.recomputed
     )
-    return f"# saved for the backward: {', '.join(plan.saved) or 'nothing'}\n# runs again in the backward: {runs or 'nothing'}\n"
+    return (
+        f"# saved for the backward: {', '.join(plan.saved) or 'nothing'}\n"
+        f"# runs again in the backward: {runs or 'nothing'}\n"
+    )

@@ -1,4 +1,4 @@
-"""Models as people write them: shapes that change, dtypes, subclasses, shared and frozen weights, any way to call and to differentiate."""
+"""Models in the wild: varying shapes, dtypes, subclasses, shared and frozen weights, autograd."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def weights(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tup
 def trained(
     function: Callable[..., Any],
 ) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """A function of an input and two square weights."""
+    """Return a maker of a function with an input and two square weights."""
     return lambda: (function, (torch.randn(32, WIDTH), *weights((WIDTH, WIDTH), (WIDTH, WIDTH))))
 
 
@@ -52,7 +52,7 @@ def views_out(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
 
 
 def shared(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """One weight used twice and transposed, as an embedding tied to its head."""
+    """Use one weight twice and transposed, as an embedding tied to its head."""
     return ((x @ a).tanh() @ b).sin() @ a.T @ b.T
 
 
@@ -108,6 +108,7 @@ FUNCTIONS = (
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_functions(function: Callable[..., Any]) -> None:
+    """Functions with unusual outputs, views, mutation and loops equal eager at every budget."""
     adds_up_differently = function in (views_out, halves)
     same_at_every_budget(
         trained(function), reference=UNCHECKPOINTED if adds_up_differently else "eager"
@@ -116,6 +117,8 @@ def test_functions(function: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 def test_dtypes(dtype: torch.dtype) -> None:
+    """Every floating and complex dtype gives eager's gradients at every budget."""
+
     def f(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return ((x @ a).tanh().sin() @ b).cos()
 
@@ -128,7 +131,9 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert plans[-1].schedule
 
 
-def test_inputs_that_require_grad_and_alias() -> None:
+def test_aliased_inputs_that_require_grad() -> None:
+    """One tensor that requires grad may be two inputs."""
+
     def f(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
         return ((x @ a).tanh() * y.sin()).cos()
 
@@ -167,6 +172,7 @@ class LowRank(nn.Module):
     ids=["frozen", "low rank"],
 )
 def test_frozen_weights(make: Callable[[], Any]) -> None:
+    """Models with frozen weights equal eager at every budget."""
     same_at_every_budget(make)
 
 
@@ -178,6 +184,8 @@ class Pair(NamedTuple):
 
 
 def test_nested_arguments() -> None:
+    """Named tuples, dicts and lists go in and out."""
+
     def f(pair: Pair, options: dict[str, Any]) -> Pair:
         h = (pair.left @ options["weights"][0]).tanh().sin()
         return Pair(h, (h * pair.right).cos() if options["twice"] else h)
@@ -195,6 +203,8 @@ def test_nested_arguments() -> None:
 
 @pytest.mark.parametrize("budget", [None, 0.8])
 def test_tensor_subclasses(budget: float | None) -> None:
+    """Parameters and inputs may be tensor subclasses."""
+
     def run(backend: object) -> dict[str, Tensor]:
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -216,7 +226,8 @@ def test_tensor_subclasses(budget: float | None) -> None:
 
 
 @pytest.mark.parametrize("budget", [None, 0.8])
-def test_a_marked_dimension_makes_one_plan(budget: float | None) -> None:
+def test_marked_dimension_makes_one_plan(budget: float | None) -> None:
+    """All sizes of a dimension marked dynamic share one plan."""
     model = Blocks()
     backend = fxckpt.Backend(budget=budget, inner="aot_eager")
     compiled = torch.compile(model, backend=backend)
@@ -230,7 +241,8 @@ def test_a_marked_dimension_makes_one_plan(budget: float | None) -> None:
     assert len(backend.plans) == 1
 
 
-def test_a_range_of_sizes_is_planned_at_its_end() -> None:
+def test_size_range_is_planned_at_end() -> None:
+    """A budget over a range of sizes holds at the largest."""
     model, _ = fresh(lambda: (Blocks(), ()))
     backend = fxckpt.Backend(budget=0.9, inner="aot_eager")
     compiled = torch.compile(lambda x: model(x).square().mean(), backend=backend)
@@ -247,7 +259,8 @@ def test_a_range_of_sizes_is_planned_at_its_end() -> None:
     assert max(peaks) <= plan.budget_bytes
 
 
-def test_a_budget_over_sizes_without_a_bound_is_said_not_to_hold() -> None:
+def test_budget_over_unbounded_sizes_warns() -> None:
+    """A budget over unbounded sizes warns that it cannot be promised."""
     model, (x,) = fresh(lambda: (Blocks(), (torch.randn(64, WIDTH),)))
     torch._dynamo.decorators.mark_unbacked(x, 0)
     with pytest.warns(UserWarning, match="cannot be promised"):
@@ -257,6 +270,8 @@ def test_a_budget_over_sizes_without_a_bound_is_said_not_to_hold() -> None:
 
 
 def test_sizes_that_depend_on_data() -> None:
+    """Data-dependent sizes equal eager at every budget."""
+
     def f(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         h = (x @ a).tanh().sin()
         chosen = h[h[:, 0] > 0]
@@ -268,7 +283,9 @@ def test_sizes_that_depend_on_data() -> None:
         same_at_every_budget(trained(f), (None, 0.9, FLOOR))
 
 
-def test_a_number_read_from_a_tensor() -> None:
+def test_number_read_from_a_tensor() -> None:
+    """A number from ``item()`` equals eager's at every budget."""
+
     def f(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         h = (x @ a).tanh().sin()
         return (h * h.detach().abs().max().item()).cos() @ b
@@ -278,7 +295,7 @@ def test_a_number_read_from_a_tensor() -> None:
 
 
 def step(budget: object) -> tuple[nn.Module, Callable[..., Tensor], Tensor]:
-    """A model, compiled within a budget (or not, for "eager"), and an input."""
+    """Return a model, its forward (compiled unless ``budget`` is "eager") and an input."""
     model, (x,) = fresh(lambda: (Blocks(), (torch.randn(32, WIDTH),)))
     if budget == "eager":
         return model, model, x
@@ -287,7 +304,7 @@ def step(budget: object) -> tuple[nn.Module, Callable[..., Tensor], Tensor]:
 
 @pytest.mark.parametrize("budget", [None, 0.8])
 class TestWaysToDifferentiate:
-    """Each gives what eager gives."""
+    """Each way to differentiate gives eager's gradients."""
 
     def same(
         self, budget: object, use: Callable[[nn.Module, Callable[..., Tensor], Tensor], Any]
@@ -301,11 +318,14 @@ class TestWaysToDifferentiate:
         assert seen[0] and differing(*seen) == []
 
     def test_autograd_grad(self, budget: object) -> None:
+        """torch.autograd.grad."""
         self.same(
             budget, lambda m, f, x: torch.autograd.grad(f(x).square().sum(), list(m.parameters()))
         )
 
-    def test_a_retained_graph(self, budget: object) -> None:
+    def test_retained_graph(self, budget: object) -> None:
+        """Two backwards through a retained graph."""
+
         def use(model: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> None:
             loss = forward(x).square().sum()
             loss.backward(retain_graph=True)
@@ -314,6 +334,8 @@ class TestWaysToDifferentiate:
         self.same(budget, use)
 
     def test_two_forwards_before_two_backwards(self, budget: object) -> None:
+        """Two forwards, then their backwards in reverse order."""
+
         def use(model: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> None:
             first, second = forward(x).square().sum(), forward(x.cos()).sin().sum()
             second.backward()
@@ -322,19 +344,22 @@ class TestWaysToDifferentiate:
         self.same(budget, use)
 
     def test_accumulation(self, budget: object) -> None:
+        """Gradients accumulated over three steps."""
+
         def use(model: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> None:
             for scale in (1.0, 2.0, 3.0):
                 forward(x * scale).square().sum().backward()
 
         self.same(budget, use)
 
-    def test_a_part_of_the_outputs(self, budget: object) -> None:
+    def test_part_of_the_outputs(self, budget: object) -> None:
+        """A backward from a part of the output."""
         self.same(budget, lambda m, f, x: f(x)[3].sum().backward())
 
 
 @pytest.mark.parametrize("budget", [None, 0.8])
 def test_torch_func_grad_inside(budget: object) -> None:
-    """The gradient is traced, so that one forward is all there is."""
+    """torch.func.grad is traced into the graph, which is then a single forward."""
     weight = torch.randn(WIDTH, WIDTH)
 
     def gradient(w: Tensor, x: Tensor) -> Tensor:
@@ -345,7 +370,8 @@ def test_torch_func_grad_inside(budget: object) -> None:
     torch.testing.assert_close(compiled(weight, x), gradient(weight, x), rtol=0, atol=0)
 
 
-def test_second_derivatives_are_refused_as_torch_refuses_them() -> None:
+def test_second_derivatives_are_refused() -> None:
+    """Second derivatives raise torch's own error."""
     model, forward, x = step(0.8)
     (first,) = torch.autograd.grad(
         forward(x).square().sum(), [model.layers[0].weight], create_graph=True
