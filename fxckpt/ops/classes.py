@@ -31,7 +31,7 @@ def is_matmul(op: Any) -> bool:
 
 
 def is_attention(op: Any) -> bool:
-    """Return whether an op is attention in one kernel."""
+    """Return whether an op is a forward attention kernel."""
     name = str(getattr(op, "_opname", None) or getattr(op, "__name__", ""))
     return "backward" not in name and (
         "dot_product" in name or re.search("(flash|efficient|flex)_attention", name) is not None
@@ -39,5 +39,5 @@ def is_attention(op: Any) -> bool:
 
 
 def is_pointwise(op: Any) -> bool:
-    """Return whether each element of an op's result depends on the elements at its own place."""
+    """Return whether torch tags an op as pointwise."""
     return torch.Tag.pointwise in getattr(op, "tags", ())

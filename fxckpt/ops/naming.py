@@ -1,4 +1,4 @@
-"""Names: what a user calls a value, so that a policy can find it."""
+"""User-given names of values, for policies to select by."""
 
 from __future__ import annotations
 
@@ -14,11 +14,23 @@ T = TypeVar("T", torch.Tensor, fx.Proxy)
 
 
 def name(tensor: T, label: str) -> T:
-    """Call ``tensor`` by a name that policies know, and return it unchanged.
+    """Give ``tensor`` a name that policies can select by, and return it unchanged.
 
-    In eager mode this does nothing. Where a graph is captured or ops are recorded, the op ``fxckpt::named(tensor, label)`` is called; it returns
-    nothing, so that ``tensor`` stays what it is, and the planner reads it as the name of the value that ``tensor`` is, or is a view of. Raises
-    :class:`InvalidOption` for what is no tensor or no text.
+    In eager mode this does nothing. While a graph is captured or ops are recorded, it calls the op
+    ``fxckpt::named(tensor, label)``, which returns nothing: the planner takes ``label`` for a name
+    of the value that ``tensor`` is, or is a view of.
+
+    Parameters
+    ----------
+    tensor:
+        The tensor, or the ``fx.Proxy`` of a symbolic trace.
+    label:
+        The name, a text that is not empty. A value may have several names.
+
+    Raises
+    ------
+    InvalidOption
+        While capturing or recording, if ``tensor`` is no tensor, or ``label`` no text or empty.
 
     Examples
     --------
@@ -36,9 +48,10 @@ def name(tensor: T, label: str) -> T:
 
 
 def record(tensor: Any, label: str) -> None:
-    """Tell whoever captures or records."""
+    """Call the op ``fxckpt::named``, after checking its arguments."""
     if not isinstance(tensor, (torch.Tensor, fx.Proxy)) or not isinstance(label, str) or not label:
         raise InvalidOption(
-            f"name({tensor!r}, {label!r}): give a tensor and a text that is not empty, as in fxckpt.name(t, 'attn_out')."
+            f"name({tensor!r}, {label!r}): give a tensor and a text that is not empty, "
+            "as in fxckpt.name(t, 'attn_out')."
         )
     name_op(tensor, label)

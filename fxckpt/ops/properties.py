@@ -1,4 +1,7 @@
-"""Kinds: what sort of op a node is, by its tags, its schema and what its author said; by its name only where nothing else tells."""
+"""Properties of the ops of nodes: random, mutating, collective, pure, ...
+
+They are read from tags, schemas and registrations; from names only if nothing else tells.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,14 @@ from fxckpt.torch_private import OpOverload, has_effect, parts_of
 UNINITIALIZED = frozenset(
     ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 )
+"""Ops that return uninitialized memory."""
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a node's ``meta["val"]``; of a sparse one those that hold it, as it has no storage of its own."""
+    """Yield the tensors in a node's ``meta["val"]``.
+
+    A sparse tensor has no storage of its own: its component tensors are yielded.
+    """
     if isinstance(value, torch.Tensor):
         return iter((value,)) if value.layout is torch.strided else parts_of(value)
     if value is None or isinstance(value, (int, float, torch.SymInt)):
@@ -32,7 +39,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Return whether an op draws from a generator: by its tag, unless it is attention without dropout."""
+    """Return whether an op draws from a generator: by its tag, unless its dropout is zero."""
     if (
         not isinstance(node.target, OpOverload)
         or torch.Tag.nondeterministic_seeded not in node.target.tags
@@ -42,7 +49,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Return whether an op makes random numbers, be it from a seed that it is given."""
+    """Return whether an op makes random numbers, from a generator or from a given seed."""
     return is_random(node) or (
         isinstance(node.target, OpOverload)
         and node.target._opname in ("inductor_random", "inductor_randint")
@@ -50,7 +57,10 @@ def draws(node: fx.Node) -> bool:
 
 
 def is_seed(node: fx.Node) -> bool:
-    """Return whether an op draws the seeds of Inductor's random numbers, which Inductor cannot lower under a state that was set."""
+    """Return whether an op draws seeds of Inductor's random numbers.
+
+    Inductor cannot lower such an op under a generator state that was set.
+    """
     return isinstance(node.target, OpOverload) and node.target._opname in (
         "inductor_seed",
         "inductor_seeds",
@@ -58,7 +68,10 @@ def is_seed(node: fx.Node) -> bool:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """Return the argument of an op's schema called ``name``, given or by default; None if it has none of that name."""
+    """Return a node's argument by its name in the schema, or its default.
+
+    Returns None if the schema has no argument of that name.
+    """
     if not isinstance(node.target, OpOverload):
         return None
     for position, declared in enumerate(node.target._schema.arguments):
@@ -73,7 +86,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def is_mutating(node: fx.Node) -> bool:
-    """Return whether an op's schema writes one of its arguments."""
+    """Return whether an op writes one of its arguments, by its schema."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
@@ -87,7 +100,7 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_torchs_own(node: fx.Node) -> bool:
-    """Return whether an op is one of torch's functional ones, of which all is known."""
+    """Return whether an op belongs to torch's own namespaces (aten, prims, ...) or is getitem."""
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, OpOverload):
@@ -96,12 +109,12 @@ def is_torchs_own(node: fx.Node) -> bool:
 
 
 def is_known_pure(node: fx.Node) -> bool:
-    """Return whether a second run of an op gives what its first gave: one of torch's own, or its author said so."""
+    """Return whether recomputing an op gives the same values: torch's own, or registered so."""
     return is_torchs_own(node) or registered(node.target).recompute is True
 
 
 def has_hidden_effect(node: fx.Node) -> bool:
-    """Return whether dropping or repeating the op would be visible (asserts, prints, registered effects)."""
+    """Return whether dropping or repeating an op is visible (asserts, registered effects, ...)."""
     return has_effect(node.target) or (
         node.op == "call_function"
         and not is_collective(node)
@@ -110,12 +123,15 @@ def has_hidden_effect(node: fx.Node) -> bool:
 
 
 def is_uninitialized(node: fx.Node) -> bool:
-    """Return whether an op gives memory as it finds it."""
+    """Return whether an op returns uninitialized memory."""
     return isinstance(node.target, OpOverload) and node.target._opname in UNINITIALIZED
 
 
 def only_computes(node: fx.Node) -> bool:
-    """Return whether ops like this, whatever their arguments, are pure, draw and write nothing and talk to nobody: what most ops are."""
+    """Return whether an op is pure whatever its arguments: no draw, write, collective or effect.
+
+    Most ops are.
+    """
     target = node.target
     if target is not operator.getitem and (
         not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags
@@ -129,8 +145,9 @@ def only_computes(node: fx.Node) -> bool:
 # fmt: off
 CHOOSING = frozenset(
     (
-        "argmax", "argmin", "argsort", "bincount", "bucketize", "histc", "kthvalue", "median", "mode", "nanmedian", "nonzero",
-        "nonzero_static", "searchsorted", "sort", "topk", "unique_consecutive", "unique_dim", "_unique", "_unique2",
+        "argmax", "argmin", "argsort", "bincount", "bucketize", "histc", "kthvalue", "median",
+        "mode", "nanmedian", "nonzero", "nonzero_static", "searchsorted", "sort", "topk",
+        "unique_consecutive", "unique_dim", "_unique", "_unique2",
     )
 )
-"""Ops that choose, whatever becomes of their result."""
+"""Ops that decide (discrete ops), whatever reads their result."""

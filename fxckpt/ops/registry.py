@@ -1,6 +1,7 @@
-"""What users say about ops: their cost, and whether they may run again.
+"""Registration of ops by users: their costs, and whether they may be recomputed.
 
-The word about an op is kept on the op itself (an ``OpOverload`` lives as long as its library), so there is no table here to keep in step.
+A registration is an attribute of the op itself (an ``OpOverload`` lives as long as its library),
+so that no table has to be kept in step.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ _ATTRIBUTE = "_fxckpt_registered"
 
 @dataclass(frozen=True)
 class Registered:
-    """What was said about one op; None where nothing was."""
+    """The registration of one op; None for facts that were not given."""
 
     flops: Count | None = None
+    """FLOPs of one run, or a function of the op's arguments."""
     bytes: Count | None = None
+    """Bytes read and written in one run, or a function of the op's arguments."""
     recompute: bool | None = None
+    """Whether the op may be recomputed."""
 
 
 NOTHING = Registered()
@@ -37,25 +41,28 @@ def register_op(
     bytes: Count | None = None,
     recompute: bool | None = None,
 ) -> None:
-    """Tell the planner about an op, most often one of your own.
+    """Register an op's costs, and whether it may be recomputed, most often for a custom op.
 
-    Without a word about it, an op outside of torch's own namespaces is never run again, counts no FLOPs, and moves the bytes of its arguments
-    and results. A second call replaces what the first said.
+    An unregistered op outside of torch's own namespaces is never recomputed, counts no FLOPs, and
+    moves the bytes of its arguments and results. A second call replaces the first.
 
     Parameters
     ----------
     op:
-        What ``torch.library.custom_op`` returned, ``torch.ops.mylib.myop`` (all its overloads that write nothing), or one overload (``.default``).
+        The result of ``torch.library.custom_op``, a packet ``torch.ops.mylib.myop`` (all its
+        overloads that write nothing), or one overload (``torch.ops.mylib.myop.default``).
     flops, bytes:
-        FLOPs of one run, and bytes that it reads and writes: numbers, or functions of the op's own arguments (fake tensors: shapes and dtypes, no
-        values).
+        FLOPs of one run, and bytes that it reads and writes: numbers, or functions of the op's own
+        arguments (fake tensors: shapes and dtypes, no values).
     recompute:
-        True: a second run with the same arguments gives the same values and does nothing else. False: it must not be run again.
+        True: a second run with the same arguments gives the same values and has no effect.
+        False: the op must not be recomputed.
 
     Raises
     ------
     InvalidOption
-        For what is no op, a count that is negative or not finite, and ``recompute=True`` for an op that writes its arguments or has effects.
+        For an object that is no op, for a count that is negative or not finite, and for
+        ``recompute=True`` if the op writes its arguments or has effects.
 
     Examples
     --------
@@ -65,29 +72,30 @@ def register_op(
     ...     return 3 * x
     >>> fxckpt.register_op(triple, flops=lambda x: x.numel(), recompute=True)
     """
-    said = Registered(_count("flops", flops), _count("bytes", bytes), recompute)
+    registration = Registered(_count("flops", flops), _count("bytes", bytes), recompute)
     if recompute is not None and not isinstance(recompute, bool):
         raise InvalidOption(f"recompute={recompute!r} is neither True nor False.")
     overloads = _overloads(op)
     for overload in overloads:
-        if recompute and _shows(overload):
+        if recompute and _has_visible_effect(overload):
             raise InvalidOption(
-                f"{overload} writes its arguments or has effects: a second run would be visible, so it cannot be registered with "
-                "recompute=True. Make it functional (return the result, mutates_args=()), or leave recompute out."
+                f"{overload} writes its arguments or has effects: a second run would be visible, "
+                "so it cannot be registered with recompute=True. Make it functional "
+                "(return the result, mutates_args=()), or leave recompute out."
             )
     for overload in overloads:
-        setattr(overload, _ATTRIBUTE, said)
+        setattr(overload, _ATTRIBUTE, registration)
 
 
-def _shows(overload: OpOverload) -> bool:
+def _has_visible_effect(overload: OpOverload) -> bool:
     """Return whether a second run would be visible."""
     return bool(has_effect(overload) or overload._schema.is_mutable)
 
 
 def registered(op: Any) -> Registered:
-    """Return what was said about an op."""
-    said = getattr(op, _ATTRIBUTE, NOTHING)
-    return said if isinstance(said, Registered) else NOTHING
+    """Return the registration of an op; one without facts if there is none."""
+    registration = getattr(op, _ATTRIBUTE, NOTHING)
+    return registration if isinstance(registration, Registered) else NOTHING
 
 
 def _count(name: str, count: Count | None) -> Count | None:
@@ -95,7 +103,8 @@ def _count(name: str, count: Count | None) -> Count | None:
         return count
     if not isinstance(count, numbers.Real) or not math.isfinite(count) or count < 0:
         raise InvalidOption(
-            f"{name}={count!r} is not a count. Give a number from 0 up, or a function of the op's arguments that returns one."
+            f"{name}={count!r} is not a count. Give a number from 0 up, "
+            "or a function of the op's arguments that returns one."
         )
     return count
 
@@ -103,10 +112,13 @@ def _count(name: str, count: Count | None) -> Count | None:
 def _overloads(op: Any) -> list[OpOverload]:
     overloads = overloads_of(op)
     if len(overloads) > 1:
-        overloads = [overload for overload in overloads if not _shows(overload)] or overloads
+        overloads = [
+            overload for overload in overloads if not _has_visible_effect(overload)
+        ] or overloads
     if overloads:
         return overloads
     raise InvalidOption(
-        f"{op!r} is not an op that can be registered. Give what torch.library.custom_op returned, or torch.ops.<namespace>.<name>. A plain "
-        "function is captured op by op and needs no registration; of a higher-order op nothing can be said but for its body."
+        f"{op!r} is not an op that can be registered. Give what torch.library.custom_op returned, "
+        "or torch.ops.<namespace>.<name>. A plain function is captured op by op and needs no "
+        "registration; of a higher-order op nothing can be said but for its body."
     )

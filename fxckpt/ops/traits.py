@@ -1,4 +1,4 @@
-"""Traits: what has to be known of an op to write it on a tape, from its schema, its tags and what its author said."""
+"""Traits of an op that a tape needs, from its schema, its tags and its registration."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fxckpt.ops.registry import registered
 from fxckpt.torch_private import OpOverload, has_effect
 
 ZEROS = frozenset(("zeros", "zeros_like", "new_zeros"))
-"""Memory that extension kernels are given to fill, beside memory that is not initialized at all."""
+"""Ops whose result an extension kernel may fill, besides those of uninitialized memory."""
 HIDDEN_WRITES = {
     "native_batch_norm": (3, 4),
     "cudnn_batch_norm": (3, 4),
     "miopen_batch_norm": (3, 4),
 }
-"""Arguments that an op writes although its schema does not say so: running statistics."""
+"""Positions of arguments that an op writes beyond its schema: running statistics."""
 LOOKING_AT_GRAD = frozenset(("_sparse_mm_reduce_impl",))
-"""Ops whose kernel makes less of tensors that need no gradient, as those of a replay do not."""
+"""Ops whose kernels make less of tensors that require no gradient, which a replay's do not."""
 LIKES = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
 NEWS = ("empty", "empty_strided", "full", "ones", "zeros")
 ASKING_GEOMETRY = frozenset(
     (*(f"{name}_like" for name in LIKES), *(f"new_{name}" for name in NEWS))
 )
-"""Ops that ask their first argument for its geometry alone."""
+"""Ops that read only the metadata of their first argument."""
 OVERWRITING = frozenset(
     (
         "bernoulli_",
@@ -43,44 +43,49 @@ OVERWRITING = frozenset(
         "zero_",
     )
 )
-"""Ops that write all of their first argument without reading it."""
+"""Ops that write the whole of their first argument without reading it."""
 CERTAIN, SUSPECT, BLANK, OPAQUE = range(4)
-"""What a tape knows of the content of a storage.
+"""Degrees of a tape's doubt about the content of a storage.
 
-CERTAIN: all. SUSPECT: zeros, which a kernel behind the dispatcher may have been given to fill, until a call on the tape writes it. BLANK: not
-initialized, so that a kernel must have filled it, until a call writes all of it. OPAQUE: nothing, ever. In doubt, what is read is kept as it is then.
+- CERTAIN: none.
+- SUSPECT: zeros, which a kernel unseen by the dispatcher may fill, until a call on the tape writes.
+- BLANK: uninitialized, so that an unseen kernel must fill it, until a call writes the whole of it.
+- OPAQUE: unknown for good.
+
+A value in doubt is kept when it is read, with the content that it has then.
 """
 PURE = frozenset(("aten", "prims", "quantized", "inductor"))
-"""Namespaces of ops of which a second run gives what the first gave."""
+"""Namespaces of ops whose recompute gives the same values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What has to be known of an op to write it down."""
+    """Properties of an op that a tape needs to record it."""
 
     is_random: bool
+    """Whether the op may draw from a generator, by its tag."""
     dropout: int | None
-    """Position of an argument that is zero where nothing is drawn, or is left out."""
+    """Position of the dropout probability; nothing is drawn if it is zero or left out."""
     generator: int | None
-    """Position of the generator, if it is not given by keyword."""
+    """Position of the generator; None if the op has none, or takes it by keyword only."""
     writes: tuple[int | str, ...]
-    """Arguments that it writes: positions, or names of those given by keyword only."""
+    """Arguments that the op writes: positions, or names of keyword-only ones."""
     reads: bool
-    """False for a view, which looks at no element."""
+    """Whether the op reads elements of its arguments; a view does not."""
     doubt: int
-    """What the tape does not know of its results: CERTAIN, SUSPECT, BLANK or OPAQUE."""
+    """Doubt about the content of the results: CERTAIN, SUSPECT, BLANK or OPAQUE."""
     never_twice: bool
-    """Its results are kept, for a second run could differ or be seen."""
+    """Whether results are kept, as a recompute could differ or be visible."""
     overwrites: bool
-    """Writes all of its first argument without reading it."""
+    """Whether the op writes the whole of its first argument without reading it."""
     is_out: bool
-    """Writes what it is given by ``out=``, and nothing else."""
+    """Whether the op writes its keyword-only arguments (``out=``) and no others."""
     fills: int | None
-    """Position of an argument that it fills, and that autograd saves before it does."""
+    """Position of an argument that autograd saves before the op fills it."""
     asks_geometry: bool
-    """Asks its first argument for sizes, type and device alone."""
+    """Whether the op reads only the sizes, dtype and device of its first argument."""
     is_plain: bool
-    """Draws nothing, writes nothing, leaves no doubt, and reads its arguments."""
+    """Whether the op draws and writes nothing, leaves no doubt, and is no metadata-only op."""
 
 
 def traits_of(op: Any) -> Traits:
@@ -100,12 +105,12 @@ def _traits(op: Any, recompute: bool | None) -> Traits:
     ]
     name = op._opname if op.namespace == "aten" else ""
     aliases = any(r.alias_info is not None for r in op._schema.returns)
-    # set_ takes the storage of another tensor, or of none on the tape.
+    # set_ takes the storage of another tensor, which may not be on the tape.
     never_twice = (
         name in CHOOSING
         or name in LOOKING_AT_GRAD
         or name == "set_"
-        or not _may_run_twice(op, recompute)
+        or not _may_recompute(op, recompute)
     )
     positions = {a.name: i for i, a in enumerate(arguments) if not a.kwarg_only}
     is_random = torch.Tag.nondeterministic_seeded in op.tags
@@ -128,13 +133,13 @@ def _traits(op: Any, recompute: bool | None) -> Traits:
         doubt=doubt,
         never_twice=never_twice,
         overwrites=name in OVERWRITING,
-        is_out=bool(declared) and all(isinstance(where, str) for where in declared),
+        is_out=bool(declared) and all(isinstance(argument, str) for argument in declared),
         fills=1 if name.startswith("rrelu_with_noise") and not name.endswith("backward") else None,
         asks_geometry=name in ASKING_GEOMETRY,
         is_plain=not (is_random or writes or doubt or name in ASKING_GEOMETRY),
     )
 
 
-def _may_run_twice(op: OpOverload, recompute: bool | None) -> bool:
-    """Return whether a second run of an op gives what its first gave, and nobody sees it."""
+def _may_recompute(op: OpOverload, recompute: bool | None) -> bool:
+    """Return whether recomputing an op gives the same values and has no visible effect."""
     return op.namespace in PURE and not has_effect(op) if recompute is None else recompute

@@ -1,26 +1,29 @@
-"""Policies: what the user fixes before the planner decides the rest. The same ones go into every door.
+"""Policies: decisions fixed or preferred before planning. Every entry point takes them.
 
-============================================  ======================================================  =========================
-policy                                        what it names                                           of the rest it says
-============================================  ======================================================  =========================
-``save_all``                                  prefers to save everything                              -
-``recompute_all``                             prefers to run everything again                         -
-``save_matmuls``                              must save matrix products                               prefer to run it again
-``save_attention``                            must save what attention kernels give                   prefer to run it again
-``recompute_pointwise``                       prefers to run pointwise ops again                      prefer to save it
-``sqrt_n``                                    must save what crosses about sqrt(n) boundaries         prefer to run it again
-``every(n)``, ``every(n, of=policy)``         must save every n-th value (that ``of`` saves)          prefer to run it again
-``block_boundaries("layers.*")``              must save what leaves the modules                       open outside the modules
-``save_ops(torch.ops.aten.mm)``               must save what the ops give                             prefer to run it again
-``save("layers.*.attn")``                     must save what the modules make                         open
-``recompute("decoder.**.mlp.*")``             must run what the modules make again                    open
-``save_only("attn_out")``                     must save the values of these names                     prefer to run it again
-``save_any_except("attn_out")``               must run the values of these names again                prefer to save it
-============================================  ======================================================  =========================
+============================  ======================================  ====================
+policy                        values it selects                       other values
+============================  ======================================  ====================
+``save_all``                  prefers to save all                     -
+``recompute_all``             prefers to recompute all                -
+``save_matmuls``              must save matrix products               prefer recomputing
+``save_attention``            must save outputs of attention kernels  prefer recomputing
+``recompute_pointwise``       prefers to recompute pointwise ops      prefer saving
+``sqrt_n``                    must save at about sqrt(n) boundaries   prefer recomputing
+``every(n)``                  must save every n-th value              prefer recomputing
+``every(n, of=policy)``       must save every n-th that ``of`` saves  prefer recomputing
+``block_boundaries("h.*")``   must save outputs of modules, prefers   open outside modules
+                              to recompute inside them
+``save_ops(aten.mm)``         must save outputs of ops                prefer recomputing
+``save("h.*.attn")``          must save values of modules             open
+``recompute("h.**.mlp.*")``   must recompute values of modules        open
+``save_only("attn_out")``     must save named values                  prefer recomputing
+``save_any_except("attn")``   must recompute named values             prefer saving
+============================  ======================================  ====================
 
-MUST binds at any budget. PREFER is done where there is no budget; where there is one, it settles which of equally good plans is taken. What
-must not run twice (mutation, effects, unknown ops, decisions that nobody demands) is saved whatever a policy prefers. Policies compose:
-``a | b``, ``a & b``, ``~a`` (:class:`Policy` says how) and ``first_match(a, b)``.
+MUST binds at any budget. PREFER is followed without a budget; with one, it breaks ties between
+equally good plans. A value that must not be recomputed (mutation, effects, unknown ops, and
+discrete ops that no policy must recompute) is saved whatever a policy prefers.
+Policies compose: ``a | b``, ``a & b``, ``~a`` (see :class:`Policy`) and ``first_match(a, b)``.
 """
 
 from __future__ import annotations
@@ -88,7 +91,8 @@ save_attention: Policy = OpClassPolicy(
     is_attention,
     MUST_SAVE,
     PREFER_RECOMPUTE,
-    "no attention in one kernel (scaled_dot_product_attention, flex_attention); attention of separate ops is saved by save('**.attn')",
+    "no attention in one kernel (scaled_dot_product_attention, flex_attention); "
+    "attention of separate ops is saved by save('**.attn')",
 )
 recompute_pointwise: Policy = OpClassPolicy(
     "recompute_pointwise", is_pointwise, PREFER_RECOMPUTE, PREFER_SAVE
@@ -97,58 +101,100 @@ sqrt_n: Policy = SqrtN()
 
 
 def every(n: int, of: Any = None) -> Policy:
-    """Save the n-th, 2n-th, ... of all values (or of those that the policy ``of`` saves) and run the rest again.
+    """Save every n-th value, or every n-th value that the policy ``of`` saves; recompute the rest.
 
-    ``every(2, of=save_matmuls)`` saves every second matrix product. Raises :class:`InvalidOption` for ``n`` below 1.
+    ``of`` may have any form that :func:`as_policy` takes, except None, which counts all values.
+    Raises :class:`~fxckpt.errors.InvalidOption` if ``n`` is not a whole number from 1 up.
+
+    >>> every(2, of=save_matmuls)
+    every(2, of=save_matmuls)
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise InvalidOption(
-            f"every({n!r}): give a whole number from 1 up. every(1) saves all, every(2) half of the values."
+            f"every({n!r}): give a whole number from 1 up. "
+            "every(1) saves all, every(2) half of the values."
         )
     return Every(n, None if of is None else as_part(of))
 
 
 def block_boundaries(*patterns: str) -> Policy:
-    """Save what leaves the modules of these paths and run the rest inside them again; what is made outside is left open.
+    """Save values read outside the matched module that made them; recompute its other values.
 
+    Values made outside the matched modules are left open. Paths are matched as in :func:`save`.
     ``block_boundaries("layers.*")`` is ``torch.utils.checkpoint`` around every layer.
+    Raises :class:`~fxckpt.errors.InvalidOption` without a pattern.
+
+    >>> block_boundaries("layers.*")
+    block_boundaries('layers.*')
     """
     return BlockBoundaries(_texts("block_boundaries", patterns, "layers.*"))
 
 
 def save_ops(*ops: Any) -> Policy:
-    """Save what these ops give and run the rest again.
+    """Save the outputs of these ops; recompute the rest.
 
-    An op is ``torch.ops.aten.mm`` (all its overloads), ``torch.ops.aten.mm.default``, or what ``torch.library.custom_op`` returned.
+    An op is a packet (``torch.ops.aten.mm``, for all its overloads), one overload
+    (``torch.ops.aten.mm.default``), a higher-order op, or the result of
+    ``torch.library.custom_op``.
+    Raises :class:`~fxckpt.errors.InvalidOption` without an op, or for an object that is no op.
+
+    >>> import torch
+    >>> save_ops(torch.ops.aten.mm, torch.ops.aten.add.Tensor)
+    save_ops(aten.mm, aten.add.Tensor)
     """
     return OpsPolicy(_op_names("save_ops", ops))
 
 
 def save(*patterns: str) -> Policy:
-    """Save what the modules of these paths, and those inside them, make; leave the rest open.
+    """Save the values made in these modules and their submodules; leave the rest open.
 
-    A path is matched from the model down: ``*`` stands for text within one part (``"layers.*.attn"``), ``**`` for any number of parts
-    (``"**.attn"``).
+    A path is matched from the model down: ``*`` stands for text within one part
+    (``"layers.*.attn"``), ``**`` for any number of parts (``"**.attn"``).
+    Raises :class:`~fxckpt.errors.InvalidOption` without a pattern; planning raises
+    :class:`~fxckpt.errors.PolicyMatchesNothing` for a pattern that no module matches.
+
+    >>> save("layers.*.attn", "head")
+    save('layers.*.attn', 'head')
     """
     return ModulesPolicy("save", _texts("save", patterns, "layers.*.attn"), MUST_SAVE)
 
 
 def recompute(*patterns: str) -> Policy:
-    """Run again what the modules of these paths, and those inside them, make; leave the rest open. Paths are matched as in :func:`save`."""
+    """Recompute the values made in these modules and their submodules; leave the rest open.
+
+    Paths are matched, and errors raised, as in :func:`save`.
+
+    >>> recompute("decoder.**.mlp.*")
+    recompute('decoder.**.mlp.*')
+    """
     return ModulesPolicy(
         "recompute", _texts("recompute", patterns, "decoder.**.mlp.*"), MUST_RECOMPUTE
     )
 
 
 def save_only(*names: str) -> Policy:
-    """Save the values of these names (:func:`fxckpt.name`; globs are understood) and run the rest again."""
+    """Save the values of these names; recompute the rest.
+
+    Names are given by :func:`fxckpt.name`; globs are allowed.
+    Raises :class:`~fxckpt.errors.InvalidOption` without a name; planning raises
+    :class:`~fxckpt.errors.PolicyMatchesNothing` for a name that no value has.
+
+    >>> save_only("attn_*")
+    save_only('attn_*')
+    """
     return NamesPolicy(
         "save_only", _texts("save_only", names, "attn_out"), MUST_SAVE, PREFER_RECOMPUTE
     )
 
 
 def save_any_except(*names: str) -> Policy:
-    """Run the values of these names (:func:`fxckpt.name`; globs are understood) again and save the rest."""
+    """Recompute the values of these names; save the rest.
+
+    Names are given, and errors raised, as in :func:`save_only`.
+
+    >>> save_any_except("attn_*")
+    save_any_except('attn_*')
+    """
     return NamesPolicy(
         "save_any_except", _texts("save_any_except", names, "attn_out"), MUST_RECOMPUTE, PREFER_SAVE
     )
@@ -157,8 +203,12 @@ def save_any_except(*names: str) -> Policy:
 def first_match(*policies: Any) -> Policy:
     """Ask ``policies`` in order: the first that does not leave a value open decides it.
 
-    ``first_match(save("layers.*.attn"), recompute_all)`` saves attention and runs the rest again. A function in torch's form leaves a value open
-    by returning None.
+    ``first_match(save("layers.*.attn"), recompute_all)`` saves attention and recomputes the rest.
+    A function in torch's form leaves a value open by returning None; policies that are None are
+    skipped. Raises :class:`~fxckpt.errors.InvalidOption` without a policy.
+
+    >>> first_match(save("layers.*.attn"), recompute_all)
+    first_match(save('layers.*.attn'), recompute_all)
     """
     found = tuple(as_part(p) for p in policies if p is not None)
     if not found:
@@ -167,17 +217,20 @@ def first_match(*policies: Any) -> Policy:
 
 
 FORMS = (
-    "Give one of fxckpt.policies (save_matmuls, save('layers.*.attn'), ...), a function policy(ctx, op, *args, **kwargs) that returns a "
-    "CheckpointPolicy, a list of ops to save, or a list of policies."
+    "Give one of fxckpt.policies (save_matmuls, save('layers.*.attn'), ...), "
+    "a function policy(ctx, op, *args, **kwargs) that returns a CheckpointPolicy, "
+    "a list of ops to save, or a list of policies."
 )
 
 
 def as_policy(policy: Any) -> Policy | None:
-    """Return the policy that a user means; None for None.
+    """Convert any accepted form of a policy to a :class:`Policy`; return None for None.
 
-    Takes a :class:`Policy`; what ``torch.utils.checkpoint`` takes: a function ``policy(ctx, op, *args, **kwargs) -> CheckpointPolicy``, a list of
-    ops (those are saved, the rest is run again), or a ``context_fn`` (``functools.partial`` of ``create_selective_checkpoint_contexts``);
-    and a list of policies, which all apply, as ``|`` has it. Raises :class:`InvalidOption` for anything else.
+    Accepts a :class:`Policy`, a list of policies (joined by ``|``), and the forms of
+    ``torch.utils.checkpoint``: a function ``policy(ctx, op, *args, **kwargs) -> CheckpointPolicy``,
+    a list of ops (saved; the rest is recomputed), or a ``context_fn`` (``functools.partial`` of
+    ``create_selective_checkpoint_contexts``).
+    Raises :class:`~fxckpt.errors.InvalidOption` for anything else.
 
     >>> import torch
     >>> as_policy([torch.ops.aten.mm.default])
@@ -189,7 +242,8 @@ def as_policy(policy: Any) -> Policy | None:
         return policy
     if isinstance(policy, (list, tuple)) and policy:
         if all(map(_is_op, policy)):
-            # A list is often written for several machines, whose kernels differ: what a graph does not have is no error, as torch has it.
+            # A list often serves several machines with different kernels, so an op that
+            # the graph lacks is no error, as in torch.
             return OpsPolicy(_op_names("policy", policy), is_strict=False)
         return functools.reduce(Disjunction, [as_part(part) for part in policy if part is not None])
     if (
@@ -201,7 +255,8 @@ def as_policy(policy: Any) -> Policy | None:
         )
     if (example := next((text for maker, text in MAKERS if policy is maker), None)) is not None:
         raise InvalidOption(
-            f"policy={policy.__name__} makes policies, and is none itself: call it, as in policy={example}."
+            f"policy={policy.__name__} makes policies, and is none itself: "
+            f"call it, as in policy={example}."
         )
     if callable(policy) and not isinstance(policy, type) and not _is_op(policy):
         return FunctionPolicy(policy)
@@ -222,7 +277,10 @@ MAKERS: tuple[tuple[Callable[..., Policy], str], ...] = (
 
 @coerces
 def as_part(policy: Any) -> Policy:
-    """Return one policy of several. A function among them may leave a value to the others. Raises :class:`InvalidOption` for what is no policy."""
+    """Convert one policy of several, so that a function may leave a value to the others.
+
+    Raises :class:`InvalidOption` for anything that is no policy, None included.
+    """
     found = as_policy(policy)
     if found is None:
         raise InvalidOption(f"policy=None is not a policy. {FORMS}")
@@ -237,14 +295,18 @@ def _hint(policy: Any) -> str:
     if _is_op(policy):
         return f"To save what this op gives: save_ops(torch.ops.{policy}). "
     if isinstance(policy, str):
-        return f"To save what modules of this path make: save({policy!r}); values of this name: save_only({policy!r}). "
+        return (
+            f"To save what modules of this path make: save({policy!r}); "
+            f"values of this name: save_only({policy!r}). "
+        )
     return ""
 
 
 def _texts(maker: str, patterns: tuple[Any, ...], example: str) -> tuple[str, ...]:
     if not patterns or not all(isinstance(p, str) and p for p in patterns):
         raise InvalidOption(
-            f"{maker}({', '.join(map(repr, patterns))}): give one or more texts. Example: {maker}({example!r})."
+            f"{maker}({', '.join(map(repr, patterns))}): give one or more texts. "
+            f"Example: {maker}({example!r})."
         )
     return patterns
 
@@ -257,7 +319,8 @@ def _op_names(maker: str, ops: Any) -> tuple[str, ...]:
             names[op.name()] = None
         elif not overloads:
             raise InvalidOption(
-                f"{maker}: {op!r} is not an op. Give torch.ops.<namespace>.<name>, for example torch.ops.aten.mm."
+                f"{maker}: {op!r} is not an op. "
+                "Give torch.ops.<namespace>.<name>, for example torch.ops.aten.mm."
             )
         elif isinstance(op, OpOverload):
             names[overload_name(op)] = None

@@ -1,7 +1,8 @@
-"""What a policy is: an answer per forward value, given before planning.
+"""The interface of policies and their composition.
 
-A policy says of each value that it must or should be saved or run again, or leaves it open. It sees a :class:`Value`, which is the same
-whichever door the model came through, and is asked once per value. This file holds the parts; :mod:`fxckpt.policies` is what users read.
+A policy answers once per forward value, before planning: the value must or should be saved or
+recomputed, or is left open. It sees a :class:`Value`, the same from every entry point.
+Users import from :mod:`fxckpt.policies`.
 """
 
 from __future__ import annotations
@@ -35,76 +36,87 @@ OPPOSITE = {
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What one op of the forward makes, as policies see it. Views are no values: they go with what they view."""
+    """The output of one forward op, as policies see it. A view is no value of its own."""
 
     op: Any
-    """The ``OpOverload`` (or higher-order op) that makes it."""
+    """The ``OpOverload`` or higher-order op that makes the value."""
     module: str = ""
-    """Path of the module that made it, as ``named_modules()`` spells it; empty for the model itself, or where a trace has no modules."""
+    """Path of the module that made the value, as ``named_modules()`` spells it.
+
+    Empty for the model itself, or if the trace has no modules.
+    """
     names: tuple[str, ...] = ()
-    """What :func:`fxckpt.name` called it."""
+    """Names given to the value by :func:`fxckpt.name`."""
     shape: tuple[int, ...] = ()
-    """Of the first tensor, if the op makes several."""
+    """Shape of the op's first output tensor."""
     dtype: torch.dtype | None = None
+    """Dtype of the op's first output tensor; None if it has none."""
     bytes: int = 0
-    """Of all storages that the op fills."""
+    """Bytes of all storages that the op fills."""
     flops: int = 0
-    """Of one run."""
+    """FLOPs of one run of the op."""
     occurrence: int = 0
-    """How many times this op came before."""
+    """Number of earlier values made by the same op."""
     source: str = ""
-    """``"file.py:12"``, the line that called the op; empty where a trace has none."""
+    """Line that called the op, as ``"file.py:12"``; empty if the trace has none."""
     args: tuple[Any, ...] = ()
-    """Arguments of the op, tensors as fake tensors."""
+    """Positional arguments of the op, tensors as fake tensors."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the op, tensors as fake tensors."""
     output: Any = None
-    """What the op gives, tensors as fake tensors."""
+    """Output of the op, tensors as fake tensors."""
     position: int = 0
-    """Place in the forward's sequence of values, from 0."""
+    """Position in the forward's sequence of values, from 0."""
     reads: tuple[int, ...] = ()
-    """Positions of the values it reads, be it through views."""
+    """Positions of the values that the op reads, directly or through views."""
     input_names: tuple[str, ...] = ()
-    """What :func:`fxckpt.name` called the inputs of the graph that it reads, be it through views."""
+    """Names of the graph inputs that the op reads, directly or through views."""
     node: str = ""
-    """Name in the graph, as plans print it."""
+    """Name of the graph node, as plans print it."""
 
     def __str__(self) -> str:
-        label = f"{self.node or self.op} ({self.op}, {str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
+        dtype = str(self.dtype).removeprefix("torch.")
+        label = f"{self.node or self.op} ({self.op}, {dtype}{list(self.shape)})"
         place = f"in module {self.module!r}" if self.module else "in no module"
         return f"{label} {place}"
 
 
 class Policy(ABC):
-    """An answer per value. Final subclasses are small frozen dataclasses, so that they compare, hash, print and pickle.
+    """An answer per value. Final subclasses are frozen dataclasses, hashable and picklable.
 
-    ``a | b`` applies both: where one leaves open, the other decides; MUST goes before PREFER; of two that only prefer, saving wins.
-    ``a & b`` saves what both save: it leaves open what either leaves open, and of two different answers takes the one that saves less.
-    ``~a`` says the opposite of ``a``. In ``|`` and ``&``, two MUSTs that clash raise :class:`~fxckpt.errors.PolicyConflict`. One side may be a
-    function or a list of ops in torch's form; a function that returns None leaves the value open.
+    ``a | b`` applies both. If one leaves a value open, the other decides; MUST beats PREFER;
+    between two preferences, saving wins.
+    ``a & b`` saves the values that both save. It leaves open a value that either leaves open, and
+    of two different answers takes the one that saves less.
+    ``~a`` answers the opposite of ``a``.
+    In ``|`` and ``&``, opposite MUSTs raise :class:`~fxckpt.errors.PolicyConflict`, and one side
+    may be a function or a list of ops in torch's form; a function that returns None leaves the
+    value open.
     """
 
     @property
     def needs_graph(self) -> bool:
-        """Whether an answer depends on more than an op and its arguments: on modules, names, or the sequence of values."""
+        """Whether answers depend on modules, names or other values, beyond the op's call."""
         return False
 
     @abstractmethod
     def decide(self, value: Value) -> CheckpointPolicy | None:
-        """Return what is to happen to ``value``; None leaves it open."""
+        """Return the decision about ``value``; None leaves it open."""
 
     def bind(self, values: Sequence[Value]) -> Policy:
-        """Return the policy for one graph, whose values are given in order; called once a graph, before :meth:`decide`.
+        """Return the policy for one graph, given its values in order.
 
-        Raises :class:`~fxckpt.errors.PolicyMatchesNothing` for a pattern that no value fits.
+        Called once a graph, before :meth:`decide`.
+        Raises :class:`~fxckpt.errors.PolicyMatchesNothing` for a pattern that no value matches.
         """
         return self
 
     def lenient(self) -> Policy:
-        """Return the policy for one graph of several: what it names may be in another one, so that no match is no error."""
+        """Return the policy for one graph of several, in which a pattern may match nothing."""
         return LenientPolicy(self)
 
     def without_match(self, values: Sequence[Value]) -> Policy:
-        """Return the policy for a graph that has nothing of what it names."""
+        """Return the policy for a graph in which its patterns match nothing."""
         return self
 
     def __or__(self, other: Any) -> Policy:
@@ -127,7 +139,10 @@ _coercions: list[Callable[[Any], Policy]] = []
 
 
 def coerces(function: Coercion) -> Coercion:
-    """Register the function that makes a policy of either side of ``|`` and ``&``; it knows forms that this file does not."""
+    """Register the function that converts an operand of ``|`` or ``&`` to a policy.
+
+    The forms it accepts are defined outside this module, which may not import them.
+    """
     _coercions[:] = [function]
     return function
 
@@ -144,13 +159,13 @@ def decide_all(policy: Policy, values: Sequence[Value]) -> list[CheckpointPolicy
 
 @dataclass(frozen=True)
 class Disjunction(Policy):
-    """``a | b``."""
+    """The policy ``a | b``."""
 
     a: Policy
     b: Policy
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
-        """What either says; MUST before PREFER, then saving before running again."""
+        """Return either answer; MUST beats PREFER, then saving beats recomputing."""
         a, b = self.a.decide(value), self.b.decide(value)
         if a is None or b is None:
             return a if b is None else b
@@ -159,11 +174,11 @@ class Disjunction(Policy):
 
     @property
     def needs_graph(self) -> bool:
-        """Whether a part of it does."""
+        """Whether a part needs the graph."""
         return self.a.needs_graph or self.b.needs_graph
 
     def bind(self, values: Sequence[Value]) -> Policy:
-        """Bind both."""
+        """Bind both parts."""
         return Disjunction(self.a.bind(values), self.b.bind(values))
 
     def lenient(self) -> Policy:
@@ -176,13 +191,13 @@ class Disjunction(Policy):
 
 @dataclass(frozen=True)
 class Conjunction(Policy):
-    """``a & b``."""
+    """The policy ``a & b``."""
 
     a: Policy
     b: Policy
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
-        """The answer that saves less; open if either leaves it open."""
+        """Return the answer that saves less; None if either leaves the value open."""
         a, b = self.a.decide(value), self.b.decide(value)
         if a is None or b is None:
             return None
@@ -191,11 +206,11 @@ class Conjunction(Policy):
 
     @property
     def needs_graph(self) -> bool:
-        """Whether a part of it does."""
+        """Whether a part needs the graph."""
         return self.a.needs_graph or self.b.needs_graph
 
     def bind(self, values: Sequence[Value]) -> Policy:
-        """Bind both."""
+        """Bind both parts."""
         return Conjunction(self.a.bind(values), self.b.bind(values))
 
     def lenient(self) -> Policy:
@@ -208,18 +223,18 @@ class Conjunction(Policy):
 
 @dataclass(frozen=True)
 class Negation(Policy):
-    """``~a``."""
+    """The policy ``~a``."""
 
     a: Policy
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
-        """What ``a`` says, turned round."""
+        """Return the opposite of the answer of ``a``."""
         answer = self.a.decide(value)
         return None if answer is None else OPPOSITE[answer]
 
     @property
     def needs_graph(self) -> bool:
-        """Whether a part of it does."""
+        """Whether a part needs the graph."""
         return self.a.needs_graph
 
     def bind(self, values: Sequence[Value]) -> Policy:
@@ -241,18 +256,18 @@ class FirstMatch(Policy):
     policies: tuple[Policy, ...]
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
-        """The first answer there is."""
+        """Return the first answer; None if all leave the value open."""
         return next(
             (answer for p in self.policies if (answer := p.decide(value)) is not None), None
         )
 
     @property
     def needs_graph(self) -> bool:
-        """Whether a part of it does."""
+        """Whether a part needs the graph."""
         return any(p.needs_graph for p in self.policies)
 
     def bind(self, values: Sequence[Value]) -> Policy:
-        """Bind all."""
+        """Bind all parts."""
         return FirstMatch(tuple(p.bind(values) for p in self.policies))
 
     def lenient(self) -> Policy:
@@ -265,21 +280,21 @@ class FirstMatch(Policy):
 
 @dataclass(frozen=True)
 class LenientPolicy(Policy):
-    """A policy that need not find what it names."""
+    """A policy whose patterns may match nothing."""
 
     policy: Policy
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
-        """What the policy says."""
+        """Return the policy's answer."""
         return self.policy.decide(value)
 
     @property
     def needs_graph(self) -> bool:
-        """Whether the policy does."""
+        """Whether the policy needs the graph."""
         return self.policy.needs_graph
 
     def bind(self, values: Sequence[Value]) -> Policy:
-        """Bind the policy, if what it names is here."""
+        """Bind the policy, or fall back to :meth:`without_match`."""
         try:
             return self.policy.bind(values)
         except PolicyMatchesNothing as error:
@@ -292,13 +307,13 @@ class LenientPolicy(Policy):
 
 @dataclass(frozen=True)
 class BoundPolicy(Policy):
-    """What a policy that looks at the whole sequence decided, by position."""
+    """Decisions of a policy about one graph, by position of the value."""
 
     policy: Policy
     answers: tuple[CheckpointPolicy | None, ...]
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
-        """The answer for the value's position."""
+        """Return the answer for the value's position."""
         return self.answers[value.position]
 
     def __repr__(self) -> str:
@@ -308,7 +323,7 @@ class BoundPolicy(Policy):
 def refuse_clash(
     first: tuple[Policy, CheckpointPolicy], second: tuple[Policy, CheckpointPolicy], value: Value
 ) -> None:
-    """Raise :class:`PolicyConflict` for two MUSTs that oppose each other."""
+    """Raise :class:`PolicyConflict` for two opposite MUSTs."""
     (a, answer), (b, other) = first, second
     if answer in MUST and other in MUST and answer is not other:
         raise PolicyConflict(

@@ -1,4 +1,4 @@
-"""Policies that look at the whole sequence of values: spans of the forward and what crosses their boundaries."""
+"""Policies over the whole sequence of values: segments and their boundaries."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from fxckpt.errors import InvalidOption
 from fxckpt.policies.base import SAVE, BoundPolicy, Policy, Value, decide_all
 from fxckpt.policies.selectors import matched_module, refuse_unmatched_modules
 
-SAVED, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+SAVED, RECOMPUTED = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _OfSequence(Policy):
-    """A policy that :meth:`bind` makes whole."""
+class _SequencePolicy(Policy):
+    """A policy that decides in :meth:`bind`, from all values of a graph."""
 
     @property
     def needs_graph(self) -> bool:
-        """Always."""
+        """True: the answers depend on the sequence of values."""
         return True
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
-        """Refuse: there is no answer for a value alone."""
+        """Raise :class:`InvalidOption`: a single value has no answer."""
         raise InvalidOption(
-            f"{self!r} looks at all values of a graph: call bind(values) first, or fxckpt.policies.decide_all(policy, values)."
+            f"{self!r} looks at all values of a graph: call bind(values) first, "
+            "or fxckpt.policies.decide_all(policy, values)."
         )
 
 
 @dataclass(frozen=True, repr=False)
-class SqrtN(_OfSequence):
-    """Chen et al. 2016 (arXiv:1604.06174), section 4.1: n values in about sqrt(n) spans; what crosses a boundary is saved.
+class SqrtN(_SequencePolicy):
+    """About sqrt(n) segments of n values, saving the values that cross a boundary.
 
-    The paper has a chain, where any place is as good as another. Here each boundary moves, by less than half a span, to the place that the
+    Chen et al. 2016 (arXiv:1604.06174), section 4.1. The paper has a chain, in which all places are
+    equally good. Here each boundary moves, by less than half a segment, to the place that the
     fewest bytes cross.
     """
 
     def bind(self, values: Sequence[Value]) -> Policy:
-        """Find the boundaries."""
+        """Place the boundaries and save the values that cross them."""
         n = len(values)
-        spans = math.isqrt(n - 1) + 1 if n else 1
+        segments = math.isqrt(n - 1) + 1 if n else 1
         last_read = last_reads(values)
         width = crossing_bytes(values, last_read)
         boundaries: list[int] = []
-        for k in range(1, spans):
-            even, slack = round(k * n / spans), max(0, math.ceil(n / spans / 2) - 1)
+        for k in range(1, segments):
+            even, slack = round(k * n / segments), max(0, math.ceil(n / segments / 2) - 1)
             places = range(
                 max(even - slack, boundaries[-1] + 1 if boundaries else 1),
                 min(even + slack, n - 1) + 1,
@@ -54,21 +56,21 @@ class SqrtN(_OfSequence):
             if places:
                 boundaries.append(min(places, key=lambda i, even=even: (width[i], abs(i - even))))  # type: ignore[misc]
         saved = [any(i < place <= last for place in boundaries) for i, last in enumerate(last_read)]
-        return BoundPolicy(self, tuple(SAVED if s else AGAIN for s in saved))
+        return BoundPolicy(self, tuple(SAVED if s else RECOMPUTED for s in saved))
 
     def __repr__(self) -> str:
         return "sqrt_n"
 
 
 @dataclass(frozen=True, repr=False)
-class Every(_OfSequence):
-    """The n-th, 2n-th, ... of all values, or of those that a policy saves, is saved; the rest is run again."""
+class Every(_SequencePolicy):
+    """Every n-th value, or every n-th that a policy saves, is saved; the rest is recomputed."""
 
     n: int
     of: Policy | None = None
 
     def bind(self, values: Sequence[Value]) -> Policy:
-        """Count."""
+        """Count the values and save every n-th."""
         counted = (
             [answer in SAVE for answer in decide_all(self.of, values)]
             if self.of is not None
@@ -77,11 +79,11 @@ class Every(_OfSequence):
         count, answers = 0, []
         for counts in counted:
             count += counts
-            answers.append(SAVED if counts and count % self.n == 0 else AGAIN)
+            answers.append(SAVED if counts and count % self.n == 0 else RECOMPUTED)
         return BoundPolicy(self, tuple(answers))
 
     def lenient(self) -> Policy:
-        """Make what is counted lenient."""
+        """Make the policy that selects the counted values lenient."""
         return self if self.of is None else Every(self.n, self.of.lenient())
 
     def __repr__(self) -> str:
@@ -89,16 +91,20 @@ class Every(_OfSequence):
 
 
 @dataclass(frozen=True, repr=False)
-class BlockBoundaries(_OfSequence):
-    """What leaves the modules that a pattern fits is saved, the rest inside them is run again; what is made outside is left open.
+class BlockBoundaries(_SequencePolicy):
+    """Values read outside the module (block) that made them are saved; its others are recomputed.
 
-    What ``torch.utils.checkpoint`` around every block does.
+    Values made outside the matched modules are left open. This is ``torch.utils.checkpoint`` around
+    every block.
     """
 
     patterns: tuple[str, ...]
 
     def bind(self, values: Sequence[Value]) -> Policy:
-        """Find the blocks."""
+        """Assign values to blocks and save those read outside their block.
+
+        Raises :class:`~fxckpt.errors.PolicyMatchesNothing` for a pattern that no module matches.
+        """
         refuse_unmatched_modules(self, self.patterns, values)
         blocks = [
             next(
@@ -116,13 +122,13 @@ class BlockBoundaries(_OfSequence):
         return BoundPolicy(
             self,
             tuple(
-                None if block is None else SAVED if i in leaves else AGAIN
+                None if block is None else SAVED if i in leaves else RECOMPUTED
                 for i, block in enumerate(blocks)
             ),
         )
 
     def without_match(self, values: Sequence[Value]) -> Policy:
-        """Leave all open."""
+        """Leave all values open."""
         return BoundPolicy(self, (None,) * len(values))
 
     def __repr__(self) -> str:
@@ -130,7 +136,7 @@ class BlockBoundaries(_OfSequence):
 
 
 def last_reads(values: Sequence[Value]) -> list[int]:
-    """Return, per value, the position of the last value that reads it; its own if none does."""
+    """Return, per value, the position of its last reader; its own position if it has none."""
     last = list(range(len(values)))
     for i, value in enumerate(values):
         for read in value.reads:
@@ -139,7 +145,7 @@ def last_reads(values: Sequence[Value]) -> list[int]:
 
 
 def crossing_bytes(values: Sequence[Value], last_read: Sequence[int]) -> list[int]:
-    """Return, per position, the bytes of values made before it and read at it or later."""
+    """Return, per position, the bytes of the values made before it and read at it or later."""
     change = [0] * (len(values) + 2)
     for i, last in enumerate(last_read):
         if last > i:

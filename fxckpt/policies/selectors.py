@@ -1,4 +1,4 @@
-"""Policies that select values one by one: by kind of op, by op, by module path, by name."""
+"""Policies that select values one by one: by class of op, by op, by module path, by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ConstantPolicy(Policy):
     answer: CheckpointPolicy
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
-        """The answer."""
+        """Return the answer."""
         return self.answer
 
     def __repr__(self) -> str:
@@ -32,21 +32,21 @@ class ConstantPolicy(Policy):
 
 @dataclass(frozen=True)
 class OpClassPolicy(Policy):
-    """One answer for the ops of a kind, another for the rest."""
+    """One answer for the ops of a class, another for the rest."""
 
     label: str
     selects: Callable[[Any], bool]
     answer: CheckpointPolicy
     rest: CheckpointPolicy
     expects: str = ""
-    """What a graph without any such op lacks, for the error; empty if that is no error."""
+    """Words for the error about a graph without such ops; empty if that is no error."""
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
-        """The answer for the value's op."""
+        """Return the answer for the value's op."""
         return self.answer if self.selects(value.op) else self.rest
 
     def bind(self, values: Sequence[Value]) -> Policy:
-        """Raise :class:`PolicyMatchesNothing` if no op is of the kind."""
+        """Return self; raise :class:`PolicyMatchesNothing` if no op is of the class."""
         if self.expects and not any(self.selects(value.op) for value in values):
             raise PolicyMatchesNothing(
                 f"{self!r} finds {self.expects}. The graph's ops: {_listed(op_labels(values))}."
@@ -59,15 +59,15 @@ class OpClassPolicy(Policy):
 
 @dataclass(frozen=True)
 class OpsPolicy(Policy):
-    """What some ops give is saved, the rest is run again."""
+    """The outputs of some ops are saved, the rest is recomputed."""
 
     names: tuple[str, ...]
-    """``"aten::mm"`` for all overloads, ``"aten::mm.default"`` for one."""
+    """Ops by name: ``"aten::mm"`` for all overloads, ``"aten::mm.default"`` for one."""
     is_strict: bool = True
-    """Whether it is an error if none of them is in the graph."""
+    """Whether a graph without any of the ops is an error."""
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
-        """MUST_SAVE for the ops, PREFER_RECOMPUTE for the rest."""
+        """Return MUST_SAVE for the ops, PREFER_RECOMPUTE for the rest."""
         return (
             CheckpointPolicy.MUST_SAVE
             if self._selects(value.op)
@@ -75,7 +75,7 @@ class OpsPolicy(Policy):
         )
 
     def bind(self, values: Sequence[Value]) -> Policy:
-        """Raise :class:`PolicyMatchesNothing` if none of the ops is in the graph."""
+        """Return self; raise :class:`PolicyMatchesNothing` if the graph has none of the ops."""
         if self.is_strict and not any(self._selects(value.op) for value in values):
             known = op_labels(values)
             raise PolicyMatchesNothing(
@@ -85,7 +85,7 @@ class OpsPolicy(Policy):
 
     @property
     def labels(self) -> list[str]:
-        """The ops as ``torch.ops`` spells them."""
+        """Names of the ops as ``torch.ops`` spells them."""
         return [name.replace("::", ".") for name in self.names]
 
     def _selects(self, op: Any) -> bool:
@@ -98,7 +98,7 @@ class OpsPolicy(Policy):
 
 @dataclass(frozen=True)
 class ModulesPolicy(Policy):
-    """One answer for what some modules, and the modules inside them, make."""
+    """One answer for the values made in some modules and their submodules."""
 
     label: str
     patterns: tuple[str, ...]
@@ -106,11 +106,11 @@ class ModulesPolicy(Policy):
 
     @property
     def needs_graph(self) -> bool:
-        """Always."""
+        """True: the answers depend on modules."""
         return True
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
-        """The answer if the value was made in one of the modules."""
+        """Return the answer for a value of these modules, None for others."""
         return (
             self.answer
             if any(matched_module(value.module, p) is not None for p in self.patterns)
@@ -118,7 +118,7 @@ class ModulesPolicy(Policy):
         )
 
     def bind(self, values: Sequence[Value]) -> Policy:
-        """Raise :class:`PolicyMatchesNothing` for a pattern that no module fits."""
+        """Return self; raise :class:`PolicyMatchesNothing` for a pattern that no module matches."""
         refuse_unmatched_modules(self, self.patterns, values)
         return self
 
@@ -128,7 +128,7 @@ class ModulesPolicy(Policy):
 
 @dataclass(frozen=True)
 class NamesPolicy(Policy):
-    """One answer for values of some names (:func:`fxckpt.name`), another for the rest."""
+    """One answer for the values of some names (:func:`fxckpt.name`), another for the rest."""
 
     label: str
     patterns: tuple[str, ...]
@@ -137,11 +137,11 @@ class NamesPolicy(Policy):
 
     @property
     def needs_graph(self) -> bool:
-        """Always."""
+        """True: the answers depend on names."""
         return True
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
-        """The answer for the value's name."""
+        """Return the answer for the value's names."""
         return (
             self.answer
             if any(fits(name, p) for name in value.names for p in self.patterns)
@@ -149,7 +149,7 @@ class NamesPolicy(Policy):
         )
 
     def bind(self, values: Sequence[Value]) -> Policy:
-        """Raise :class:`PolicyMatchesNothing` for a name that no value has."""
+        """Return self; raise :class:`PolicyMatchesNothing` for a name that no value has."""
         known = sorted({name for value in values for name in value.names})
         inputs = sorted({name for value in values for name in value.input_names})
         for pattern in self.patterns:
@@ -157,8 +157,9 @@ class NamesPolicy(Policy):
                 continue
             if any(fits(name, pattern) for name in inputs):
                 raise PolicyMatchesNothing(
-                    f"{self!r}: {pattern!r} names an input of the graph (an argument, a parameter or a buffer, or a view of one). It is alive "
-                    "whatever is planned: there is nothing to save and nothing to run again. Leave the name out."
+                    f"{self!r}: {pattern!r} names an input of the graph (an argument, a parameter "
+                    "or a buffer, or a view of one). It is alive whatever is planned: there is "
+                    "nothing to save and nothing to recompute. Leave the name out."
                 )
             hint = (
                 did_you_mean([pattern], known)
@@ -173,13 +174,13 @@ class NamesPolicy(Policy):
 
 
 def overload_name(op: Any) -> str:
-    """Return ``"aten::mm.default"`` for an overload, the plain name for a higher-order op."""
+    """Return an op's full name: ``"aten::mm.default"``, or a higher-order op's plain name."""
     name = op.name() if callable(getattr(op, "name", None)) else str(op)
     return name if "." in name or "::" not in name else f"{name}.default"
 
 
 def op_labels(values: Iterable[Value]) -> list[str]:
-    """Return the ops of a graph as ``torch.ops`` spells them, without the overload, sorted."""
+    """Return the graph's ops as ``torch.ops`` spells them, without overloads, sorted."""
     return sorted(
         {
             overload_name(value.op).rpartition(".")[0].replace("::", ".") or str(value.op)
@@ -189,12 +190,14 @@ def op_labels(values: Iterable[Value]) -> list[str]:
 
 
 def matched_module(path: str, pattern: str) -> str | None:
-    """Return the outermost module on a path that fits a glob; None if none does.
+    """Return the outermost module on a path that matches a glob; None if none does.
 
-    ``*``, ``?`` and ``[...]`` stand for text within one part of the path, ``**`` for any number of parts.
+    ``*``, ``?`` and ``[...]`` stand for text within one part, ``**`` for any number of parts.
 
-    >>> matched_module("layers.3.attn.out", "layers.*.attn"), matched_module("layers.3.mlp", "layers.*.attn")
-    ('layers.3.attn', None)
+    >>> matched_module("layers.3.attn.out", "layers.*.attn")
+    'layers.3.attn'
+    >>> matched_module("layers.3.mlp", "layers.*.attn") is None
+    True
     >>> matched_module("decoder.blocks.0.mlp.up", "decoder.**.mlp")
     'decoder.blocks.0.mlp'
     """
@@ -216,13 +219,14 @@ def _fits(parts: list[str], wanted: list[str]) -> bool:
 def refuse_unmatched_modules(
     policy: Policy, patterns: Sequence[str], values: Sequence[Value]
 ) -> None:
-    """Raise :class:`PolicyMatchesNothing` for a pattern that no module of the values fits."""
+    """Raise :class:`PolicyMatchesNothing` for a pattern that no module of the values matches."""
     paths = {value.module for value in values}
     for pattern in patterns:
         if any(matched_module(path, pattern) is not None for path in paths):
             continue
         raise PolicyMatchesNothing(
-            f"{policy!r}: no module that computes fits {pattern!r}. {_nearest_modules(pattern, paths)}"
+            f"{policy!r}: no module that computes fits {pattern!r}. "
+            f"{_nearest_modules(pattern, paths)}"
         )
 
 
@@ -236,19 +240,19 @@ def _nearest_modules(pattern: str, paths: set[str]) -> str:
     }
     if not known:
         return (
-            "The graph says of no op which module made it. Give the module itself, or a graph of symbolic_trace, export or Dynamo, "
-            "or select by op or by name."
+            "The graph says of no op which module made it. Give the module itself, "
+            "or a graph of symbolic_trace, export or Dynamo, or select by op or by name."
         )
     if any(matched_module(path, f"**.{pattern}") is not None for path in paths):
         return f"Paths begin at the model: did you mean '**.{pattern}'?"
-    # Layers differ by their number only: one pattern stands for all of them.
+    # Layers differ only in their number: one pattern stands for all of them.
     return did_you_mean(
         [pattern], sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in known})
     )
 
 
 def did_you_mean(asked: Sequence[str], known: Sequence[str]) -> str:
-    """Return the nearest of the known names as a sentence.
+    """Return a sentence that suggests the nearest known names.
 
     >>> did_you_mean(["layers.*.atn"], ["layers.*.attn", "layers.*.mlp", "head"])
     "Did you mean 'layers.*.attn', 'layers.*.mlp'?"

@@ -1,4 +1,4 @@
-"""Policies in torch's own form: functions of a context and an op."""
+"""Policies in torch's form: functions of a context, an op and its arguments."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from fxckpt.torch_private import policy_context, policy_output
 
 @dataclass(frozen=True)
 class FunctionPolicy(Policy):
-    """A function ``policy(ctx, op, *args, **kwargs)``, torch's own form."""
+    """A function in torch's form, ``policy(ctx, op, *args, **kwargs)``, as a policy."""
 
     function: Callable[..., Any]
     is_part: bool = False
-    """Whether there are other policies, to which it may leave a value by returning None."""
+    """Whether the function may return None, to leave a value to other policies."""
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
-        """Ask the function.
+        """Return the function's answer, called with fake tensors.
 
-        Raises :class:`InvalidOption` if it raises, or returns anything but a ``CheckpointPolicy`` or, as torch allows, a bool.
+        Raises :class:`InvalidOption` if the function raises, or returns neither a supported
+        ``CheckpointPolicy`` nor, as torch allows, a bool.
         """
         context = policy_context(value.output)
         try:
             answer = self.function(context, value.op, *value.args, **value.kwargs)
         except Exception as error:
             raise InvalidOption(
-                f"the policy raised {type(error).__name__}: {error}\nAsked about {value}. Its arguments are fake tensors: "
-                "shapes and dtypes without values, so that a policy cannot depend on what they hold."
+                f"the policy raised {type(error).__name__}: {error}\n"
+                f"Asked about {value}. Its arguments are fake tensors: shapes and dtypes "
+                "without values, so that a policy cannot depend on what they hold."
             ) from error
         if isinstance(answer, bool):
             return CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
@@ -41,16 +43,20 @@ class FunctionPolicy(Policy):
             return None
         if answer is None:
             raise InvalidOption(
-                f"the policy returned None for {value.op}, and there is no other policy to decide. Return a CheckpointPolicy for every op, for "
-                "example CheckpointPolicy.PREFER_RECOMPUTE, or name who decides the rest: first_match(function, recompute_all)."
+                f"the policy returned None for {value.op}, and there is no other policy to decide. "
+                "Return a CheckpointPolicy for every op, for example "
+                "CheckpointPolicy.PREFER_RECOMPUTE, or name who decides the rest: "
+                "first_match(function, recompute_all)."
             )
         if not isinstance(answer, CheckpointPolicy):
             raise InvalidOption(
-                f"the policy returned {answer!r} for {value.op}; it must return a CheckpointPolicy, for example CheckpointPolicy.PREFER_RECOMPUTE."
+                f"the policy returned {answer!r} for {value.op}; it must return a "
+                "CheckpointPolicy, for example CheckpointPolicy.PREFER_RECOMPUTE."
             )
         if answer not in OPPOSITE:
             raise InvalidOption(
-                f"the policy returned {answer!r} for {value.op}: offloading is not supported. Return MUST_SAVE to keep the value, or MUST_RECOMPUTE."
+                f"the policy returned {answer!r} for {value.op}: offloading is not supported. "
+                "Return MUST_SAVE to keep the value, or MUST_RECOMPUTE."
             )
         return answer
 
@@ -60,14 +66,14 @@ class FunctionPolicy(Policy):
 
 @dataclass(frozen=True)
 class AskedByOp:
-    """A policy in torch's form: asked with an op and its arguments, without a view of the whole."""
+    """A policy turned into torch's form: asked with an op's call alone, without the graph."""
 
     policy: Policy
 
     def __call__(
         self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
-        """What the policy says of the op; what it leaves open is run again, as torch has it."""
+        """Return the policy's answer, PREFER_RECOMPUTE if it leaves the value open."""
         output = policy_output(ctx)
         first = output[0] if isinstance(output, (tuple, list)) and output else output
         known = isinstance(first, torch.Tensor)
