@@ -1,6 +1,7 @@
-"""Every private name of torch that fxckpt uses, by subject, in one place.
+"""Private names of torch that fxckpt uses, one module per subject.
 
-Where versions of torch differ, a comment names them; ``versions.TESTED`` are tested.
+Differences between versions of torch are commented where they matter; fxckpt is tested with the
+versions in ``versions.TESTED``.
 """
 
 # ruff: noqa: E402
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from fxckpt.torch_private.versions import refuse_older
 
-# Before the private names, which an older torch may lack.
+# Must precede the imports of private names, which an older torch may lack.
 refuse_older()
 
 from torch._dynamo.backends.common import aot_autograd

@@ -1,4 +1,4 @@
-"""AOTAutograd: joint graphs, tags of the partitioner, and the split into halves."""
+"""Joint graphs of AOTAutograd, their partitioner tags, and the split into two halves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from fxckpt.torch_private.rng import lower_rng
 
 
 def written_after(graph: fx.Graph) -> list[fx.Node]:
-    """Return the inputs of a joint graph whose new values are forward outputs, which AOTAutograd's own wrapper then copies into them."""
+    """Return the inputs of a joint graph that AOTAutograd's wrapper writes after the forward.
+
+    The new value of such an input is an output of the forward, and the wrapper copies it in.
+    """
     from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
     (output,) = graph.find_nodes(op="output")
@@ -34,18 +37,18 @@ def written_after(graph: fx.Graph) -> list[fx.Node]:
 
 
 def partitioner_tag(node: fx.Node) -> str | None:
-    """Return AOTAutograd's own word for the half in which it traced ``node``."""
+    """Return the tag by which AOTAutograd marks the half that it traced ``node`` in, if any."""
     tag = node.meta.get("partitioner_tag")
     return str(tag) if tag is not None else None
 
 
 def tag_side(node: fx.Node, *, backward: bool) -> None:
-    """Bind ``node`` to one half of the split."""
+    """Pin ``node`` to one half of the split."""
     node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
 
 
 def untag_side(node: fx.Node) -> None:
-    """Let the split put ``node`` in either half, or in both."""
+    """Allow the split to place ``node`` in either half or in both."""
     node.meta.pop("partitioner_tag", None)
 
 
@@ -56,7 +59,11 @@ def split(
     *,
     num_fwd_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph by AOTAutograd's own contract (symints last, version checks, opaque objects, tangents)."""
+    """Split a joint graph into forward and backward under AOTAutograd's own contract.
+
+    The contract covers the order of saved values (SymInts last), version checks, opaque objects
+    and tangents.
+    """
     return _extract_fwd_bwd_modules(
         joint, list(saved), list(symbolic), num_fwd_outputs=num_fwd_outputs
     )
@@ -68,9 +75,11 @@ def boxed(
     *,
     record: Callable[[fx.GraphModule], object] | None = None,
 ) -> Callable[..., Any]:
-    """Compile a graph to Python that takes its arguments in a list it empties, so that each dies after its last use.
+    """Compile a graph to Python code that takes its arguments in a list and empties that list.
 
-    While a profiler runs, other code runs than where none does: ``record`` sees the graph module right before that code is made, at the first need.
+    Each argument is thus freed after its last use. With ``record``, a second version of the code
+    runs while a profiler is enabled: ``record`` is called with the graph module once, right before
+    that version is generated on first use.
     """
     from torch.fx.graph import _BoxedCodeGen
 
@@ -99,7 +108,7 @@ def boxed(
 
 
 def _forward_of(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """Make the code of a graph module now, and return it; what is made later leaves it alone."""
+    """Generate the code of a graph module and return it, unaffected by later recompilations."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     gm.recompile()
@@ -111,9 +120,13 @@ def _forward_of(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
 def trace_joint(
     gm: fx.GraphModule, inputs: Sequence[torch.Tensor], receive: Callable[..., Any]
 ) -> None:
-    """Give the joint graph of ``gm`` on fake inputs to ``receive``, which is called as a partition function; nothing is executed.
+    """Trace the joint graph of ``gm`` on fake inputs and pass it to ``receive``.
 
-    Raises :class:`CaptureError` where torch cannot trace it. ``receive`` is not called where no output needs a gradient.
+    Nothing is executed. ``receive`` is called with the joint graph and the number of forward
+    outputs, or not at all if no output requires a gradient.
+
+    Raises:
+        CaptureError: if torch cannot trace the joint graph.
     """
 
     def partition(

@@ -1,4 +1,4 @@
-"""Autograd engine and saved-tensor hooks."""
+"""The autograd engine and its hooks for saved tensors."""
 
 from __future__ import annotations
 
@@ -11,22 +11,30 @@ from torch import fx
 
 
 def frees_incoming_gradients() -> bool:
-    """Return whether the autograd engine hands over its only reference to a gradient, so that the compiled backward can let go of it."""
+    """Return whether a compiled backward can free the gradients passed to it.
+
+    With ``boxed_grads_call`` (pytorch#177837) the autograd engine hands over its only reference to
+    them; without it they live until the compiled backward returns.
+    """
     return hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
-    """Run ops without autograd and without autocast, as they ran below both.
+    """Run ops below autograd and autocast, at the level at which they were recorded.
 
-    Grad mode is on as it was in the region: some kernels look at it (mkldnn's LSTM makes its workspace only then).
+    Grad mode is on, like in the region, because some kernels depend on it: mkldnn's LSTM returns
+    its workspace only in grad mode.
     """
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         yield
 
 
 def current_backward() -> object | None:
-    """Return what tells the running backward from others: its ``GraphExecGroup``, or its number; None outside of any."""
+    """Return an identity of the running backward: its ``GraphExecGroup``, else its task number.
+
+    Returns None outside of any backward.
+    """
     group = torch._C._get_graph_exec_group()
     if group is not None:
         return group
@@ -35,7 +43,10 @@ def current_backward() -> object | None:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` at the end of the running backward, unless it belongs to a ``GraphExecGroup``, of which there may be more."""
+    """Call ``callback`` at the end of the running backward.
+
+    Does nothing inside a ``GraphExecGroup``: more backwards of the same group may follow.
+    """
     if torch._C._get_graph_exec_group() is None:
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -43,7 +54,7 @@ def after_backward(callback: Callable[[], None]) -> None:
 def surrounding_hooks() -> (
     tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
 ):
-    """Return the hooks for saved tensors that are in force: pack and unpack."""
+    """Return the active default hooks for saved tensors (pack, unpack), or None."""
     found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return found
 
@@ -54,18 +65,21 @@ def is_transformed() -> bool:
 
 
 def let_autograd_own(node: fx.Node) -> None:
-    """Have a value saved by ``save_for_backward``, though a user's ``autograd.Function`` kept it on its ``ctx``.
+    """Have AOTAutograd save a value by ``save_for_backward``.
 
-    What AOTAutograd keeps on a ``ctx``, so that it may be written to before the backward, is there until the backward's graph dies. A value that
-    nobody outside the compiled graphs can write to needs none of that.
+    AOTAutograd keeps a value on ``ctx``, without a version check, if the user's
+    ``autograd.Function`` did so. The value may then be written to before the backward, but lives
+    until the autograd graph is freed. A value that nothing outside the compiled graphs can write
+    to needs no such exemption.
     """
     node.meta.pop("saved_tensor_with_no_vc_check", None)
 
 
 def keep_saved_values() -> None:
-    """Tell AOTAutograd, while it compiles a backward, that nothing writes into saved values, so that the graph can be retained.
+    """Declare, while AOTAutograd compiles a backward, that it does not overwrite saved values.
 
-    Only Inductor reuses ("donated") saved values; AOTAutograd refuses ``retain_graph`` wherever it found values that could be.
+    AOTAutograd refuses ``retain_graph`` wherever it found saved values that could be "donated" to
+    the backward (pytorch#130580), though Inductor alone reuses their memory.
     """
     from torch._guards import TracingContext
 

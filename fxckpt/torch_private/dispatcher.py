@@ -1,4 +1,4 @@
-"""Ops of the dispatcher."""
+"""Properties of the dispatcher's ops."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 
 def has_effect(target: Any) -> bool:
-    """Return whether an op was registered as having side effects (effect tokens)."""
+    """Return whether an op is registered with side effects, ordered by effect tokens."""
     return isinstance(target, (OpOverload, HigherOrderOperator)) and _get_effect(target) is not None
 
 
 def overloads_of(op: Any) -> list[OpOverload]:
-    """Return the overloads of what a user calls an op: an overload, a packet of them, or a custom op's definition; none for anything else."""
+    """Return the overloads of an op given as an overload, a packet or a custom op's definition.
+
+    Returns an empty list for any other object.
+    """
     if isinstance(op, OpOverload):
         return [op]
     if isinstance(op, OpOverloadPacket):
@@ -25,7 +28,7 @@ def overloads_of(op: Any) -> list[OpOverload]:
 
 
 def holds_python(graph: fx.Graph) -> bool:
-    """Return whether a graph calls Python that only compiled autograd runs: hooks on tensors.
+    """Return whether a graph calls tensor hooks in Python, which only compiled autograd can run.
 
     Inductor refuses such a graph; torch then leaves the backward to compiled autograd, which
     compiles it together with the hooks.

@@ -1,4 +1,4 @@
-"""Capture by Dynamo, and what its errors say."""
+"""Capture by Dynamo and its error messages."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fxckpt.torch_private.sizes import _forgetting_sizes
 
 
 def is_recording() -> bool:
-    """Return whether a dispatch mode is active: a trace of ATen ops, a tape, a counter."""
+    """Return whether a dispatch mode is active, such as a trace of ATen ops or a FLOP counter."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
 def not_compiled(function: Callable[..., Any]) -> None:
-    """Keep Dynamo out of a function and of all it calls, at no cost for a call."""
+    """Make Dynamo skip a function and everything it calls, without a wrapper on each call."""
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     set_code_exec_strategy(
@@ -37,17 +37,17 @@ def not_compiled(function: Callable[..., Any]) -> None:
 
 
 def is_traced() -> bool:
-    """Return whether ops are traced into a graph, by ``make_fx`` or AOTAutograd."""
+    """Return whether ``make_fx`` or AOTAutograd is tracing ops into a graph."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def is_jit_traced() -> bool:
-    """Return whether ``torch.jit.trace`` records ops."""
+    """Return whether ``torch.jit.trace`` is recording ops."""
     return torch._C._get_tracing_state() is not None
 
 
 def tracing_lock() -> threading.RLock:
-    """Return the lock under which Dynamo compiles: torch traces one graph at a time."""
+    """Return the lock that Dynamo holds to compile, since torch traces one graph at a time."""
     from torch._dynamo.convert_frame import compile_lock
 
     return compile_lock
@@ -55,13 +55,16 @@ def tracing_lock() -> threading.RLock:
 
 @contextlib.contextmanager
 def modules_of(function: Callable[..., Any]) -> Iterator[Callable[[], str]]:
-    """Yield what tells the path of the module that is running, from the module that ``function`` is, is a method of, or closes over."""
+    """Yield a function that returns the path of the running module.
+
+    Paths start at the module that ``function`` is, is a method of, or closes over.
+    """
     root = _module_behind(function)
     names = {} if root is None else {module: name for name, module in root.named_modules()}
     stack: list[str] = []
     here = threading.get_ident()
 
-    # The hooks are for all threads.
+    # Global module hooks fire in every thread.
     def enter(module: torch.nn.Module, args: Any) -> None:
         if threading.get_ident() == here:
             stack.append(names.get(module, stack[-1] if stack else ""))
@@ -81,6 +84,7 @@ def modules_of(function: Callable[..., Any]) -> Iterator[Callable[[], str]]:
 
 
 def _module_behind(function: Any) -> torch.nn.Module | None:
+    """Return the module that ``function`` is, is a method of, or closes over, if any."""
     while isinstance(function, partial):
         function = function.func
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
@@ -89,7 +93,10 @@ def _module_behind(function: Any) -> torch.nn.Module | None:
 
 
 def calling_line() -> str:
-    """Return the line of the user's code that runs, ``"file.py:12"``: the innermost that is neither torch's nor ours."""
+    """Return the running line of the user's code in the form ``"file.py:12"``.
+
+    It is that of the innermost frame outside of torch and fxckpt; empty if there is none.
+    """
     frame: FrameType | None = sys._getframe(1)
     inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
     while frame is not None and frame.f_code.co_filename.startswith(inside):
@@ -98,9 +105,10 @@ def calling_line() -> str:
 
 
 def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a Dynamo graph without ``nested_compile_region`` calls: a plan spans all of them.
+    """Return a Dynamo graph with its ``nested_compile_region`` calls inlined.
 
-    AOTAutograd would partition each region on its own, without a view of the whole. Before torch 2.13 there is nothing to inline them with.
+    A plan spans all regions, whereas AOTAutograd would partition each on its own. Before
+    torch 2.13, which added the pass that inlines, the graph is returned unchanged.
     """
     try:
         from torch._higher_order_ops.passes.inline_invoke_subgraph import inline_invoke_subgraph
@@ -110,12 +118,15 @@ def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def is_cut_short(gm: fx.GraphModule) -> bool:
-    """Return whether a Dynamo graph ends at a graph break: more of the model is in other graphs."""
+    """Return whether a Dynamo graph ends at a graph break; others hold the rest of the model."""
     return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
 
 
 def break_after(gm: fx.GraphModule) -> tuple[str, str]:
-    """Return why a Dynamo graph that :func:`is_cut_short` ends where it does, and the line of the user's code."""
+    """Return the reason for the graph break that ends a graph, and its line of the user's code.
+
+    The graph must be one that :func:`is_cut_short`. The line is empty if Dynamo does not know it.
+    """
     reason: Any = gm.compile_subgraph_reason
     frame = reason.user_stack[-1] if reason.user_stack else None
     lines = [line.strip() for line in str(reason.reason).splitlines() if line.strip()]
@@ -125,7 +136,10 @@ def break_after(gm: fx.GraphModule) -> tuple[str, str]:
 
 
 def make_boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an inner compiler so that what it returns takes its arguments in a list (AOTAutograd's fast convention)."""
+    """Wrap an inner compiler so that its compiled functions take their arguments in a list.
+
+    AOTAutograd calls this convention boxed: the callee may empty the list to free its arguments.
+    """
     from torch._functorch._aot_autograd.utils import make_boxed_func
 
     def compile_half(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -141,30 +155,37 @@ def make_boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def through_dynamo(error: Exception) -> Exception:
-    """Return an error of the same class that Dynamo lets through as it is, instead of wrapping or swallowing it."""
+    """Return an error of the same class that Dynamo neither wraps nor swallows.
+
+    Dynamo raises subclasses of ``ShortenTraceback`` unchanged.
+    """
     from torch._dynamo.exc import ShortenTraceback
 
     kind = type(error)
     if isinstance(error, ShortenTraceback):
         return error
-    said = str(error)
-    # Dynamo appends to the message how its own internals are debugged.
+    message = str(error)
+    # Dynamo appends advice on debugging its own internals to the message.
     own = {
         "__init__": Exception.__init__,
-        "__str__": lambda self: said,
+        "__str__": lambda self: message,
         "__module__": kind.__module__,
     }
-    wrapped: Exception = type(kind.__name__, (kind, ShortenTraceback), own)(said)
+    wrapped: Exception = type(kind.__name__, (kind, ShortenTraceback), own)(message)
     wrapped.__dict__.update(error.__dict__)
     wrapped.first_useful_frame = None  # type: ignore[attr-defined]
     return wrapped
 
 
 def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function as one graph, anew for every shape, apart from whatever else compiles it."""
+    """Compile a function as one static graph per shape, isolated from its other compilations.
+
+    Raises:
+        CaptureError: when called, if Dynamo cannot capture one graph.
+    """
     import inspect
 
-    # Since torch 2.13; before, all that compile one function share one limit.
+    # New in torch 2.13. In older versions all compilations of one function share one limit.
     newer = {"recompile_limit": 64, "isolate_recompiles": True}
     known = inspect.signature(torch.compile).parameters
     options: dict[str, Any] = {name: value for name, value in newer.items() if name in known}
@@ -172,7 +193,8 @@ def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> 
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            # Dynamo takes it that hooks do not change, unless told otherwise where it writes its guards.
+            # By default Dynamo assumes that a module's hooks never change. The option is read when
+            # Dynamo writes its guards, hence the patch around the call.
             with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
                 return compiled(*args, **kwargs)
         except Unsupported as error:
@@ -185,12 +207,16 @@ def no_whole_graph(error: Unsupported) -> CaptureError:
     """Return the error for a model that Dynamo cannot capture as one graph."""
     return CaptureError(
         f"the model does not capture as one graph: {_without_advice(error)}\n"
-        "Remove the graph break, or compile with fxckpt.Backend and read backend.plans: one plan a graph."
+        "Remove the graph break, or compile with fxckpt.Backend and read backend.plans: "
+        "one plan a graph."
     )
 
 
 def _innermost(error: TorchRuntimeError) -> str:
-    """Return what an op of the model raised on fake tensors, and the line that called it: the user's own if there is one."""
+    """Return the error that an op raised on fake tensors, and the line that called it.
+
+    The line is the innermost of the user's code if the stack has one, else the innermost of torch.
+    """
     cause: BaseException = error
     while (behind := cause.__cause__ or cause.__context__) is not None:
         cause = behind
@@ -205,22 +231,25 @@ def _innermost(error: TorchRuntimeError) -> str:
 
 
 def _without_advice(error: Exception) -> str:
-    """Return what Dynamo says of an error, without how its own internals are debugged."""
+    """Return the message of a Dynamo error without its advice on debugging Dynamo itself."""
     return str(error).partition("\nSet TORCHDYNAMO_VERBOSE=1")[0].rstrip()
 
 
 class _CaptureDone(ShortenTraceback):
-    """Leaves the compile once the graph was received."""
+    """Signal that the graph was received and the compile can be abandoned."""
 
 
 def leave_capture() -> NoReturn:
-    """Abandon the compile that :func:`capture_whole` began, with success."""
+    """Raise the signal that ends a capture successfully and abandons its compile."""
     raise _CaptureDone(first_useful_frame=None)
 
 
 @contextlib.contextmanager
 def errors_told_once() -> Iterator[None]:
-    """Keep torch from logging, with its traceback, that an op failed on fake tensors: the error itself is raised, and says it."""
+    """Silence torch's log record, with traceback, of an op that fails on fake tensors.
+
+    The error itself is raised and carries the same message.
+    """
     log = logging.getLogger("torch._subclasses.fake_tensor")
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -234,7 +263,7 @@ def errors_told_once() -> Iterator[None]:
 
 
 class _PlacedFakeTensorMode(FakeTensorMode):
-    """Gives tensors of the meta device a device that a step could run on."""
+    """Fake tensor mode that moves tensors from the meta device to one that could run a step."""
 
     def from_tensor(self, tensor: torch.Tensor, **kwargs: Any) -> FakeTensor:
         fake = super().from_tensor(tensor, **kwargs)
@@ -252,12 +281,18 @@ def capture_whole(
     kwargs: dict[str, Any],
     receive: Callable[[fx.GraphModule, list[Any]], Any],
 ) -> None:
-    """Capture ``function(*args, **kwargs)`` as one Dynamo graph on fake tensors and give it to ``receive``; nothing is executed.
+    """Capture ``function(*args, **kwargs)`` as one Dynamo graph and pass it to ``receive``.
 
-    Parameters of a module, or of a method's module, are copied as fake tensors first: no memory, and the caller's is left alone. What is on
-    the meta device counts as on the accelerator, or the CPU where there is none: torch 2.13 traces some ops (``nll_loss``) without their gradient
-    on meta. The compile is abandoned after ``receive`` returns, so Dynamo keeps no cache entry of it. Raises :class:`CaptureError` if Dynamo
-    cannot capture one graph.
+    Everything runs on fake tensors; nothing is executed. A module, or a method's module, is first
+    copied with fake parameters, which takes no memory and leaves the caller's module unchanged.
+    The compile is abandoned after ``receive`` returns, so Dynamo keeps no cache entry for it.
+
+    Tensors on the meta device are treated as tensors on the accelerator, or on the CPU if there is
+    none, because torch 2.13 traces some ops (``nll_loss``) without their gradient on meta.
+
+    Raises:
+        CaptureError: if Dynamo cannot capture one graph, the function fails on these inputs, or it
+            contains no tensor operation.
     """
     import copy
 
@@ -301,7 +336,7 @@ def capture_whole(
 
 @contextlib.contextmanager
 def outside_trace() -> Iterator[None]:
-    """Leave the fake tensor and tracing modes of a compile in progress, to run something for real."""
+    """Leave the fake tensor and tracing modes of a compile in progress to run real ops."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():

@@ -1,4 +1,4 @@
-"""Input checks of exported programs."""
+"""Input guards of exported programs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch.utils.checkpoint
 
 
 def guards_function(module: torch.nn.Module) -> FunctionType | None:
-    """Return the function that checks the inputs of an exported graph, of the module by which the graph calls it; None for any other module."""
+    """Return the input check of an exported graph from the module that the graph calls.
+
+    Returns None if ``module`` is not such a guards module.
+    """
     import inspect
 
     from torch.export._unlift import GuardsFn
 
-    # Dynamo's wrapper calls it ``func``.
+    # The wrapper made by ``dont_skip_tracing`` closes over the check under the name ``func``.
     return (
         inspect.getclosurevars(module.forward).nonlocals["func"]
         if isinstance(module, GuardsFn)
@@ -24,7 +27,7 @@ def guards_function(module: torch.nn.Module) -> FunctionType | None:
 
 
 def guards_namespace() -> dict[str, Any]:
-    """Return the names that input checks of exported graphs know."""
+    """Return the globals that input checks of exported graphs refer to."""
     import builtins
     import math
 
@@ -34,10 +37,10 @@ def guards_namespace() -> dict[str, Any]:
 
 
 def guards_module(check: Callable[..., None]) -> torch.nn.Module:
-    """Return the module by which an exported graph calls its input checks."""
+    """Return a guards module by which an exported graph calls its input check."""
     from torch.export._unlift import GuardsFn
 
     module: Any = GuardsFn()
     module.forward = torch._dynamo.dont_skip_tracing(check)
-    module._is_impure = True  # nobody uses what it returns
+    module._is_impure = True  # its result is unused; dead code elimination must keep the call
     return module  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Fields and code of graph modules."""
+"""Attributes and generated code of graph modules."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from torch import fx
 M = TypeVar("M", bound=torch.nn.Module)
 
 MODULE_FIELDS = frozenset(vars(torch.nn.Module()))
-"""What every module keeps its state, hooks and mode in."""
+"""Attributes in which every module keeps its state, hooks and mode."""
 
 GRAPH_FIELDS = frozenset(vars(fx.GraphModule({}, fx.Graph()))) - MODULE_FIELDS
-"""What a graph module keeps its graph and code in."""
+"""Attributes in which a graph module keeps its graph and code."""
 
 
 def with_code(module: M) -> M:
-    """Return a module whose ``forward`` is its own: Dynamo's graphs, and copies of them, make their code when it is asked for."""
+    """Return ``module`` with the code of its ``forward`` generated.
+
+    Dynamo's graph modules, and copies of them, are lazy: they generate code on first access.
+    """
     if isinstance(module, fx.GraphModule):
         module.code  # noqa: B018
     return module

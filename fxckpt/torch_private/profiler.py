@@ -1,4 +1,4 @@
-"""Profiler records."""
+"""Records of torch's profilers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 import torch.utils.checkpoint
 
 RECORD_FUNCTION = "torch._C._profiler._RecordFunctionFast"
-"""The record that torch's own generated code takes; by name, for it is written into code."""
+"""Path of the profiler record that torch's own generated code uses; it is written into code."""
 
 
 def allocation_events(fn: Callable[[], Any]) -> tuple[list[int], Any]:
-    """Run ``fn`` and return the CPU allocator's events in order, in bytes (negative: freed), and what ``fn`` returned."""
+    """Run ``fn`` and return the CPU allocator's events in order, and the result of ``fn``.
+
+    An event is a number of bytes: positive if allocated, negative if freed.
+    """
     from torch._C._profiler import _ExperimentalConfig
 
     profiler: Any = torch.autograd

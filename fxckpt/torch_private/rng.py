@@ -1,4 +1,4 @@
-"""Generator states in graphs."""
+"""States of random number generators in graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 def fake_rng_state(drawn: torch.Tensor) -> torch.Tensor:
-    """Return, as a fake tensor, the state of the generator that ``drawn`` was drawn from: of the same trace as ``drawn``, if it is fake."""
+    """Return a fake tensor for the state of the generator that produced ``drawn``.
+
+    It belongs to the trace of ``drawn`` if that is a fake tensor.
+    """
     mode = drawn.fake_mode if isinstance(drawn, FakeTensor) else FakeTensorMode()
     with mode:
         return torch.empty(5056 if drawn.device.type == "cpu" else 16, dtype=torch.uint8)
@@ -22,7 +25,7 @@ def fake_rng_state(drawn: torch.Tensor) -> torch.Tensor:
 def _generator_of(
     device: torch.device,
 ) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
-    """Return how to get and how to set the state of a device's default generator."""
+    """Return the getter and the setter of the state of a device's default generator."""
     if device.type in ("cpu", "mps"):
         module = torch if device.type == "cpu" else torch.mps
         return module.get_rng_state, module.set_rng_state
@@ -33,7 +36,10 @@ def _generator_of(
 def _run_and_save(
     device: torch.device, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, Any]:
-    """Run a random op and return the generator state from before it, as ``run_and_save_rng_state`` does."""
+    """Run a random op and return the generator state before it, and the op's result.
+
+    Does the work of ``run_and_save_rng_state``.
+    """
     get, _ = _generator_of(device)
     state = get()
     return state, op(*args, **kwargs)
@@ -42,7 +48,10 @@ def _run_and_save(
 def _run_with(
     device: torch.device, state: torch.Tensor, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a random op under a generator state and put the generator back, as ``run_with_rng_state`` does."""
+    """Run a random op under a given generator state and restore the generator.
+
+    Does the work of ``run_with_rng_state``.
+    """
     get, put = _generator_of(device)
     now = get()
     put(state)
@@ -55,7 +64,8 @@ def _run_with(
 def lower_rng(graph: fx.Graph) -> None:
     """Replace torch's higher-order RNG ops by plain functions, for graphs that run op by op.
 
-    The higher-order ops refuse dispatch modes they do not know, so that a FLOP counter around a step would fail.
+    The higher-order ops refuse dispatch modes that are not registered with them, so that a step
+    under a FLOP counter would fail.
     """
     plain = {run_and_save_rng_state: _run_and_save, run_with_rng_state: _run_with}
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""torch's own form of selective checkpointing."""
+"""Selective activation checkpointing in torch's own form."""
 
 from __future__ import annotations
 
@@ -11,28 +11,34 @@ from torch.utils.checkpoint import SelectiveCheckpointContext
 
 
 def policy_context(output: Any) -> SelectiveCheckpointContext:
-    """Return what a policy in torch's form is asked with about an op that gives ``output``."""
+    """Return the context that torch's form of a policy takes, for an op that gives ``output``."""
     context = SelectiveCheckpointContext(is_recompute=False)
-    # torch 2.11 has no such argument; who is asked by fxckpt may read it all the same.
+    # torch 2.11 takes no such argument, so it is set here: policies may read it in any version.
     context.op_output = output
     return context
 
 
 def policy_output(context: SelectiveCheckpointContext) -> Any:
-    """Return what the op gives that a policy is asked about. torch 2.11 itself asks before the op runs: None."""
+    """Return the output of the op that a policy is called for.
+
+    It is None under torch 2.11, which calls the policy before the op runs.
+    """
     return getattr(context, "op_output", None)
 
 
 @dataclass(frozen=True)
 class Selective:
-    """What ``create_selective_checkpoint_contexts`` was given."""
+    """Arguments that ``create_selective_checkpoint_contexts`` was called with."""
 
     function: Callable[..., Any]
     allows_writes: bool
 
 
 def selective_policy(contexts: tuple[Any, Any]) -> Selective | None:
-    """Return the policy behind the contexts that torch's ``create_selective_checkpoint_contexts`` returned; None for other contexts."""
+    """Return the policy behind contexts made by ``create_selective_checkpoint_contexts``.
+
+    Returns None for other contexts.
+    """
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
     forward, recompute = contexts
@@ -45,6 +51,6 @@ def selective_policy(contexts: tuple[Any, Any]) -> Selective | None:
 
 
 def debug_override(debug: bool) -> bool:
-    """Return whether to debug: as ``set_checkpoint_debug_enabled`` says, else ``debug``."""
+    """Return the setting of ``set_checkpoint_debug_enabled`` if there is one, else ``debug``."""
     override = torch.utils.checkpoint._checkpoint_debug_enabled
     return debug if override is None else bool(override)

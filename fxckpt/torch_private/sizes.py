@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 
 
 def size_hint(value: Any) -> int:
-    """Return an int for an int or SymInt: its upper bound if it has one, else the hint of the compile; no guard is added.
+    """Return an int for an int or SymInt: its upper bound if it has one, else its hint.
 
-    A bound is what the user marked (``mark_dynamic(x, 0, max=512)``) or what torch knows (``nonzero`` finds at most
-    all). A size that is known only when the step runs, and has no bound, counts as 1.
+    No guard is added. A bound comes from the user (``mark_dynamic(x, 0, max=512)``) or from torch
+    (``nonzero`` finds at most all elements). An unbacked size without a bound counts as 1.
     """
     if isinstance(value, int):
         return value
@@ -30,16 +30,16 @@ def size_hint(value: Any) -> int:
 
 
 MOST = 2**40
-"""A greater bound of a size is none."""
+"""Limit at and above which an upper bound of a size counts as none."""
 
 
 def upper_bound(value: torch.SymInt) -> int | None:
-    """Return the greatest value that a size can take, or None."""
+    """Return the greatest value that a size can take, or None if it is unbounded."""
     return greatest(value.node.expr, value.node.shape_env)
 
 
 def greatest(expr: Any, shape_env: Any) -> int | None:
-    """Return the greatest value that a sympy expression of sizes can take, or None."""
+    """Return the greatest value of a sympy expression of sizes, or None if it is unbounded."""
     ranges = shape_env.var_to_range
     if not all(
         s in ranges and ranges[s].upper.is_Integer and ranges[s].upper < MOST
@@ -51,12 +51,12 @@ def greatest(expr: Any, shape_env: Any) -> int | None:
 
 
 def is_surely_equal(one: Any, other: Any) -> bool:
-    """Return whether two sizes are equal whatever values their symbols take; no guard is added."""
+    """Return whether two sizes are equal for all values of their symbols; no guard is added."""
     return bool(statically_known_true(one == other))
 
 
 def unbounded_sizes(graph: fx.Graph) -> list[str]:
-    """Return the sizes in a graph's tensors that are known only when it runs, and have no upper bound."""
+    """Return the unbacked sizes in a graph's tensors that have no upper bound."""
     found: dict[str, None] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -71,11 +71,15 @@ def unbounded_sizes(graph: fx.Graph) -> list[str]:
 
 
 BINDINGS = "unbacked_bindings"
-"""Metadata of an op that finds sizes by looking at numbers: where in its value each is."""
+"""Metadata key of an op with data-dependent sizes: the position of each size in its value."""
 
 
 def bindings_of(node: fx.Node) -> dict[Any, Any]:
-    """Return the bindings of the sizes in a node's value that are in none of those it reads, and are known only when it runs."""
+    """Return the bindings of the unbacked sizes that a node's value introduces.
+
+    Unbacked sizes of the node's inputs are not among them. A binding maps a symbol to its position
+    in the value.
+    """
     from torch.fx.experimental.symbolic_shapes import CallMethodKey, free_unbacked_symbols
 
     known = {s for arg in node.all_input_nodes for s in free_unbacked_symbols(arg.meta.get("val"))}
@@ -94,12 +98,15 @@ def bindings_of(node: fx.Node) -> dict[Any, Any]:
 
 
 def is_symbolic(node: fx.Node) -> bool:
-    """Return whether ``node`` is a size or a scalar, which AOTAutograd saves apart from tensors."""
+    """Return whether ``node`` is a size or a scalar, which AOTAutograd saves separately."""
     return bool(is_sym_node(node)) or isinstance(node.meta.get("val"), (bool, int, float))
 
 
 def guard_sizes(joint: fx.GraphModule) -> None:
-    """Let Dynamo compile again for sizes greater than those of this trace: a plan keeps its budget up to its own sizes only."""
+    """Guard the sizes of a joint graph so that Dynamo recompiles for greater ones.
+
+    A plan keeps its budget only up to the sizes that it was made for.
+    """
     for node in joint.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         sizes = list(value.shape) if isinstance(value, torch.Tensor) else [value]
@@ -109,14 +116,16 @@ def guard_sizes(joint: fx.GraphModule) -> None:
                 and size.node.hint is not None
                 and upper_bound(size) is None
             ):
-                bool(
-                    size <= size.node.hint
-                )  # evaluating a symbolic comparison records it as a guard
+                # Evaluating a symbolic comparison records it as a guard.
+                bool(size <= size.node.hint)
 
 
 @contextlib.contextmanager
 def _forgetting_sizes() -> Iterator[None]:
-    """Put Dynamo's memory of seen sizes back: what was captured here must not make a later compile dynamic."""
+    """Restore Dynamo's record of seen sizes on exit.
+
+    Sizes captured inside must not make a later compile dynamic.
+    """
     import copy
 
     from torch._dynamo import pgo

@@ -12,34 +12,44 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 CUDA_BLOCK_BYTES = 512
-"""The CUDA caching allocator rounds every block up to this."""
+"""Granularity in bytes to which the CUDA caching allocator rounds blocks up."""
 
 
 def allocated_bytes(nbytes: int, device_type: str) -> int:
-    """Return the bytes an allocator takes for so many."""
+    """Return the bytes that a device's allocator takes for a request of ``nbytes``."""
     return -(-nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES if device_type == "cuda" else nbytes
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage; fake tensors of one trace share storages as real ones would."""
+    """Return the identity of a tensor's storage.
+
+    Fake tensors of one trace share storages like the real ones would.
+    """
     return int(tensor.untyped_storage()._cdata)
 
 
 def remember_storage(tensor: torch.Tensor) -> int:
-    """Keep the address of a tensor's storage from being given to another, though the storage itself may die; undone by :func:`forget_storage`."""
+    """Reserve the address of a tensor's storage against reuse and return it.
+
+    The memory itself may be freed. :func:`forget_storage` releases the address.
+    """
     reference: Any = tensor.untyped_storage()._weak_ref()
     return int(reference)
 
 
 def forget_storage(remembered: list[int]) -> None:
-    """Let go of addresses; the list is emptied."""
+    """Release addresses reserved by :func:`remember_storage` and empty the list."""
     for reference in remembered:
         torch.UntypedStorage._free_weak_ref(reference)
     remembered.clear()
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return what tells a tensor's storage from others: positive, or negative for a tensor that has none of its own and is told by itself."""
+    """Return a key of a tensor's storage.
+
+    It is positive for a storage, and negative, derived from the tensor object, for a tensor
+    without a storage of its own.
+    """
     kind = type(tensor)
     if (
         kind is torch.Tensor
@@ -54,7 +64,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors with a storage of their own that a subclass wraps, or that hold the values of a sparse tensor."""
+    """Yield the tensors inside a wrapper subclass, or the values of a sparse tensor."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, name)
@@ -67,9 +77,10 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def share_version(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias without a history, whose ``_version`` counts the writes to ``tensor`` too, below autograd as above.
+    """Return an alias without autograd history that shares the version counter of ``tensor``.
 
-    A parameter is returned as it is, which is quicker: it has no history and will get none.
+    Its ``_version`` counts writes to ``tensor`` made above or below autograd. For speed, a leaf
+    that requires grad and an inference tensor are returned themselves.
     """
     if (tensor.requires_grad and tensor.grad_fn is None) or tensor.is_inference():
         return tensor
@@ -78,7 +89,10 @@ def share_version(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out(data: torch.Tensor, geometry: tuple[Any, ...]) -> torch.Tensor:
-    """Return the tensor of a geometry (offset, sizes, strides, dtype, conjugate, negative) over the storage of ``data``."""
+    """Return a tensor with the given geometry over the storage of ``data``.
+
+    The geometry is (offset, sizes, strides, dtype, conjugate bit, negative bit).
+    """
     offset, shape, stride, dtype, is_conj, is_neg = geometry
     tensor = torch.empty(0, dtype=dtype, device=data.device).set_(
         data.untyped_storage(), offset, shape, stride
@@ -88,18 +102,21 @@ def laid_out(data: torch.Tensor, geometry: tuple[Any, ...]) -> torch.Tensor:
 
 
 def fake_like(value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a fake tensor on the device of ``value``, of the same trace if that is fake."""
+    """Return a fake tensor on the device of ``value``, in the trace of ``value`` if it is fake."""
     with value.fake_mode if isinstance(value, FakeTensor) else FakeTensorMode():
         return torch.empty(shape, dtype=dtype, device=value.device)
 
 
 def shown(tensor: torch.Tensor) -> int:
-    """Return the elements from the first that a tensor shows to the last, whatever lies before and between."""
+    """Return the number of elements that a tensor spans in its storage, gaps included."""
     return compute_required_storage_length(tensor.shape, tensor.stride(), 0)
 
 
 def seen_in(view: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor that shows of the storage of ``new`` what ``view`` shows of that of ``old``, whose like ``new`` is."""
+    """Return a fake view of the storage of ``new`` that mirrors ``view``, a view of ``old``.
+
+    ``new`` is a tensor like ``old``; the two may begin at different offsets of their storages.
+    """
     offset = (
         view.storage_offset()
         + _begins_at(new, view.element_size())
@@ -117,6 +134,6 @@ def seen_in(view: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.T
 
 
 def _begins_at(tensor: torch.Tensor, bytes_each: int) -> int | torch.SymInt:
-    """Return where in its storage a tensor begins, in elements of ``bytes_each``."""
+    """Return the storage offset of a tensor in elements of ``bytes_each`` bytes."""
     offset, own = tensor.storage_offset(), tensor.element_size()
     return offset if own == bytes_each else offset * own // bytes_each

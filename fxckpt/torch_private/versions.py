@@ -1,4 +1,7 @@
-"""The versions of torch that fxckpt is tested with, and what is said of others. Nothing here is private to torch: it must import on any version."""
+"""Versions of torch that fxckpt is tested with, and the messages for others.
+
+Must import on any version of torch, so it uses public names only.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +14,43 @@ import torch
 from fxckpt._interrupts import is_command_line
 
 TESTED = ("2.11.0", "2.13.0", "2.15.0")
-"""Oldest first; what is older than the first is refused."""
+"""Tested versions, oldest first; any version below the first is refused."""
 
 
 def _minor(version: str) -> tuple[int, ...]:
+    """Return the major and minor numbers of a version."""
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
 def is_tested() -> bool:
-    """Return whether the installed torch is one of those that fxckpt is tested with."""
+    """Return whether fxckpt is tested with the installed torch."""
     return torch.__version__.split("+")[0] in TESTED
 
 
 def refuse_older() -> None:
-    """Raise ImportError for a torch that lacks what fxckpt needs; on the command line, leave with one line."""
+    """Raise ImportError if the installed torch is older than any that fxckpt is tested with.
+
+    On the command line, print one line and exit with status 3 instead.
+    """
     if _minor(torch.__version__) >= _minor(TESTED[0]):
         return
-    said = f"fxckpt needs torch {TESTED[0]} or newer, and torch {torch.__version__} is installed. Install a newer one: pip install -U torch"
+    message = (
+        f"fxckpt needs torch {TESTED[0]} or newer, and torch {torch.__version__} is installed. "
+        "Install a newer one: pip install -U torch"
+    )
     if is_command_line():
-        print(f"fxckpt: {said}", file=sys.stderr)
+        print(f"fxckpt: {message}", file=sys.stderr)
         raise SystemExit(3)
-    raise ImportError(said)
+    raise ImportError(message)
 
 
 @functools.cache
 def warn_of_newer() -> None:
-    """Warn, once a process, of a torch that is newer than any that fxckpt is tested with."""
+    """Warn once per process if torch is newer than any version that fxckpt is tested with."""
     if _minor(torch.__version__) > _minor(TESTED[-1]):
         warnings.warn(
-            f"torch {torch.__version__} is newer than any that fxckpt is tested with ({', '.join(TESTED)}): plans may miss their budget. "
+            f"torch {torch.__version__} is newer than any that fxckpt is tested with "
+            f"({', '.join(TESTED)}): plans may miss their budget. "
             "What fxckpt doctor finds is a first test; a newer fxckpt may know this torch.",
             stacklevel=2,
         )
