@@ -1,6 +1,6 @@
-"""Interrupts: on the command line Ctrl-C is quiet from the first moment, also while torch is imported, which takes seconds.
+"""Quiet Ctrl-C on the command line, also during the import of torch, which takes seconds.
 
-Nothing here imports anything large: the package calls it before all else.
+This module imports only the standard library: the package calls it before all other imports.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from pathlib import Path
 from typing import NoReturn
 
 INTERRUPTED = 130
-"""The exit code that shells know of processes that Ctrl-C ended."""
+"""Exit code of a process ended by Ctrl-C (128 + SIGINT)."""
 
 
 def is_command_line() -> bool:
     """Return whether this process was started as ``fxckpt`` or ``python -m fxckpt``."""
     started = sys.argv[0] if getattr(sys, "argv", None) else ""
-    if started == "-m":  # what Python calls itself until it has found the module
+    if started == "-m":  # sys.argv[0] until Python has found the module
         return ("-m", "fxckpt") in pairwise(sys.orig_argv)
     return Path(started).stem == "fxckpt"
 
 
 def leave_quietly() -> None:
-    """Let Ctrl-C end the process of the command line without a traceback. Leaves all other processes, and handlers that others set, alone."""
+    """Let Ctrl-C end the command line without a traceback.
+
+    Does nothing in other processes, outside the main thread, or if another handler is set.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     if (
         is_command_line()
@@ -40,7 +43,7 @@ def leave_quietly() -> None:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Let Ctrl-C raise ``KeyboardInterrupt`` for a while, where it would end the process."""
+    """Let Ctrl-C raise ``KeyboardInterrupt`` inside the context."""
     if signal.getsignal(signal.SIGINT) is not _leave:
         yield
         return
@@ -53,5 +56,5 @@ def raised() -> Iterator[None]:
 
 def _leave(number: int, frame: object) -> NoReturn:
     os.write(2, b"fxckpt: interrupted\n")
-    # An exception could be caught, or turned into another one, by whatever is being imported.
+    # A module under import could catch an exception or replace it.
     os._exit(INTERRUPTED)

@@ -1,4 +1,4 @@
-"""Measure what one call allocates."""
+"""Peak memory of one call."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch.profiler import ProfilerActivity, profile
 def measure_peak(fn: Callable[[], object]) -> int:
     """Return the most bytes allocated at once above the start while ``fn()`` runs.
 
-    On CUDA from the allocator's statistics (the current device), otherwise from the CPU allocator's events in ``torch.profiler``.
+    On CUDA the bytes come from the allocator's statistics of the current device, otherwise from the
+    CPU allocator's events in ``torch.profiler``.
 
-    On the CPU torch reports the release of a block only if it saw the block allocated, in this measurement or an earlier one. Memory held
-    from before that ``fn`` releases may therefore give no room, and the result is then too high: drop old gradients before the call.
+    On the CPU, torch reports the release of a block only if it saw the allocation, in this
+    measurement or an earlier one. The result is too high if ``fn`` frees blocks allocated before
+    that: drop old gradients before the call.
     """
-    # What an earlier call left in a reference cycle would be released inside this one, and make room that fn never had.
+    # Garbage in reference cycles of earlier calls would be freed during this one.
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -1,7 +1,8 @@
-"""The eager door: ``checkpoint(function, *args)``, which records a region of eager code in place of running its Python twice.
+"""Eager entry points: ``checkpoint`` and the other names of ``torch.utils.checkpoint``.
 
-A superset of ``torch.utils.checkpoint``: every name of that module is here with the same meaning, and where torch's own class is the right thing,
-it is torch's. :mod:`fxckpt.eager.recorder` writes the :mod:`fxckpt.eager.tape`, :mod:`fxckpt.eager.replay` answers the backward.
+Each name of torch's module has the same meaning here; torch's own classes are exported unchanged.
+:mod:`fxckpt.eager.recorder` writes the tape of a region (:mod:`fxckpt.eager.tape`), and
+:mod:`fxckpt.eager.replay` recomputes saved tensors from it in the backward.
 """
 
 from __future__ import annotations
@@ -110,52 +111,59 @@ def checkpoint(
     budget: Budget = None,
     **kwargs: Any,
 ) -> Any:
-    """Return ``function(*args, **kwargs)``, and keep little of what it made until the backward.
+    """Return ``function(*args, **kwargs)``, and recompute in the backward what autograd would save.
 
-    The region runs once. What autograd would save of it is dropped, except for its inputs, and made again by running the *ops* of the region that
-    it takes, not its Python: side effects, buffer updates and random numbers happen once, and the backward gets the same bits. Any
-    number of backwards, ``autograd.grad``, double backward and ``retain_graph`` work; nothing has to require a gradient; regions nest. Without
-    grad mode this is a plain call.
+    The Python of the region runs once. Its inputs are saved; other saved tensors are recomputed by
+    replaying the recorded *ops* that they depend on. Side effects, buffer updates and random draws
+    therefore happen once, and the backward gets the same bits. Repeated backwards,
+    ``autograd.grad``, double backward and ``retain_graph`` work, no input has to require a
+    gradient, and regions nest. Without grad mode this is a plain call.
 
     Parameters
     ----------
     function, args, kwargs:
-        Any callable and whatever it takes: tensors in nested containers, or in its closure, are inputs like others.
+        Any callable and its arguments. Tensors in nested containers or in a closure are inputs too.
     use_reentrant:
-        Accepted as in torch. The two variants of torch differ in limitations that a replay does not have; with ``engine="rerun"`` it chooses.
+        Accepted for compatibility. It selects torch's variant only with ``engine="rerun"``; a
+        replay has the limitations of neither variant.
     preserve_rng_state:
-        True: a random op of the region draws the same numbers again, from the state in which it found its generator, whichever that is. False: no
-        state is stored; what random ops made is kept.
+        True: save the generator state before each random op, and draw the same numbers in a replay.
+        False: save no state, and keep the results of random ops.
     context_fn:
-        Returns two context managers, for the region and for its replay; most often ``functools.partial(create_selective_checkpoint_contexts,
-        policy)``, whose policy says which results stay.
+        Returns two context managers, for the region and for its replay; most often
+        ``functools.partial(create_selective_checkpoint_contexts, policy)``, whose policy selects
+        the results to keep.
     determinism_check, early_stop:
-        Accepted as in torch. A replay runs no more than it must, and cannot come to other shapes.
+        Accepted for compatibility. A replay runs only the ops it needs, with the same shapes.
     debug:
-        Errors name the line of the region that is concerned. Takes time.
+        Name the line of the region in errors. Slows the region down.
     engine:
-        ``"replay"``, or ``"rerun"`` for torch's own implementation: for regions with kernels that write, unknown to PyTorch, into tensors that
-        hold values already. Into memory from ``torch.empty``, or into zeros, they may write under either.
+        ``"replay"``, or ``"rerun"`` for torch's own implementation. Choose ``"rerun"`` if kernels
+        unknown to PyTorch write into tensors that already hold values. Memory from
+        ``torch.empty`` and zeros may be filled by such kernels under either engine.
     policy:
-        What the region keeps: one of :mod:`fxckpt.policies`, a function in torch's form, or a list of ops to save. Asked when the region is planned,
-        which is at its first call and whenever it does something new.
+        Selects the results to keep: a policy of :mod:`fxckpt.policies`, a function in torch's form,
+        or a list of ops to save. It is consulted when the region is planned: at its first call, and
+        whenever its sequence of ops or shapes is new.
     budget:
-        As for :class:`fxckpt.Backend`, for this region: peak bytes of its own forward and backward, beyond what was allocated when it began.
-        The first call, which is planned when it ends, then makes what is to be kept a second time.
+        As for :class:`fxckpt.Backend`, for this region: peak bytes of its own forward and backward
+        beyond the bytes allocated at its start. The region is planned at the end of its first call,
+        which then recomputes the results to keep.
 
     Raises
     ------
     InvalidOption, InvalidBudget
-        For options that cannot be meant, and a policy that returns no ``CheckpointPolicy``.
+        If an option is invalid, or a policy returns no ``CheckpointPolicy``.
     BudgetInfeasible, PolicyConflict, PolicyMatchesNothing, CaptureError
-        At a call that is planned.
+        If planning fails, at a call that is planned.
     CheckpointError
-        In the backward, where a tensor that the region took from outside was written since.
+        In the backward, if a tensor from outside the region was written after the forward.
 
     Examples
     --------
     >>> import torch, fxckpt
-    >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1), torch.nn.GELU(), torch.nn.Linear(8, 1))
+    >>> from torch import nn
+    >>> block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.GELU(), nn.Linear(8, 1))
     >>> fxckpt.checkpoint(block, torch.randn(4, 8)).sum().backward()
     >>> block[0].weight.grad.shape
     torch.Size([8, 8])
@@ -163,11 +171,13 @@ def checkpoint(
     if torch.compiler.is_compiling() or engine == "rerun":
         if budget is not None and engine == "rerun":
             raise InvalidOption(
-                f"budget={budget!r} and engine='rerun': torch's implementation knows no budget. Use engine='replay'."
+                f"budget={budget!r} and engine='rerun': torch's implementation knows no budget. "
+                "Use engine='replay'."
             )
         if policy is not None:
             context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
-        # Dynamo knows torch's function by identity and tags what it covers, but takes no context_fn that nobody chose.
+        # Dynamo recognizes torch's function by identity and tags the region; it rejects an explicit
+        # context_fn that is the default.
         chosen = (
             {}
             if context_fn is noop_context_fn
@@ -184,54 +194,44 @@ def checkpoint(
             **chosen,
             **kwargs,
         )
-    if not callable(function):
-        raise InvalidOption(
-            f"checkpoint({function!r}, ...): give a function or module and then its arguments; {type(function).__name__} is neither."
-        )
-    if engine not in ENGINES or determinism_check not in CHECKS:
-        raise InvalidOption(
-            f"engine={engine!r}, determinism_check={determinism_check!r}: engine is one of {ENGINES}, determinism_check one of {CHECKS}."
-        )
+    _check_options(function, engine, determinism_check)
     planner = None if policy is None and budget is None else planner_of(budget, policy, "roofline")
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if is_transformed():
         warnings.warn(
-            "fxckpt.checkpoint under a torch.func transform (grad, vmap, ...) saves what autograd saves: torch.func has no hooks for saved tensors. "
-            "For its savings, compile the transformed function: torch.compile(torch.func.grad(f), backend='fxckpt').",
+            "fxckpt.checkpoint under a torch.func transform (grad, vmap, ...) saves what autograd "
+            "saves: torch.func has no hooks for saved tensors. For its savings, compile the "
+            "transformed function: torch.compile(torch.func.grad(f), backend='fxckpt').",
             stacklevel=2,
         )
         return function(*args, **kwargs)
-    contexts, selective = NO_CONTEXTS, None
-    if context_fn is not noop_context_fn:
-        contexts = context_fn()
-        selective = selective_policy(contexts)
-        if selective is not None:
-            contexts = NO_CONTEXTS
-    if selective is not None and (policy is not None or budget is not None):
+    contexts, selective = _contexts_of(context_fn)
+    if selective is not None and planner is not None:
         raise InvalidOption(
-            "context_fn and policy (or budget) were given: both say what the region keeps. Give the policy alone: policy=..."
+            "context_fn and policy (or budget) were given: both say what the region keeps. "
+            "Give the policy alone: policy=..."
         )
-    follower = (
+    matcher = (
         None if planner is None else RegionMatcher(MEMORY.courses(function, budget, planner.policy))
     )
     watchers = watched()
     is_shown = (
         watchers is not None
         or debug_override(debug)
-        or (follower is not None and not follower.courses.known)
+        or (matcher is not None and not matcher.courses.known)
     )
-    looks_at_modules = is_shown or (
+    needs_modules = is_shown or (
         planner is not None and planner.policy is not None and planner.policy.needs_graph
     )
-    with modules_of(function) if looks_at_modules else NO_MODULES as module:
+    with modules_of(function) if needs_modules else NO_MODULES as module:
         locate = (
             (lambda: (calling_line() if is_shown else "", module()))
             if is_shown or planner is not None
             else None
         )
         recorder = Recorder(
-            keep=follower if selective is None else _keep_by(selective.function),
+            keep=matcher if selective is None else _keep_by(selective.function),
             locate=locate,
             around=surrounding_hooks(),
             # A traced graph cannot hold the state of a generator.
@@ -241,23 +241,41 @@ def checkpoint(
         )
 
         def end(result: Any) -> RegionPlan | None:
-            course = (
-                None
-                if planner is None or follower is None
-                else plan_region(recorder, follower, result, planner)
-            )
+            region_plan = None
+            if planner is not None and matcher is not None:
+                region_plan = plan_region(recorder, matcher, result, planner)
             if watchers is not None:
-                watchers.append(
-                    region_of(
-                        function,
-                        recorder,
-                        differentiable(result),
-                        None if course is None else course.plan,
-                    )
-                )
-            return course
+                plan = None if region_plan is None else region_plan.plan
+                watchers.append(region_of(function, recorder, differentiable(result), plan))
+            return region_plan
 
         return _record(recorder, contexts[0], function, args, kwargs, end)
+
+
+def _check_options(function: Any, engine: str, determinism_check: str) -> None:
+    """Raise :class:`InvalidOption` for a function or an option that ``checkpoint`` rejects."""
+    if not callable(function):
+        raise InvalidOption(
+            f"checkpoint({function!r}, ...): give a function or module and then its arguments; "
+            f"{type(function).__name__} is neither."
+        )
+    if engine not in ENGINES or determinism_check not in CHECKS:
+        raise InvalidOption(
+            f"engine={engine!r}, determinism_check={determinism_check!r}: engine is one of "
+            f"{ENGINES}, determinism_check one of {CHECKS}."
+        )
+
+
+def _contexts_of(context_fn: Callable[[], tuple[Any, Any]]) -> tuple[tuple[Any, Any], Any]:
+    """Return the contexts for a region and its replay, and torch's selective policy, if any.
+
+    A selective policy replaces the contexts: the recorder applies it.
+    """
+    if context_fn is noop_context_fn:
+        return NO_CONTEXTS, None
+    contexts = context_fn()
+    selective = selective_policy(contexts)
+    return (contexts, None) if selective is None else (NO_CONTEXTS, selective)
 
 
 def checkpoint_sequential(
@@ -267,16 +285,19 @@ def checkpoint_sequential(
     use_reentrant: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Return ``input`` sent through ``functions`` in order, in ``segments`` regions.
+    """Apply ``functions`` to ``input`` in order, in ``segments`` checkpointed regions.
 
-    As in torch, all but the last segment are checkpointed. ``segments="auto"`` with a ``budget`` makes one region of the whole, whose plan decides
-    what is kept of it; without one it makes about sqrt(n) segments of n functions (Chen et al. 2016, arXiv:1604.06174). ``options`` go to
-    :func:`checkpoint`. Raises :class:`InvalidOption` for a number of segments that the functions cannot be cut into.
+    As in torch, all but the last segment are checkpointed. ``segments="auto"`` with a ``budget``
+    makes one region of all functions, and its plan selects the results to keep; without a budget it
+    makes about sqrt(n) segments of n functions (Chen et al. 2016, arXiv:1604.06174). ``options`` go
+    to :func:`checkpoint`. Raises :class:`InvalidOption` for unknown options, for ``functions`` that
+    are empty or not callable, and for an impossible number of segments.
 
     Examples
     --------
     >>> import torch, fxckpt
-    >>> layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(9)]
+    >>> from torch import nn
+    >>> layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(9)]
     >>> fxckpt.checkpoint_sequential(layers, "auto", torch.randn(4, 8)).shape
     torch.Size([4, 8])
     """
@@ -284,21 +305,25 @@ def checkpoint_sequential(
     unknown = options.keys() - set(_options())
     if unknown:
         raise InvalidOption(
-            f"checkpoint_sequential does not know {', '.join(sorted(unknown))}. Its options are {', '.join(_options())}."
+            f"checkpoint_sequential does not know {', '.join(sorted(unknown))}. "
+            f"Its options are {', '.join(_options())}."
         )
     if not steps or not all(map(callable, steps)):
         raise InvalidOption(
-            f"functions={functions!r}: give an nn.Sequential, or a list of modules or functions that is not empty."
+            f"functions={functions!r}: give an nn.Sequential, or a list of modules or functions "
+            "that is not empty."
         )
     if isinstance(segments, bool) or not (
         segments == "auto" or (isinstance(segments, int) and 1 <= segments <= len(steps))
     ):
         raise InvalidOption(
-            f"segments={segments!r}: give a whole number from 1 to {len(steps)}, as many functions as there are, or 'auto'."
+            f"segments={segments!r}: give a whole number from 1 to {len(steps)}, as many functions "
+            "as there are, or 'auto'."
         )
     if segments != "auto" and options.get("budget") is not None:
         raise InvalidOption(
-            f"budget={options['budget']!r} and segments={segments} were given: a budget chooses what is kept. Use segments='auto'."
+            f"budget={options['budget']!r} and segments={segments} were given: a budget chooses "
+            "what is kept. Use segments='auto'."
         )
     options["use_reentrant"] = use_reentrant
     if segments == "auto" and options.get("budget") is not None:
@@ -311,7 +336,7 @@ def checkpoint_sequential(
 
 
 class _Chain(nn.Module):
-    """Functions one after the other."""
+    """Composition of functions, applied in order."""
 
     def __init__(self, steps: Sequence[Callable[..., Any]]) -> None:
         super().__init__()
@@ -329,10 +354,11 @@ class _Chain(nn.Module):
 def create_selective_checkpoint_contexts(
     policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
 ) -> tuple[Any, Any]:
-    """Return what torch's function of this name returns, for a policy of :mod:`fxckpt.policies` too.
+    """Return torch's selective checkpoint contexts, also for a policy of :mod:`fxckpt.policies`.
 
-    A policy is asked op by op here, without a view of the whole: of those that need one (module paths, names, ``sqrt_n``) use
-    ``checkpoint(..., policy=...)``, or :class:`fxckpt.Backend`. Raises :class:`InvalidOption` for such a policy.
+    The policy is consulted op by op, without the graph. Raises :class:`InvalidOption` for a policy
+    that needs the graph (module paths, names, ``sqrt_n``): give it to ``checkpoint(...,
+    policy=...)`` or to :class:`fxckpt.Backend`.
     """
     policy = policy_fn_or_list
     if isinstance(policy, Policy) or (
@@ -342,8 +368,9 @@ def create_selective_checkpoint_contexts(
         assert found is not None
         if found.needs_graph:
             raise InvalidOption(
-                f"{found!r} looks at modules, names or the whole sequence of values, and here a policy is asked op by op. "
-                "Give it to checkpoint(..., policy=...) in eager code, or to the compile door: fxckpt.Backend(policy=...)."
+                f"{found!r} looks at modules, names or the whole sequence of values, and here a "
+                "policy is asked op by op. Give it to checkpoint(..., policy=...) in eager code, "
+                "or to the backend of torch.compile: fxckpt.Backend(policy=...)."
             )
         policy = AskedByOp(found)
     contexts: tuple[Any, Any] = torchs.create_selective_checkpoint_contexts(
@@ -353,7 +380,7 @@ def create_selective_checkpoint_contexts(
 
 
 def _called(context_fn: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Call ``context_fn``: bound by ``functools.partial``, a lambda is a constant to Dynamo."""
+    """Call ``context_fn``; bound by ``functools.partial``, a lambda is a constant to Dynamo."""
     return context_fn()
 
 
@@ -365,26 +392,28 @@ def _record(
     kwargs: Mapping[str, Any],
     plan: Callable[[Any], RegionPlan | None] | None = None,
 ) -> Any:
-    """Run a region on a recorder, which is on top of all modes: it sees ops as the region calls them, and replays them so."""
-    course = None
+    """Run a region under a recorder on top of all modes, so that ops are recorded as called."""
+    region_plan = None
     result = NO_RESULT
     try:
         with torch.autograd.graph.saved_tensors_hooks(recorder.pack, unpack), context, recorder:
             result = function(*args, **kwargs)
         if result is NO_RESULT:
             raise CheckpointError(
-                "the context for the region, from context_fn, suppressed an exception that the region raised, so that there is no result. "
+                "the context for the region, from context_fn, suppressed an exception that the "
+                "region raised, so that there is no result. "
                 "Let exceptions pass through that context."
             )
         if plan is not None:
-            course = plan(result)
+            region_plan = plan(result)
         return result
     except TypeError as error:
         if kwargs and error.__traceback__ is not None and error.__traceback__.tb_next is None:
             raise InvalidOption(_unknown_keyword(function, kwargs, error)) from error
         raise
     finally:
-        recorder.finish(None if course is None or course.plan is None else course)
+        has_plan = region_plan is not None and region_plan.plan is not None
+        recorder.finish(region_plan if has_plan else None)
 
 
 def _options() -> list[str]:
@@ -405,13 +434,14 @@ def _unknown_keyword(
         if (close := difflib.get_close_matches(name, options, 1))
     ]
     return (
-        f"{error}. Keywords that checkpoint does not know go to the function: {', '.join(near or kwargs)}. "
+        f"{error}. Keywords that checkpoint does not know go to the function: "
+        f"{', '.join(near or kwargs)}. "
         f"Its own are {', '.join(options)}."
     )
 
 
 def _keep_by(policy: Callable[..., Any]) -> Keep:
-    """Return, for a policy in torch's form, where results stay."""
+    """Return the recorder's ``keep`` for a policy in torch's form."""
 
     def keep(
         number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
@@ -422,7 +452,8 @@ def _keep_by(policy: Callable[..., Any]) -> Keep:
         where = WHERE.get(answer) if isinstance(answer, (CheckpointPolicy, bool)) else None
         if where is None:
             raise InvalidOption(
-                f"the policy returned {answer!r} for {op}; it must return a CheckpointPolicy, for example CheckpointPolicy.PREFER_RECOMPUTE."
+                f"the policy returned {answer!r} for {op}; it must return a CheckpointPolicy, "
+                "for example CheckpointPolicy.PREFER_RECOMPUTE."
             )
         return where
 

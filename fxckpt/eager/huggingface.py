@@ -1,4 +1,4 @@
-"""Hugging Face: ``transformers`` models whose gradient checkpointing is fxckpt's."""
+"""Gradient checkpointing of Hugging Face ``transformers`` models by fxckpt."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def patch_transformers(model: M, **options: Any) -> M:
-    """Turn gradient checkpointing on in a ``transformers`` model, by :func:`fxckpt.checkpoint` with ``options``; return the model.
+    """Enable gradient checkpointing in a ``transformers`` model by :func:`fxckpt.checkpoint`.
 
-    Every block that the model checkpoints is a region. Parameter names, and what is saved to disk, stay as they are;
-    ``model.activation_checkpointing_disable()`` (``gradient_checkpointing_disable`` in older versions) undoes it.
+    Every block that the model checkpoints becomes a region with ``options``; returns the model.
+    Parameter names and saved checkpoints are unchanged. Undo it by
+    ``model.activation_checkpointing_disable()`` (older versions:
+    ``gradient_checkpointing_disable``).
     Raises :class:`InvalidOption` for a model without gradient checkpointing.
 
     Examples
     --------
     >>> import transformers, fxckpt
-    >>> config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=11, bos_token_id=0, eos_token_id=0)
+    >>> sizes = dict(n_layer=2, n_embd=8, n_head=2, vocab_size=11, bos_token_id=0, eos_token_id=0)
+    >>> config = transformers.GPT2Config(**sizes)
     >>> model = fxckpt.patch_transformers(transformers.GPT2LMHeadModel(config))
     >>> model.is_gradient_checkpointing
     True
@@ -39,7 +42,7 @@ def patch_transformers(model: M, **options: Any) -> M:
     enable({"use_reentrant": False})
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
-            setattr(
+            setattr(  # noqa: B010
                 module, "_gradient_checkpointing_func", functools.partial(checkpoint, **options)
-            )  # noqa: B010
+            )
     return model

@@ -1,7 +1,8 @@
-"""Recorder: writes the tape of a region while it runs.
+"""Recorder of a region's tape.
 
-A dispatch mode on top of all others sees every op of the region below autograd, and hooks for saved tensors give autograd handles in place of
-tensors. Storages are told apart by address, and a weak reference keeps a dead one's address from being given to another.
+A dispatch mode on top of all others sees every op of the region below autograd; saved-tensor hooks
+give autograd handles in place of tensors. Storages are identified by address; a weak reference
+keeps the address of a dead storage from being reused.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from fxckpt.torch_private import (
 
 
 class Kept(enum.IntEnum):
-    """Where the results of an op stay."""
+    """Location of an op's kept results."""
 
     NOWHERE = 0
     ON_DEVICE = 1
@@ -56,13 +57,15 @@ class Kept(enum.IntEnum):
 
 
 Keep = Callable[[int, Any, tuple[Any, ...], Mapping[str, Any], Any], Kept | frozenset[int]]
-"""Where the results of an op stay, or which of them do: asked, after it ran, with the number of its call, the op, its arguments and its results."""
+"""Selects the results of an op to keep, or their location.
+
+Called after the op, with the number of its call, the op, its arguments and its results."""
 NOTHING_AROUND: AbstractContextManager[None] = nullcontext()
 Hooks = tuple[Pack, Unpack]
 
 
 class StorageState:
-    """A storage, while it is recorded."""
+    """State of a storage during the recording."""
 
     __slots__ = ("doubt", "is_external", "number", "places", "snapshot", "writes")
 
@@ -71,18 +74,20 @@ class StorageState:
         self.is_external = is_external
         self.doubt = doubt
         self.places: dict[Any, TensorVersion] = {}
-        """The places that nothing has written since, by geometry."""
+        """Current versions of its tensors, by geometry."""
         self.writes: list[Call] = []
-        """The calls that wrote it."""
+        """Calls that wrote the storage."""
         self.snapshot: Snapshot | None = None
 
 
 class Recorder(TorchDispatchMode):
-    """Writes a tape while its region runs.
+    """Dispatch mode that writes a tape while its region runs.
 
-    ``keep`` says which results stay in memory; ``around`` are the hooks for saved tensors that were in force around the region: what the tape
-    holds goes through them, so that offloading and an outer region see it. ``keep_draws`` keeps random results, in place of the generator's state.
-    With ``check_versions``, a write to what the tape holds is an error at the replay. ``locate`` says in which line and module an op runs.
+    ``keep`` selects the results to keep. ``around`` are the saved-tensor hooks that enclose the
+    region: tensors held by the tape go through them, so that offloading and an outer region see
+    them. ``keep_draws`` keeps random results in place of the generator's state. With
+    ``check_versions``, a write to a tensor that the tape holds is an error at the replay.
+    ``locate`` returns the line and module of an op.
     """
 
     supports_higher_order_operators = True
@@ -99,9 +104,9 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         self.tape = Tape(replay_context)
         self.count = 0
-        """Of the calls so far."""
+        """Number of calls so far."""
         self.calls: list[Call] = []
-        """The calls, where there is a ``keep`` or a ``locate``: they are about to be planned or shown."""
+        """Calls to be planned or shown; empty without ``keep`` and ``locate``."""
         self._keep = keep
         self._around = around
         self._keep_draws = keep_draws
@@ -113,7 +118,7 @@ class Recorder(TorchDispatchMode):
         self._unsettled: list[TensorVersion] = []
         self._held: list[TensorVersion] = []
         self._is_packing = False
-        """Whether ops are the recorder's own, not the region's."""
+        """Whether current ops are the recorder's own, not the region's."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -122,15 +127,15 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # at a price for every op; see not_compiled below
+        return False  # costs time in every op; see not_compiled below
 
     def pack(self, tensor: Tensor) -> Handle:
-        """Return what autograd is to hold in place of a tensor."""
+        """Return the handle that autograd saves in place of a tensor."""
         self._is_packing = True
         tape = self.tape
         place = self._place(tensor)
         if place.is_view and place.kept is None and base_of(place).kept is not None:
-            # A view of what is held anyway costs nothing, and nothing has to make it again.
+            # A view of a held tensor costs no memory; holding it saves its recompute.
             self._hold(place, tensor)
         self._is_packing = False
         handle = Handle(tape, place, self.count)
@@ -138,13 +143,13 @@ class Recorder(TorchDispatchMode):
         return handle
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op and write it down."""
+        """Run an op and record its call."""
         if self._is_packing:
             return func(*args, **(kwargs or {}))
         known = traits_of(func)
         if not known.is_plain or kwargs:
             return self._run(known, func, args, kwargs or {})
-        # What follows is _run for ops that draw nothing, write nothing, and leave no doubt: nearly all there are.
+        # Fast path of _run for most ops: not random, no writes, transparent results.
         placed = tuple(
             [
                 self._place(a)
@@ -168,6 +173,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _run(self, known: Traits, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op of any traits and record its call."""
         reads = known.reads
         placed = tuple(
             [
@@ -176,23 +182,14 @@ class Recorder(TorchDispatchMode):
             ]
         )
         if known.asks_geometry and type(args[0]) is Tensor and placed[0].geometry is not None:
-            like = MetaArg(
-                weakref.ref(placed[0]),
-                tuple(args[0].shape),
-                args[0].stride(),
-                args[0].dtype,
-                args[0].device,
-            )
-            placed = (like, *placed[1:])
+            placed = (_meta_arg(placed[0], args[0]), *placed[1:])
         placed_kwargs = {
             name: self._placed(value, reads and name not in known.writes)
             for name, value in kwargs.items()
         }
         draw = None
         never_twice = known.never_twice
-        if known.is_random and (
-            known.dropout is None or (known.dropout < len(args) and args[known.dropout] != 0.0)
-        ):
+        if _draws(known, args):
             if self._keep_draws:
                 never_twice = True
             else:
@@ -204,22 +201,17 @@ class Recorder(TorchDispatchMode):
         self.count += 1
         if written:
             call.writes = tuple([memory.number for memory, _ in written])
+            covers = known.overwrites or known.is_out
             for memory, is_whole in written:
-                doubt = (
-                    OPAQUE
-                    if never_twice
-                    else _doubt_after(
-                        memory, is_whole=is_whole and (known.overwrites or known.is_out)
-                    )
-                )
-                self._after_write(memory, call, doubt)
+                doubt = _doubt_after(memory, is_whole=is_whole and covers)
+                self._after_write(memory, call, OPAQUE if never_twice else doubt)
         doubt = OPAQUE if never_twice else known.doubt
         places = [self._made(t, call, doubt) for t in flatten(out)]
         call.outputs = tuple([weakref.ref(place) for place in places])
         if known.fills is not None:
             self._move_handles(call, args[known.fills])
         if not isinstance(op, OpOverload):
-            # Nothing says what a higher-order op writes.
+            # The writes of a higher-order op are unknown.
             for tensor in flatten([*args, *kwargs.values()]):
                 self._memories[storage_key(tensor)].doubt = OPAQUE
         if self._keep is not None or self._locate is not None:
@@ -234,7 +226,10 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _move_handles(self, call: Call, filled: Tensor) -> None:
-        """Let handles of an argument that a call filled mean what it filled it with: autograd saved the argument before the call."""
+        """Point handles of an argument that a call filled to its new version.
+
+        Autograd saved the argument before the call.
+        """
         for ref in reversed(self.tape.handles):
             handle = ref()
             if handle is not None and handle.time != call.number:
@@ -244,7 +239,7 @@ class Recorder(TorchDispatchMode):
                 handle.place = place
 
     def _settle(self) -> None:
-        """Read the versions of what calls wrote: autograd counts a write after it, which is after it was written down."""
+        """Update versions of written tensors: autograd bumps them after the write is recorded."""
         for place in self._unsettled:
             if place.version is not None and isinstance(place.kept, Tensor):
                 place.version = place.kept._version
@@ -258,7 +253,7 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any],
         out: Any,
     ) -> None:
-        """Ask whether the results of a call are kept, and where it ran."""
+        """Ask ``keep`` for the results of a call, and ``locate`` for its place."""
         self.calls.append(call)
         if self._locate is not None:
             first = next(flatten(out), None)
@@ -275,7 +270,7 @@ class Recorder(TorchDispatchMode):
             memory.is_external and memory.number in call.writes
             for memory in self._memories.values()
         ):
-            return  # others have it too, and it can be had from the snapshot
+            return  # the storage is shared with code outside; the snapshot restores it
         for i, (place, tensor) in enumerate(zip(places, flatten(out), strict=True)):
             if (where if isinstance(where, Kept) else i in where) and place.kept is None:
                 self._hold(place, tensor)
@@ -284,11 +279,11 @@ class Recorder(TorchDispatchMode):
                     offload(place)
 
     def places_of(self, tensors: Iterable[Tensor]) -> list[TensorVersion]:
-        """Return the places of tensors that the region made or took."""
+        """Return the versions of tensors that the region computed or read."""
         return [self._place(tensor, reads=False) for tensor in tensors]
 
     def latest(self, kept: Mapping[int, frozenset[int]]) -> set[TensorVersion]:
-        """Return the places of results, of each call by position; where they were written since, the places that this began."""
+        """Return the latest versions of the kept results, given by call and position."""
         self._settle()
         memories = {memory.number: memory for memory in self._memories.values()}
         found = {
@@ -301,7 +296,7 @@ class Recorder(TorchDispatchMode):
         return {memories[place.memory].places[place.geometry] for place in found}
 
     def keep_only(self, made: Mapping[TensorVersion, Tensor]) -> None:
-        """Keep by choice what was made again, and nothing else; nobody else has it."""
+        """Keep the recomputed tensors ``made``, and free all other results kept by choice."""
         for place in self._held:
             if place.is_chosen and place not in made:
                 place.let_go()
@@ -311,7 +306,7 @@ class Recorder(TorchDispatchMode):
                 self._held.append(place)
 
     def finish(self, course: RegionPlan | None = None) -> None:
-        """End the recording: what no handle can ask for dies, and what stays goes through the hooks around the region."""
+        """Finish recording: free values no handle can reach, pass others to the enclosing hooks."""
         tape = self.tape
         self._settle()
         if course is not None:
@@ -334,7 +329,7 @@ class Recorder(TorchDispatchMode):
                     place.kept, place.unpack = pack(place.kept), unpack
 
     def _placed(self, given: Any, reads: bool = True) -> Any:
-        """Return an argument with its tensors replaced by their places."""
+        """Return an argument with its tensors replaced by their versions."""
         if isinstance(given, Tensor):
             return self._place(given, reads)
         if isinstance(given, (tuple, list)) and any(
@@ -350,14 +345,15 @@ class Recorder(TorchDispatchMode):
             self._remembered.append(remember_storage(tensor))
         else:
             self._objects.append(tensor)
-        # Tensors without a storage of their own (subclasses, sparse ones) may share memory with others that the tape cannot tell.
+        # Tensors without a storage of their own (subclasses, sparse tensors) may share memory with
+        # tensors unknown to the tape.
         memory = self._memories[key] = StorageState(
             len(self._memories), is_external=is_external, doubt=doubt if key > 0 else OPAQUE
         )
         return memory
 
     def _place(self, tensor: Tensor, reads: bool = True) -> TensorVersion:
-        """Return the place of a tensor; one that the tape has not seen comes from outside."""
+        """Return the version of a tensor; a tensor new to the tape is external."""
         key = storage_key(tensor)
         memory = self._memories.get(key)
         if memory is None:
@@ -370,7 +366,7 @@ class Recorder(TorchDispatchMode):
         return place
 
     def _seen(self, memory: StorageState, geometry: Any, tensor: Tensor) -> TensorVersion:
-        """Return the place of a tensor that no call on the tape has made."""
+        """Return the version of a tensor that no recorded call returned."""
         place = TensorVersion(memory.number, geometry, None)
         if memory.snapshot is not None:
             place.snapshot = memory.snapshot
@@ -385,7 +381,7 @@ class Recorder(TorchDispatchMode):
         return place
 
     def _made(self, tensor: Tensor, call: Call, doubt: int) -> TensorVersion:
-        """Return the place of a result."""
+        """Return the version of a call's result."""
         key = storage_key(tensor)
         memory = self._memories.get(key)
         is_view = memory is not None
@@ -398,7 +394,7 @@ class Recorder(TorchDispatchMode):
         return place
 
     def _hold(self, place: TensorVersion, tensor: Tensor) -> None:
-        """Keep a tensor as it is now: an alias, until a call on the tape writes it."""
+        """Keep a tensor's current value: an alias, until a recorded call writes it."""
         place.kept = share_version(tensor)
         place.is_shared = True
         if place.call is not None:
@@ -410,7 +406,10 @@ class Recorder(TorchDispatchMode):
     def _before_writes(
         self, known: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[tuple[StorageState, bool]]:
-        """Save what the tape holds of the storages that a call is about to write; return them, and whether it writes all of each."""
+        """Save held tensors of the storages that a call will write.
+
+        Returns these storages, each with whether the call writes all of it.
+        """
         found: dict[StorageState, bool] = {}
         for tensor in (t for where in known.writes for t in _written(args, kwargs, where)):
             for part in (tensor, *parts_of(tensor)):
@@ -432,7 +431,7 @@ class Recorder(TorchDispatchMode):
                 place.let_go()
                 place.snapshot = memory.snapshot
             elif place.is_shared and not place.is_chosen:
-                # What the tape can make again is not held; what it cannot is held as it was.
+                # Free a value that the tape can recompute; copy one that it cannot.
                 place.kept, place.is_shared, place.version = (
                     place.kept.clone() if memory.doubt else None,
                     False,
@@ -440,7 +439,7 @@ class Recorder(TorchDispatchMode):
                 )
 
     def _after_write(self, memory: StorageState, call: Call, doubt: int) -> None:
-        """End the places of a storage, and begin those that follow."""
+        """End the versions of a storage, and begin their successors."""
         memory.writes.append(call)
         memory.doubt = doubt
         for geometry, place in memory.places.items():
@@ -448,7 +447,7 @@ class Recorder(TorchDispatchMode):
                 memory.number, geometry, call, carried=place
             )
             if place.is_chosen:
-                # What was chosen to be kept is now the written value, and the old one can be had from the tape.
+                # The choice passes to the written value; the tape can recompute the old one.
                 is_here = place.unpack is None
                 place.is_chosen = False
                 if is_here:
@@ -458,7 +457,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _find(memory: StorageState, key: int, tensor: Tensor) -> tuple[Any, TensorVersion | None]:
-    """Return a tensor's geometry, and its place if that has one; tensors without a storage of their own have no geometry."""
+    """Return a tensor's geometry (None without a storage of its own) and its version, if any."""
     if key < 0:
         return None, memory.places.get(None)
     geometry = (
@@ -475,8 +474,22 @@ def _find(memory: StorageState, key: int, tensor: Tensor) -> tuple[Any, TensorVe
         return str(geometry), memory.places.get(str(geometry))
 
 
+def _meta_arg(version: TensorVersion, tensor: Tensor) -> MetaArg:
+    """Return the metadata-only argument for a tensor whose values an op does not read."""
+    return MetaArg(
+        weakref.ref(version), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+    )
+
+
+def _draws(known: Traits, args: tuple[Any, ...]) -> bool:
+    """Return whether a call draws random numbers; dropout with probability 0 does not."""
+    if not known.is_random or known.dropout is None:
+        return known.is_random
+    return bool(known.dropout < len(args) and args[known.dropout] != 0.0)
+
+
 def _doubt_after(memory: StorageState, *, is_whole: bool) -> int:
-    """Return what a tape does not know of a storage after a call on it wrote the storage."""
+    """Return the opacity of a storage after a recorded call wrote it."""
     if any(place.kept is not None and not place.is_chosen for place in memory.places.values()):
         return max(memory.doubt, BLANK) if memory.doubt else CERTAIN
     if memory.doubt == SUSPECT or (memory.doubt == BLANK and is_whole):
@@ -485,7 +498,7 @@ def _doubt_after(memory: StorageState, *, is_whole: bool) -> int:
 
 
 def offload(place: TensorVersion) -> None:
-    """Move what is kept to the memory of the CPU."""
+    """Move a kept tensor to CPU memory."""
     device = place.kept.device
     place.kept, place.is_shared, place.version = place.kept.to("cpu", copy=True), False, None
     place.unpack = lambda tensor: tensor.to(device)
@@ -529,7 +542,7 @@ def _generator(known: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator of a device that nobody named one for. Raises :class:`CheckpointError` for a device type without."""
+    """Return a device's default generator; raise :class:`CheckpointError` if it has none."""
     if device.type in ("cpu", "meta"):
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -540,13 +553,15 @@ def default_generator(device: torch.device) -> torch.Generator:
         )
         if found is None:
             raise CheckpointError(
-                f"an op drew random numbers on {device}, whose generator torch.{device.type} does not show. "
-                "Keep the results of random ops in place of its state: preserve_rng_state=False."
+                f"an op drew random numbers on {device}, whose generator torch.{device.type} does "
+                "not show. Keep the results of random ops in place of its state: "
+                "preserve_rng_state=False."
             )
         return found() if device.type == "mps" else found(device)  # type: ignore[no-any-return]
-    return generators[module.current_device() if device.index is None else device.index]  # type: ignore[no-any-return]
+    index = module.current_device() if device.index is None else device.index
+    return generators[index]  # type: ignore[no-any-return]
 
 
-# Where Dynamo watches a thread, it would look into these too, and there is nothing in them to compile.
+# Dynamo would trace these functions too; they hold nothing to compile.
 not_compiled(Recorder.__torch_dispatch__)
 not_compiled(Recorder.pack)

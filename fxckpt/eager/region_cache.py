@@ -1,4 +1,4 @@
-"""Planned regions: an eager region under a policy or a budget is planned at its first call, and later calls that do the same follow that plan."""
+"""Cache of region plans: a region is planned at its first call, and equal calls reuse the plan."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from fxckpt.utils.pytrees import flatten
 
 PLAIN = (int, float, str, bytes, type(None), OpOverload)
 MOST_WAYS = 32
-"""Of one function; policies made anew at every call would pile up."""
+"""Limit of policies and budgets per function: new policy objects would pile up."""
 MOST_COURSES = 64
-"""A function that goes more ways than this has the oldest planned again."""
+"""Limit of plans per function, policy and budget; the oldest is dropped."""
 
 
 @dataclass(eq=False)
 class CachedPlans:
-    """The ways that one function was seen to go, under one policy and budget."""
+    """Plans of one function under one policy and budget, latest first."""
 
     known: list[RegionPlan] = field(default_factory=list)
 
     def add(self, course: RegionPlan) -> None:
-        """Remember a course, and forget the oldest of too many."""
+        """Add a plan, and drop the oldest beyond the limit."""
         self.known = [course, *self.known[: MOST_COURSES - 1]]
 
 
 class RegionMatcher:
-    """Says, call by call, what a region keeps: what the first of the courses says that the region has kept to so far."""
+    """Selects kept results call by call, by the first cached plan that matches the calls so far."""
 
     def __init__(self, courses: CachedPlans) -> None:
         self.courses = courses
@@ -54,7 +54,7 @@ class RegionMatcher:
     def __call__(
         self, number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     ) -> Kept | frozenset[int]:
-        """Return which results of a call are kept."""
+        """Return the results of a call to keep."""
         at = len(self.did)
         self.did.append(seen(op, out))
         self._left = [
@@ -65,7 +65,7 @@ class RegionMatcher:
         return self._left[0].kept.get(number, frozenset()) if self._left else Kept.NOWHERE
 
     def course(self, packed: tuple[int, ...]) -> RegionPlan | None:
-        """Return the course that the region went, at its end, when tensors were saved after ``packed`` calls; None if it is a new one."""
+        """Return the plan that matches the whole region, saved tensors included, or None."""
         return next(
             (
                 course
@@ -77,11 +77,11 @@ class RegionMatcher:
 
 
 class RegionCache:
-    """The courses of all functions, as long as those live; the one memory that outlives a call of ``checkpoint``."""
+    """Plans by function, weakly keyed: the only state that outlives a call of ``checkpoint``."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """Held while a region is planned: torch traces one graph at a time."""
+        """Lock for planning: torch traces one graph at a time."""
         self._of: weakref.WeakKeyDictionary[Any, dict[Any, CachedPlans]] = (
             weakref.WeakKeyDictionary()
         )
@@ -89,10 +89,10 @@ class RegionCache:
     def courses(
         self, function: Callable[..., Any], budget: Budget, policy: Policy | None
     ) -> CachedPlans:
-        """Return the courses of a function, which all modules of a class share."""
+        """Return the plans of a function; all modules of a class share them."""
         with self.lock:
             ways = self._of.setdefault(_kind(function), {})
-            # 1 byte is not 1.0 of the peak.
+            # A budget of 1 (byte) differs from 1.0 (a share of the peak).
             found = ways.setdefault((type(budget), budget, _identity(policy)), CachedPlans())
             while len(ways) > MOST_WAYS:
                 del ways[next(iter(ways))]
@@ -105,10 +105,11 @@ MEMORY = RegionCache()
 def plan_region(
     recorder: Recorder, follower: RegionMatcher, result: Any, planner: Planner
 ) -> RegionPlan:
-    """Return the course of a region that has just run; plan it, if it is new.
+    """Return the plan of a region that has just run; plan the region if it is new.
 
-    What the plan keeps of a new region is then made from its tape, once, so that the first call too stays within its budget. A region that cannot be
-    traced has no plan: with a budget that is a :class:`CaptureError`, with a policy a warning. Raises what planning raises.
+    The kept results of a new region are recomputed once from its tape, so that its first call too
+    stays within the budget. For a region that cannot be traced, raises :class:`CaptureError` with a
+    budget, and warns with a policy alone. Raises the errors of planning.
     """
     packed = tuple(handle.time for handle in recorder.tape.live())
     course = follower.course(packed)
@@ -121,10 +122,12 @@ def plan_region(
     except CaptureError as error:
         if planner.budget is not None:
             raise CaptureError(
-                f"{error}\nA budget needs a plan of the region. Leave out what cannot be traced, or the budget."
+                f"{error}\nA budget needs a plan of the region. "
+                "Leave out what cannot be traced, or the budget."
             ) from error
         warnings.warn(
-            f"policy={planner.policy!r} is not applied, and the region keeps its inputs alone: {error}",
+            f"policy={planner.policy!r} is not applied, and the region keeps its inputs alone: "
+            f"{error}",
             stacklevel=2,
         )
         course = unplanned(follower.did, packed)
@@ -134,7 +137,7 @@ def plan_region(
 
 
 def _ends(calls: Sequence[Call]) -> list[TensorVersion]:
-    """Return the results that no call reads: what a region is likely to give, where it gives it in objects of its own."""
+    """Return the results that no call reads: likely outputs of a region that returns objects."""
     read = {place for call in calls for place in call.reads()}
     ends = [
         place
@@ -150,12 +153,12 @@ def _ends(calls: Sequence[Call]) -> list[TensorVersion]:
 
 
 def differentiable(result: Any) -> list[Tensor]:
-    """Return the tensors in what a region returned that have a gradient."""
+    """Return the tensors in a region's result that require a gradient."""
     return [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _kind(function: Callable[..., Any]) -> Any:
-    """Return what functions that do the same have in common, and lives as long as they: a class, or the code of a function."""
+    """Return the key that equivalent functions share: a module's class, or a function's code."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, nn.Module):
@@ -165,7 +168,7 @@ def _kind(function: Callable[..., Any]) -> Any:
 
 
 def _identity(policy: Policy | None) -> Any:
-    """Return what tells a policy from others: of a function, its code and what it closes over, so that a lambda made anew is known again."""
+    """Return the key of a policy; for a function, its code and closure: equal lambdas match."""
     return _identity_of(policy.function) if isinstance(policy, FunctionPolicy) else policy
 
 
@@ -187,7 +190,7 @@ def _identity_of(function: Any) -> Any:
 
 
 def _plainly(value: Any) -> Any:
-    """Return a value that may live on in a key; by identity where it is not plain, as a model that a policy closes over."""
+    """Return a value that a key may hold: plain values themselves, the ``id`` of all others."""
     if isinstance(value, tuple):
         return tuple(_plainly(item) for item in value)
     return value if isinstance(value, PLAIN) else id(value)

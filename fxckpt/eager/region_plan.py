@@ -1,4 +1,4 @@
-"""Courses: what a region does, call by call, and what its plan has kept and run again, in numbers that hold for every tape of that region."""
+"""A region's plan, keyed by call number, so that it applies to later tapes with the same calls."""
 
 from __future__ import annotations
 
@@ -12,56 +12,58 @@ from torch import Tensor
 from fxckpt.plans.types import Plan
 
 CallKey = tuple[Any, tuple[int, ...] | None, torch.dtype | None]
-"""An op, and shape and type of its first result."""
+"""An op with the shape and dtype of its first result."""
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """One run of a call in the backward."""
+    """One recompute of a call in the backward."""
 
     call: int
-    """Its number on the tape; -1 for what a tape does not have."""
+    """Number of the call on the tape; -1 for an op that is on no tape."""
     position: int
-    """Of the backward's ops: the first that reads what it makes."""
+    """Index of the first backward op that reads its results."""
     last_reader: int
-    """Index in the course of the last rerun that reads what this one makes; its own, if none does."""
+    """Index of the last rerun that reads its results; its own index if none does."""
     until: int
-    """Position at which the call runs once more: what it makes serves the backward up to there."""
+    """Position of the next recompute of the call, where its results stop being used."""
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """What the gradient of a call came down to."""
+    """The backward ops of one forward call."""
 
     position: int
-    """Of the last of its ops among those of the backward."""
+    """Index of the last of these ops in the backward."""
     roots: frozenset[int]
-    """Numbers of the calls that fill what it reads of the forward."""
+    """Numbers of the calls that produce the forward values these ops read."""
 
 
 @dataclass(frozen=True)
 class RegionPlan:
-    """What a region does, and what its plan says of it."""
+    """A plan and the sequence of calls it applies to."""
 
     plan: Plan | None
-    """None: there is nothing to plan, and nothing is kept."""
+    """None for a region without a plan, which keeps nothing."""
     seen: tuple[CallKey, ...]
-    """What the region did, call by call, views left out: a course is for regions that do the same."""
+    """Keys of the calls, in order: the plan applies to regions with the same keys."""
     packed: tuple[int, ...]
-    """After how many calls autograd saved tensors, which differs with what needs a gradient."""
+    """Number of calls before each tensor that autograd saved; depends on the inputs' gradients."""
     kept: Mapping[int, frozenset[int]]
-    """For each call, which of its results are kept."""
+    """Positions of the kept results of each call."""
     reruns: tuple[Rerun, ...]
-    """In the order of the backward."""
+    """Recomputes in the order of the backward."""
     consumers: Mapping[int, Consumer]
-    """For each call that has a gradient."""
+    """Backward ops of each call that has a gradient."""
     end: int
-    """How many ops the backward has."""
+    """Number of ops in the backward."""
 
     def position(self, time: int, root: int, *, is_second: bool) -> int:
-        """Return where the backward asks for a saved tensor: one saved after ``time`` calls, which is what call ``root`` filled.
+        """Return the position of the backward op that reads a tensor saved after ``time`` calls.
 
-        It was saved by the call before, as its result, or by the call after, as its argument; where both save it, the former came first.
+        Call ``root`` produced the tensor. Either the call before ``time`` saved it as its result,
+        or the call after as its argument; if both did, the former was first and ``is_second``
+        selects the latter.
         """
         savers = [self.consumers[n] for n in (time - 1, time) if n in self.consumers]
         able = [saver for saver in savers if root in saver.roots] or savers
@@ -69,13 +71,13 @@ class RegionPlan:
 
 
 def unplanned(did: Sequence[CallKey], packed: tuple[int, ...]) -> RegionPlan:
-    """Return the course of a region that keeps nothing."""
+    """Return the plan of a region that keeps nothing."""
     return RegionPlan(
         plan=None, seen=tuple(did), packed=packed, kept={}, reruns=(), consumers={}, end=0
     )
 
 
 def seen(op: Any, out: Any) -> CallKey:
-    """Return what tells a call from others."""
+    """Return the key of a call."""
     first = out[0] if isinstance(out, (tuple, list)) and out else out
     return (op, tuple(first.shape), first.dtype) if isinstance(first, Tensor) else (op, None, None)

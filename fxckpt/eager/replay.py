@@ -1,7 +1,8 @@
-"""Replay: the tensors of a tape's places again, from its calls.
+"""Replay of a tape: recompute saved tensors from its calls.
 
-A backward that asks for the first saved tensor of a region makes all of them, in the order of the forward, each value freed after its last use.
-Every handle gives its tensor away once; who asks again, in the same backward or later, has it made anew.
+The first request of a backward recomputes all saved tensors of a region, in the order of the
+forward, and frees each value after its last use. A handle gives its tensor away once; a second
+request, in the same backward or later, recomputes it.
 """
 
 from __future__ import annotations
@@ -41,36 +42,36 @@ NOTHING: Mapping[TensorVersion, Tensor] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class ReplayStep:
-    """One call of a program."""
+    """One call of a replay program."""
 
     call: Call
     carries: tuple[TensorVersion, ...]
-    """Places that its write begins."""
+    """Versions that its write begins."""
     frees: tuple[TensorVersion, ...]
-    """Places that nothing reads after it."""
+    """Versions that nothing reads after it."""
 
 
 @dataclass(frozen=True)
 class ReplayProgram:
-    """The calls that make some places, in the order of the forward."""
+    """The calls that compute the wanted versions, in the order of the forward."""
 
     steps: tuple[ReplayStep, ...]
     last_write: dict[int, int]
-    """For each storage that a step writes, by number, the number of the last call to do so."""
+    """Number of the last call that writes each storage, by storage number."""
     places: Container[TensorVersion]
-    """All that are made, or read."""
+    """All versions computed or read."""
 
     def is_written_after(self, place: TensorVersion) -> bool:
-        """Return whether a step writes the storage of ``place`` after it was made."""
+        """Return whether a step writes the storage of ``place`` after its definition."""
         return self.last_write.get(place.memory, -1) > (
             -1 if place.call is None else place.call.number
         )
 
 
 def unpack(handle: Handle) -> Tensor:
-    """Return the tensor that ``handle`` stands for.
+    """Return the tensor that ``handle`` stands for; recompute it if it is not kept.
 
-    Raises :class:`CheckpointError` if what the region took from outside was written since.
+    Raises :class:`CheckpointError` if an external tensor it depends on was written since.
     """
     tape, place = handle.tape, handle.place
     if place.kept is not None and place.unpack is None:
@@ -98,14 +99,15 @@ def unpack(handle: Handle) -> Tensor:
         found, handle.cached = handle.cached, None
         if found is None:
             found = make(tape, (place,), {} if plan is None else plan.made)[place]
-            # Who asks twice in one backward asks more often (ctx.saved_tensors[0], ctx.saved_tensors[1], ...).
+            # After two requests in one backward, more are likely (ctx.saved_tensors[0],
+            # ctx.saved_tensors[1], ...).
             handle.cached = found if handle.is_asked and run is not None else None
         handle.is_asked = True
         return found
 
 
 def deliver(handles: Iterable[Handle], made: Mapping[TensorVersion, Tensor]) -> None:
-    """Give handles their tensors, as far as those were made."""
+    """Cache recomputed tensors in their handles."""
     for handle in handles:
         tensor = made.get(handle.place)
         if tensor is not None:
@@ -113,7 +115,7 @@ def deliver(handles: Iterable[Handle], made: Mapping[TensorVersion, Tensor]) -> 
 
 
 def advance(tape: Tape, plan: PlannedReplay, here: int) -> None:
-    """Run again what a plan has run again up to ``here`` in the order of the backward."""
+    """Run the planned recomputes up to position ``here`` of the backward."""
     reruns = plan.course.reruns
     first = plan.done
     while plan.done < len(reruns) and reruns[plan.done].position <= here:
@@ -146,7 +148,7 @@ def advance(tape: Tape, plan: PlannedReplay, here: int) -> None:
 
 
 def release(tape: Tape) -> None:
-    """Let go of what a backward had made and did not ask for."""
+    """Free the tensors that a backward recomputed and did not request."""
     with tape.lock:
         tape.run = None
         tape.is_made = False
@@ -161,7 +163,7 @@ def release(tape: Tape) -> None:
 def make(
     tape: Tape, wanted: Iterable[TensorVersion], available: Mapping[TensorVersion, Tensor] = NOTHING
 ) -> dict[TensorVersion, Tensor]:
-    """Run what makes the tensors of ``wanted`` that are not ``available``, below autograd, and return all of them."""
+    """Return the tensors of ``wanted``; compute those not ``available``, below autograd."""
     todo = program(wanted, available)
     values: dict[TensorVersion, Tensor] = {}
     copies: dict[Snapshot, Tensor] = {}
@@ -193,21 +195,7 @@ def make(
             call = step.call
             if call.draw is not None:
                 generators.rewind(call.draw)
-            try:
-                args, kwargs = _filled(call.args, tensor_of), _filled_kwargs(call.kwargs, tensor_of)
-            except CheckpointError as error:
-                where = f" in {call.detail.source}" if call.detail is not None else ""
-                raise CheckpointError(
-                    f"{error}\nIt is read by {call.op}{where}, which is to run again."
-                ) from error
-            out = call.op(*args, **kwargs)
-            del args, kwargs
-            results = tuple(flatten(out))
-            if len(results) != len(call.outputs):
-                raise CheckpointError(
-                    f"{call.op} returned {len(call.outputs)} tensors in the forward and {len(results)} when it was replayed. "
-                    "Keep what it returns: fxckpt.register_op(op, recompute=False), or run the region with engine='rerun'."
-                )
+            results = _run_call(call, tensor_of)
             result: Tensor | None
             for ref, result in zip(call.outputs, results, strict=True):
                 asked = ref()
@@ -218,8 +206,8 @@ def make(
                     and asked.carried is None
                 ):
                     made_now(asked, result)
-            # Or the last result would live on while the next call runs.
-            out = result = None
+            # Otherwise the last result would stay live during the next call.
+            result = None
             results = ()
             for place in step.carries:
                 assert place.carried is not None
@@ -229,10 +217,29 @@ def make(
     return made
 
 
+def _run_call(call: Call, tensor_of: Callable[[TensorVersion], Tensor]) -> tuple[Tensor, ...]:
+    """Return the results of a call; raise :class:`CheckpointError` if their number has changed."""
+    try:
+        args, kwargs = _filled(call.args, tensor_of), _filled_kwargs(call.kwargs, tensor_of)
+    except CheckpointError as error:
+        where = f" in {call.detail.source}" if call.detail is not None else ""
+        raise CheckpointError(
+            f"{error}\nIt is read by {call.op}{where}, which is to run again."
+        ) from error
+    results = tuple(flatten(call.op(*args, **kwargs)))
+    if len(results) != len(call.outputs):
+        raise CheckpointError(
+            f"{call.op} returned {len(call.outputs)} tensors in the forward and {len(results)} "
+            "when it was replayed. Keep what it returns: fxckpt.register_op(op, recompute=False), "
+            "or run the region with engine='rerun'."
+        )
+    return results
+
+
 def program(
     wanted: Iterable[TensorVersion], available: Mapping[TensorVersion, Tensor] = NOTHING
 ) -> ReplayProgram:
-    """Return what makes ``wanted`` of what is ``available``."""
+    """Return the program that computes ``wanted`` from ``available``."""
     needed, places = slice_of(wanted, available)
     last_read: dict[TensorVersion, Call] = {}
     carries: dict[Call, list[TensorVersion]] = {}
@@ -264,10 +271,10 @@ def program(
 
 
 def fetch(place: TensorVersion, copies: dict[Snapshot, Tensor] | None = None) -> Tensor:
-    """Return the tensor of a place that is there without running anything.
+    """Return the tensor of a version that is kept or snapshotted, without running a call.
 
-    ``copies`` is given where the storage is about to be written: of a snapshot, the one copy all its places share in this replay.
-    Raises :class:`CheckpointError` if it was written since it was kept.
+    ``copies`` is given if the replay writes the storage: it holds one copy of each snapshot, which
+    all versions share. Raises :class:`CheckpointError` if the tensor was written since it was kept.
     """
     if place.kept is None:
         assert place.snapshot is not None
@@ -288,7 +295,7 @@ def fetch(place: TensorVersion, copies: dict[Snapshot, Tensor] | None = None) ->
 
 
 def given_back(tape: Tape, place: TensorVersion) -> Tensor:
-    """Return what the hooks around the region give for a place, asked once in a backward."""
+    """Return the tensor that the enclosing hooks unpack for a version, once per backward."""
     tensor = tape.fetched.get(place)
     if tensor is None:
         assert place.unpack is not None
@@ -299,21 +306,22 @@ def given_back(tape: Tape, place: TensorVersion) -> Tensor:
 
 
 def written_since(tensor: Tensor, version: int, *, is_rebound: bool) -> CheckpointError:
-    """Return the error for a tensor that a region reads and somebody wrote after it."""
+    """Return the error for a tensor that was written after the region read it."""
     how = (
         "given other data (x.data = ...)"
         if is_rebound
         else f"written in place ({tensor._version - version} times)"
     )
     return CheckpointError(
-        f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype}, which a checkpointed region keeps or took from outside, was {how} "
-        "between the forward and the backward, so that what the region computed from it cannot be made again. "
+        f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype}, which a checkpointed "
+        f"region keeps or took from outside, was {how} between the forward and the backward, so "
+        "that what the region computed from it cannot be made again. "
         "Write to a copy (x = x + y in place of x += y), or run the backward first."
     )
 
 
 class _Generators:
-    """Generators as they were before a replay, put back after it."""
+    """Context that restores the states of the generators a replay rewinds."""
 
     def __init__(self) -> None:
         self._before: dict[torch.Generator, Tensor] = {}
@@ -322,7 +330,7 @@ class _Generators:
         return self
 
     def rewind(self, draw: RngSnapshot) -> None:
-        """Set a generator to where an op found it in the forward."""
+        """Set a generator to its state before an op of the forward."""
         if draw.generator not in self._before:
             self._before[draw.generator] = draw.generator.get_state()
         draw.generator.set_state(draw.state)
@@ -333,7 +341,7 @@ class _Generators:
 
 
 def _filled(given: Any, tensor_of: Callable[[TensorVersion], Tensor]) -> list[Any]:
-    """Return arguments with tensors in place of places."""
+    """Return arguments with versions replaced by tensors."""
     return [_filled_one(item, tensor_of) for item in given]
 
 

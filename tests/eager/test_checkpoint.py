@@ -313,7 +313,7 @@ def test_inner_regions_run_once_more_for_each_region_around_them() -> None:
 
 def test_no_state_is_stored_where_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr("fxckpt.eager.recorder.Draw", lambda generator, state: asked.append(1))
+    monkeypatch.setattr("fxckpt.eager.recorder.RngSnapshot", lambda *_: asked.append(1))
     x = torch.randn(1, 1, 4, 4, requires_grad=True)
     fxckpt.checkpoint(
         lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.0).sin(), x

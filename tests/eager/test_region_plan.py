@@ -120,7 +120,7 @@ def test_what_runs_again_is_what_the_plan_says() -> None:
 def test_a_second_call_follows_the_plan_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     net = Net()
     expected = step(net, within(0.7))
-    monkeypatch.setattr("fxckpt.eager.region_cache.course_of", None)
+    monkeypatch.setattr("fxckpt.eager.region_cache.region_plan_of", None)
     assert differing(expected, step(net, within(0.7))) == []
     assert differing(step(net, plain), expected) == []
 
@@ -129,7 +129,7 @@ def test_other_shapes_are_planned_again_and_remembered(monkeypatch: pytest.Monke
     net = Net()
     for batch in (4, 8):
         step(net, within(0.7), batch=batch)
-    monkeypatch.setattr("fxckpt.eager.region_cache.course_of", None)
+    monkeypatch.setattr("fxckpt.eager.region_cache.region_plan_of", None)
     for batch in (4, 8):
         assert differing(step(net, plain, batch=batch), step(net, within(0.7), batch=batch)) == []
 
@@ -282,8 +282,8 @@ def test_a_plan_is_for_its_types_and_for_what_needs_gradients(
     import sys
 
     module = sys.modules["fxckpt.eager.region_cache"]
-    real = module.course_of
-    monkeypatch.setattr(module, "course_of", lambda *args: planned.append(1) or real(*args))
+    real = module.region_plan_of
+    monkeypatch.setattr(module, "region_plan_of", lambda *args: planned.append(1) or real(*args))
     region = lambda x, w: (x @ w).sin().exp()  # noqa: E731
     for dtype, needs in [(torch.float32, False), (torch.float64, False), (torch.float32, True)] * 2:
         x = torch.randn(8, 8, dtype=dtype, requires_grad=True)
@@ -294,7 +294,7 @@ def test_a_plan_is_for_its_types_and_for_what_needs_gradients(
 def test_what_has_nothing_to_plan_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = nn.Linear(4, 4).requires_grad_(False)
     within(None, policy=policies.save_matmuls)(frozen, torch.randn(2, 4))
-    monkeypatch.setattr("fxckpt.eager.region_cache.course_of", None)
+    monkeypatch.setattr("fxckpt.eager.region_cache.region_plan_of", None)
     within(None, policy=policies.save_matmuls)(frozen, torch.randn(2, 4))
 
 
