@@ -71,12 +71,11 @@ class Partitioner(CustomPartitionerFn):
     --------
     >>> import torch, fxckpt
     >>> from functorch.compile import aot_function, make_boxed_func
-    >>> partitioner = fxckpt.Partitioner(budget=0.8)
+    >>> partitioner = fxckpt.Partitioner(budget=0.9)
     >>> def run(gm, inputs): return make_boxed_func(gm.forward)
-    >>> step = aot_function(
-    ...     lambda x, w: ((x @ w).sin() @ w).exp().sum(), fw_compiler=run, partition_fn=partitioner
-    ... )
-    >>> step(torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)).backward()
+    >>> def step(x, w): return ((x @ w).sin().exp() @ w).sin().exp().sum()
+    >>> compiled = aot_function(step, fw_compiler=run, partition_fn=partitioner)
+    >>> compiled(torch.randn(256, 64), torch.randn(64, 64, requires_grad=True)).backward()
     >>> len(partitioner.plans)
     1
     """
@@ -192,7 +191,7 @@ class Partitioner(CustomPartitionerFn):
         self,
         joint: fx.GraphModule,
         joint_inputs: Sequence[object],
-        failed: PlanningFailed,
+        failed: FxckptError,
         num_fwd_outputs: int,
         inner: str | None,
         given: Mapping[str, Any],
@@ -261,9 +260,9 @@ class Partitioner(CustomPartitionerFn):
         return (str, (self.uuid() or repr(self),))
 
 
-def _failed(error: Exception) -> PlanningFailed:
+def _failed(error: Exception) -> FxckptError:
     """Return the error that says that planning failed, with its cause."""
-    if isinstance(error, PlanningFailed):
+    if isinstance(error, FxckptError):
         return error
     failed = PlanningFailed(
         f"planning failed, which is a defect of fxckpt: {type(error).__name__}: {error}\n"

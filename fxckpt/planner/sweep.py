@@ -59,7 +59,8 @@ def frontier(
     if not is_legal:
         raise InvalidOption(
             f"points={points!r}: a frontier has at least 2 points, the floor and the "
-            "uncheckpointed plan, or a list of budgets. Examples: points=16, points=['8GiB', '6GiB', 0.5]."
+            "uncheckpointed plan, or a list of budgets. "
+            "Examples: points=16, points=['8GiB', '6GiB', 0.5]."
         )
     for budget in () if isinstance(points, int) else points:
         validate(budget)

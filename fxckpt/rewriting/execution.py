@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxckpt.backend import Backend
-from fxckpt.errors import CaptureError, PlanningFailed
+from fxckpt.errors import CaptureError, FxckptError
 from fxckpt.partitioner import Partitioner
 from fxckpt.planner.capture import capture_joint
 from fxckpt.plans.types import Plan
@@ -80,7 +80,7 @@ class RecordingPartitioner(Partitioner):
 
     def _fall_back(self, *given: Any) -> NoReturn:
         """Raise the planning error: rewriting has no default partitioner to fall back on."""
-        failed = next(error for error in given if isinstance(error, PlanningFailed))
+        failed = next(error for error in given if isinstance(error, FxckptError))
         raise failed from failed.__cause__
 
 
