@@ -1,4 +1,4 @@
-"""Every op that torch differentiates, at the least peak there is, against no checkpoint at all."""
+"""Every op that torch differentiates, at the least peak, against no checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ with warnings.catch_warnings():
 
 SAMPLES = 2
 EVERY = 24
-"""So many ops of the database to one in the fast tests."""
+"""The fast tests take every 24th op of the database."""
 DIFFERENTIABLE = [
     op for op in op_db if op.supports_autograd and op.supports_dtype(torch.float64, "cpu")
 ]
@@ -51,7 +51,7 @@ def at_the_floor(plans: list[fxckpt.Plan]) -> Callable[..., tuple[fx.GraphModule
 
 
 def step(function: Callable[..., Any], leaves: Sequence[Any]) -> dict[str, Tensor]:
-    """Run a forward and a backward, always from the same values and the same generator."""
+    """Return results of a forward and a backward from the same values and the same generator."""
     given = [
         leaf.detach().clone().requires_grad_(leaf.requires_grad)
         if isinstance(leaf, Tensor)
@@ -72,13 +72,16 @@ def step(function: Callable[..., Any], leaves: Sequence[Any]) -> dict[str, Tenso
 
 
 def second_step(function: Callable[..., Any], leaves: Sequence[Any]) -> dict[str, Tensor]:
-    """The first call traces, which moves the generator."""
+    """Return the results of a second step: the first traces, which moves the generator."""
     step(function, leaves)
     return step(function, leaves)
 
 
 def surrounded(op: OpInfo, sample: SampleInput) -> tuple[Callable[..., tuple[Any, ...]], list[Any]]:
-    """An op between products by one, which keep its arguments in its domain and need them for their own gradients."""
+    """Return an op between products by one, and its leaves.
+
+    The products keep the arguments in the op's domain and need them for their own gradients.
+    """
     leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     one = torch.ones((), dtype=torch.float64, requires_grad=True)
@@ -110,13 +113,14 @@ def check(op: OpInfo) -> None:
         try:
             step(function, leaves)
             expected = second_step(compiled(partition_fn=default_partition), leaves)
-        except Exception as error:  # whatever torch itself refuses to compile or to differentiate says nothing about plans
+        except Exception as error:  # torch itself refuses to compile or differentiate some samples
             refusals.append(
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:150]
             )
             continue
         got = second_step(compiled(partition_fn=at_the_floor(plans)), leaves)
-        # Torch's default partitioner leaves dead draws in the backward (of rrelu, for one), so that its generator ends elsewhere than eager's.
+        # Torch's default partitioner leaves dead draws in the backward (of rrelu, for one), so
+        # that its generator ends in another state than eager's.
         assert set(differing(expected, got)) <= {"generator"}, f"{op.name}: {sample}"
         assert torch.equal(got["generator"], got["generator after the forward"])
         compared += 1
@@ -130,13 +134,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("op", DIFFERENTIABLE[::EVERY], ids=lambda op: op.formatted_name)
-def test_an_op_in_so_many(op: OpInfo) -> None:
+def test_sampled_ops(op: OpInfo) -> None:
+    """A sample of torch's ops gives the same bits at the least peak."""
     check(op)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("op", DIFFERENTIABLE, ids=lambda op: op.formatted_name)
 def test_every_op(op: OpInfo) -> None:
+    """Every differentiable op of torch gives the same bits at the least peak."""
     check(op)
 
 
@@ -161,7 +167,7 @@ def check_eager_region(op: OpInfo) -> None:
 
 
 def differing_layouts(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    """What differs, sparse tensors and halves of complex numbers included."""
+    """Return the names that differ, with sparse and complex32 tensors made comparable."""
 
     def comparable(tensor: Tensor) -> Tensor:
         dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
@@ -173,11 +179,13 @@ def differing_layouts(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
 
 
 @pytest.mark.parametrize("op", DIFFERENTIABLE[::EVERY], ids=lambda op: op.formatted_name)
-def test_an_op_in_so_many_in_an_eager_region(op: OpInfo) -> None:
+def test_sampled_ops_in_eager_region(op: OpInfo) -> None:
+    """A sample of torch's ops gives the same bits in an eager region."""
     check_eager_region(op)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("op", DIFFERENTIABLE, ids=lambda op: op.formatted_name)
-def test_every_op_in_an_eager_region(op: OpInfo) -> None:
+def test_every_op_in_eager_region(op: OpInfo) -> None:
+    """Every differentiable op of torch gives the same bits in an eager region."""
     check_eager_region(op)

@@ -27,12 +27,12 @@ def recompute_all(ctx: object, op: object, *args: object, **kwargs: object) -> C
 
 
 def reasons_of(plan: fxckpt.Plan, op: str) -> set[Reason]:
-    """Why the values of ops whose name contains ``op`` are saved or recomputed."""
+    """Return the reasons of the rows whose op contains ``op`` in its name."""
     return {row.reason for row in plan.rows if op in row.op}
 
 
 class Drift:
-    """Counts its runs; every run gives values that are a unit in the last place greater than the run before."""
+    """Counts its runs; each run's values exceed the last run's by one unit in the last place."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -60,7 +60,7 @@ def drift() -> Iterator[tuple[Drift, Any]]:
 
 
 class Experts(nn.Module):
-    """Two experts a token out of four, by scores that tie in bf16; what a token gives is weighed by its scores."""
+    """Two of four experts a token, by scores that tie in bf16; outputs are weighted by scores."""
 
     def __init__(self, scores: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -91,8 +91,8 @@ class Mixture(nn.Module):
         return x
 
 
-def test_a_router_decides_once(drift: tuple[Drift, Any]) -> None:
-    """The scores' op drifts: run twice, it would break ties differently."""
+def test_router_decides_once(drift: tuple[Drift, Any]) -> None:
+    """The scores' op drifts: a recompute would break ties differently."""
     state, op = drift
 
     def make() -> tuple[nn.Module, tuple[Tensor]]:
@@ -104,7 +104,8 @@ def test_a_router_decides_once(drift: tuple[Drift, Any]) -> None:
     assert not any("drift" in name for name in plans[-1].recomputed)
 
 
-def test_a_decision_is_kept_even_where_its_scores_are_made_again(drift: tuple[Drift, Any]) -> None:
+def test_decision_is_saved_when_scores_are_recomputed(drift: tuple[Drift, Any]) -> None:
+    """A decision stays saved even if a policy recomputes the scores it is made from."""
     state, op = drift
     fxckpt.register_op(op, recompute=True)
 
@@ -136,7 +137,8 @@ def choose_by_comparison(x: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(rows, weight).sin() * h.sin()
 
 
-def test_a_comparison_that_becomes_an_index_decides() -> None:
+def test_comparison_used_as_index_is_a_decision() -> None:
+    """A comparison that becomes an index is a decision."""
     weight = lambda: torch.randn(WIDTH, WIDTH, requires_grad=True)  # noqa: E731
     plans = same_at_every_budget(
         lambda: (choose_by_comparison, (torch.randn(64, WIDTH), weight())), (0.9, FLOOR)
@@ -146,7 +148,9 @@ def test_a_comparison_that_becomes_an_index_decides() -> None:
     }
 
 
-def test_a_comparison_that_masks_does_not() -> None:
+def test_comparison_used_as_mask_is_no_decision() -> None:
+    """A comparison that only masks is no decision."""
+
     def mask(x: Tensor, weight: Tensor) -> Tensor:
         h = (x @ weight).sin()
         return torch.where(h > 0, h.exp(), h.cos()).sin()
@@ -180,7 +184,8 @@ def squares_step() -> tuple[Callable[..., Tensor], tuple[Tensor, Tensor]]:
     return squares, (torch.randn(64, 64), torch.randn(64, 64, requires_grad=True))
 
 
-def test_a_custom_op_is_not_run_again_until_it_is_registered() -> None:
+def test_custom_op_recomputes_only_if_registered() -> None:
+    """A custom op is recomputed only after it is registered with recompute=True."""
     before = same_at_every_budget(squares_step, (None,), policy=recompute_all)[-1]
     assert reasons_of(before, "heavy_square") == {Reason.EFFECT}
     fxckpt.register_op(heavy_square, recompute=True)
@@ -195,7 +200,8 @@ def test_a_custom_op_is_not_run_again_until_it_is_registered() -> None:
         fxckpt.register_op(heavy_square)
 
 
-def test_a_registered_op_of_torch_is_saved() -> None:
+def test_torch_op_registered_against_recompute() -> None:
+    """An op of torch registered with recompute=False is saved, with that reason."""
     fxckpt.register_op(torch.ops.aten.tanh, recompute=False)
     try:
         plan = same_at_every_budget(squares_step, (0.9, FLOOR))[-1]
@@ -204,7 +210,8 @@ def test_a_registered_op_of_torch_is_saved() -> None:
         fxckpt.register_op(torch.ops.aten.tanh)
 
 
-def test_a_registered_cost_is_the_planner_s() -> None:
+def test_registered_costs_reach_the_plan() -> None:
+    """Registered FLOPs and bytes enter the plan's costs."""
     fxckpt.register_op(heavy_square, flops=lambda x: 1000 * x.numel(), bytes=10**6)
     try:
         slow = Roofline(1e30, 1.0, 0.0)  # a byte a second: all that counts
@@ -233,12 +240,14 @@ def test_a_registered_cost_is_the_planner_s() -> None:
         (torch.ops.higher_order.cond, {"recompute": True}, "higher-order"),
     ],
 )
-def test_what_cannot_be_registered_is_named(op: Any, said: dict[str, Any], says: str) -> None:
+def test_invalid_registrations_are_refused(op: Any, said: dict[str, Any], says: str) -> None:
+    """An invalid registration raises InvalidOption and names the mistake."""
     with pytest.raises(fxckpt.InvalidOption, match=says):
         fxckpt.register_op(op, **said)
 
 
-def test_a_formula_that_gives_no_count_names_the_node() -> None:
+def test_invalid_count_names_the_node() -> None:
+    """A formula that returns no count raises InvalidCost and names the node."""
     fxckpt.register_op(heavy_square, flops=lambda x: -5)
     try:
         with pytest.raises(fxckpt.InvalidCost, match="heavy_square"):
@@ -271,12 +280,13 @@ class Sharded(nn.Module):
 
 
 def gathers_again(ctx: object, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
-    """Nor may their cosine, which the backward needs, be saved in their place."""
+    """Recompute gathers and, lest it be saved in their place, the cosine the backward reads."""
     again = any(name in str(op) for name in ("all_gather", "cos"))
     return CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.PREFER_SAVE
 
 
-def test_a_collective_runs_once_unless_a_policy_asks(one_rank: None) -> None:
+def test_collective_runs_once_unless_asked(one_rank: None) -> None:
+    """A collective is recomputed only if a policy asks, together with its wait."""
     make = lambda: (Sharded(), (torch.randn(64, WIDTH),))  # noqa: E731
     for plan in same_at_every_budget(make):
         assert not any("gather" in name or "wait" in name for name in plan.recomputed)
@@ -326,6 +336,7 @@ def nested(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [conditional, scanned, nested], ids=lambda f: f.__name__)
 def test_higher_order_ops(function: Callable[..., Tensor]) -> None:
+    """Steps with higher-order ops give the same bits at every budget."""
     same_at_every_budget(
         lambda: (function, (torch.randn(32, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)))
     )
@@ -345,13 +356,14 @@ def random_branch(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [chosen_twice, random_branch], ids=lambda f: f.__name__)
 def test_calls_with_several_results_or_bodies(function: Callable[..., Tensor]) -> None:
+    """Calls with several results or bodies give the same bits at every budget."""
     same_at_every_budget(
         lambda: (function, (torch.randn(32, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)))
     )
 
 
 class Cube(torch.autograd.Function):
-    """Keeps its input and a value of its own making."""
+    """Saves its input and an intermediate value."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -366,6 +378,8 @@ class Cube(torch.autograd.Function):
 
 
 def test_autograd_functions() -> None:
+    """A user's autograd.Function is planned and gives the same bits."""
+
     def cubes(x: Tensor, weight: Tensor) -> Tensor:
         for _ in range(3):
             x = Cube.apply((x @ weight).tanh()).sin()
@@ -378,7 +392,7 @@ def test_autograd_functions() -> None:
 
 
 def test_differing_sees_a_bit() -> None:
-    """The comparison all of this rests on."""
+    """The comparison that these tests rest on sees a single bit."""
     one = torch.ones(3)
     assert differing({"a": one}, {"a": torch.nextafter(one, one + 1)}) == ["a"]
     assert differing({"a": one}, {"a": one.clone()}) == []

@@ -1,4 +1,4 @@
-"""Policies: what each saves of two blocks, by every door; how they compose; what is refused."""
+"""Policies: values each saves of two blocks, at every entry point; composition; errors."""
 
 from __future__ import annotations
 
@@ -91,9 +91,13 @@ def torch_style(ctx: object, op: object, *args: object, **kwargs: object) -> Che
     return MUST_SAVE if op is aten.tanh.default else PREFER_RECOMPUTE
 
 
-# One block: addmm (qkv), attention (getitem: its result, getitem_1: its logsumexp), add, addmm_1 (up), tanh, sin, addmm_2 (down), add_1.
-# The backward reads neither the products that are only added to something nor those that tanh saves the result of.
-READ = "addmm getitem getitem_1 add tanh sin add_1 addmm_3 getitem_2 getitem_3 add_2 tanh_1 sin_1 add_3"
+# One block: addmm (qkv), attention (getitem: its result, getitem_1: its logsumexp), add,
+# addmm_1 (up), tanh, sin, addmm_2 (down), add_1.
+# The backward reads neither products that are only added to, nor the arguments of tanh.
+READ = (
+    "addmm getitem getitem_1 add tanh sin add_1 "
+    "addmm_3 getitem_2 getitem_3 add_2 tanh_1 sin_1 add_3"
+)
 PRODUCTS = "addmm addmm_1 addmm_2 addmm_3 addmm_4 addmm_5"
 ATTENTION = "getitem getitem_1 getitem_2 getitem_3"
 EXPECTED: dict[str, tuple[Any, str]] = {
@@ -141,23 +145,25 @@ def joint() -> Joint:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_each_policy_saves_what_its_name_says(name: str, joint: Joint) -> None:
+def test_policy_saves_expected_values(name: str, joint: Joint) -> None:
+    """Each policy saves exactly the values that its name promises."""
     policy, expected = EXPECTED[name]
     _, plan = planner_of(None, policy, "roofline").plan(joint)
     assert set(plan.saved) == set(expected.split())
 
 
 @pytest.mark.parametrize("name", ["save_matmuls", "every", "save", "recompute", "function"])
-def test_each_policy_means_the_same_by_every_door(name: str) -> None:
+def test_policy_agrees_across_entry_points(name: str) -> None:
+    """A policy saves the same values by rewriting and in an eager region."""
     policy, expected = EXPECTED[name]
     model, inputs = net()
     assert set(
         fxckpt.rewrite(fx.symbolic_trace(model), policy, example_inputs=inputs).plan.saved
     ) == set(expected.split())
-    assert set(by_eager_region(policy).saved) == set(expected.split())
+    assert set(plan_of_eager_region(policy).saved) == set(expected.split())
 
 
-def by_eager_region(policy: Any) -> fxckpt.Plan:
+def plan_of_eager_region(policy: Any) -> fxckpt.Plan:
     model, inputs = net()
     with fxckpt.record_regions() as found:
         fxckpt.checkpoint(model, *inputs, policy=policy)
@@ -167,14 +173,15 @@ def by_eager_region(policy: Any) -> fxckpt.Plan:
 
 
 @pytest.mark.parametrize("name", ["sqrt_n", "block_boundaries", "save_only"])
-def test_a_policy_changes_no_number_and_all_doors_explain_alike(name: str) -> None:
+def test_entry_points_explain_alike(name: str) -> None:
+    """A policy changes no number, and plans of all entry points explain alike."""
     policy, _ = EXPECTED[name]
     (compiled,) = same_at_every_budget(net, (None,), policy=policy)
     model, inputs = net()
     assert str(fxckpt.rewrite(model, policy, example_inputs=inputs).plan.explain()) == str(
         compiled.explain()
     )
-    assert str(by_eager_region(policy).explain()) == str(compiled.explain())
+    assert str(plan_of_eager_region(policy).explain()) == str(compiled.explain())
     for source in (fx.symbolic_trace(model), torch.export.export(model, inputs).module()):
         made = fxckpt.rewrite(source, policy, example_inputs=inputs)
         made(*inputs).backward()
@@ -184,7 +191,8 @@ def test_a_policy_changes_no_number_and_all_doors_explain_alike(name: str) -> No
         ]
 
 
-def test_every_graph_that_knows_its_modules_obeys_paths() -> None:
+def test_traced_graphs_obey_module_paths() -> None:
+    """Every graph that records modules obeys paths; one that does not says so."""
     model, inputs = net()
     assert set(fxckpt.rewrite(make_fx(model)(*inputs), save_only("attn_out")).plan.saved) == set(
         ATTENTION.split()
@@ -231,9 +239,10 @@ BOTH = {
 @pytest.mark.parametrize(
     ("combine", "table"), [(Policy.__or__, EITHER), (Policy.__and__, BOTH)], ids=["either", "both"]
 )
-def test_two_answers_make_one(
+def test_combine_two_answers(
     combine: Callable[[Policy, Policy], Policy], table: dict[Any, tuple[Any, ...]]
 ) -> None:
+    """``|`` and ``&`` combine two answers by their truth tables."""
     for a in ANSWERS:
         for b, expected in zip(ANSWERS, table[a], strict=True):
             made = combine(fixed(a), fixed(b))
@@ -244,7 +253,8 @@ def test_two_answers_make_one(
                 assert decided(made) is expected, (a, b)
 
 
-def test_the_first_that_answers_decides_and_the_opposite_turns_answers_round() -> None:
+def test_first_match_and_negation() -> None:
+    """The first answer decides in first_match, and ``~`` inverts each answer."""
     assert [
         decided(first_match(fixed(None), fixed(a), fixed(MUST_SAVE))) for a in ANSWERS[:4]
     ] == list(ANSWERS[:4])
@@ -273,14 +283,14 @@ def tanh_alone(ctx: object, op: object, *args: object, **kwargs: object) -> Chec
     ],
     ids=["or", "or, the other way", "or ops", "and", "first", "a list"],
 )
-def test_torch_s_forms_compose_and_none_leaves_a_value_open(
-    policy: Any, expected: str, joint: Joint
-) -> None:
+def test_torch_forms_compose(policy: Any, expected: str, joint: Joint) -> None:
+    """Functions and lists of ops compose with policies; None leaves a value open."""
     _, plan = planner_of(None, policy, "roofline").plan(joint)
     assert set(plan.saved) == set(expected.split())
 
 
 def test_policies_are_values() -> None:
+    """Policies compare, hash, print and pickle by value."""
     for policy, _ in EXPECTED.values():
         if isinstance(policy, Policy):
             assert pickle.loads(pickle.dumps(policy)) == policy
@@ -293,8 +303,8 @@ def test_policies_are_values() -> None:
     )
 
 
-def test_sqrt_n_of_a_chain_is_chen_s() -> None:
-    """Sixteen equal values in a chain: four spans, and what crosses their three boundaries is saved."""
+def test_sqrt_n_of_a_chain() -> None:
+    """Sixteen equal values in a chain make four segments, saved at three boundaries."""
     chain = [
         Value(aten.sin.default, bytes=4, position=i, reads=(i - 1,) if i else ()) for i in range(16)
     ]
@@ -307,7 +317,8 @@ def test_sqrt_n_of_a_chain_is_chen_s() -> None:
     assert decide_all(sqrt_n, chain[:1]) == [PREFER_RECOMPUTE]
 
 
-def test_a_policy_is_asked_once_a_value_of_the_forward() -> None:
+def test_policy_sees_each_forward_value_once() -> None:
+    """A policy is asked once per forward value, in order, with all its facts."""
     asked: list[Value] = []
 
     class Listening(Policy):
@@ -340,7 +351,8 @@ def test_a_policy_is_asked_once_a_value_of_the_forward() -> None:
 # Budgets.
 
 
-def test_a_budget_does_the_rest_and_leaves_what_must_be() -> None:
+def test_budget_respects_must() -> None:
+    """A budget decides the rest and leaves each MUST alone."""
     for plan in same_at_every_budget(net, (0.9, FLOOR), policy=save("layers.0.attn")):
         assert {"addmm", "getitem"} <= set(plan.saved)
     for plan in same_at_every_budget(net, (None, 1.0, FLOOR), policy=recompute("layers.*.up")):
@@ -349,7 +361,7 @@ def test_a_budget_does_the_rest_and_leaves_what_must_be() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Where(Policy):
-    """One answer in one module: a policy of one's own."""
+    """A user-defined policy: one answer in one module."""
 
     module: str
     answer: CheckpointPolicy
@@ -358,7 +370,8 @@ class Where(Policy):
         return self.answer if value.module.startswith(self.module) else None
 
 
-def test_of_equally_good_plans_a_budget_takes_the_preferred_one() -> None:
+def test_preference_breaks_ties_under_budget() -> None:
+    """Between equally good plans, a budget takes the preferred one."""
     model = nn.Sequential(
         *(
             nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Sigmoid())
@@ -372,10 +385,11 @@ def test_of_equally_good_plans_a_budget_takes_the_preferred_one() -> None:
         assert {row.module[0] for row in plan.rows if row.runs} == {layer}
 
 
-# What is refused.
+# Errors.
 
 
-def test_a_clash_names_both_policies_the_value_and_its_module() -> None:
+def test_conflict_names_policies_value_and_module() -> None:
+    """A conflict names both policies, the value and its module."""
     model, inputs = net()
     policy = save("layers.*.attn") | recompute("layers.0")
     with pytest.raises(fxckpt.PolicyConflict) as info:
@@ -411,13 +425,16 @@ def test_a_clash_names_both_policies_the_value_and_its_module() -> None:
         (save("nowhere") | save_matmuls, "no module that computes fits 'nowhere'"),
     ],
 )
-def test_a_pattern_that_matches_nothing_names_the_nearest(policy: Policy, says: str) -> None:
+def test_unmatched_pattern_suggests_the_nearest(policy: Policy, says: str) -> None:
+    """A pattern that matches nothing raises and suggests the nearest names."""
     model, inputs = net()
     with pytest.raises(fxckpt.PolicyMatchesNothing, match=says):
         fxckpt.rewrite(model, policy, example_inputs=inputs)
 
 
-def test_a_pattern_may_match_in_one_graph_of_several() -> None:
+def test_pattern_may_match_one_of_several_graphs() -> None:
+    """With a graph break, a pattern need match in only one of the graphs."""
+
     class Broken(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -467,7 +484,8 @@ def test_a_pattern_may_match_in_one_graph_of_several() -> None:
         ),
     ],
 )
-def test_what_is_no_policy_is_named(make: Callable[[], object], says: str) -> None:
+def test_invalid_policies_are_refused(make: Callable[[], object], says: str) -> None:
+    """An invalid policy or argument raises InvalidOption and names the mistake."""
     with pytest.raises(fxckpt.InvalidOption, match=says):
         make()
 
@@ -475,12 +493,15 @@ def test_what_is_no_policy_is_named(make: Callable[[], object], says: str) -> No
 # Names.
 
 
-def test_a_name_costs_nothing_and_changes_nothing_in_eager_mode() -> None:
+def test_name_is_identity_in_eager_mode() -> None:
+    """In eager mode, fxckpt.name returns its tensor."""
     x = torch.randn(3, requires_grad=True)
     assert fxckpt.name(x, "x") is x
 
 
-def test_a_name_survives_every_trace_and_leaves_no_op_behind() -> None:
+def test_name_survives_traces_and_leaves_no_op() -> None:
+    """A name survives every trace and leaves no op in the planned graphs."""
+
     def f(x: Tensor) -> Tensor:
         y = fxckpt.name(x.sin().view(-1), "y")
         y = y.mul_(2)
@@ -506,7 +527,9 @@ def test_a_name_survives_every_trace_and_leaves_no_op_behind() -> None:
     assert torch.equal(x.grad, *expected)
 
 
-def test_equal_values_of_two_names_stay_two() -> None:
+def test_names_prevent_common_subexpression_elimination() -> None:
+    """Equal values of two names stay two values."""
+
     def f(x: Tensor) -> Tensor:
         return (fxckpt.name(x.sin(), "a") * fxckpt.name(x.sin(), "b")).sum()
 
@@ -515,7 +538,9 @@ def test_equal_values_of_two_names_stay_two() -> None:
     assert fxckpt.plan(f, x, policy=save_only("b")).saved == ("sin_1",)
 
 
-def test_a_value_may_have_several_names() -> None:
+def test_value_with_several_names() -> None:
+    """Each name of a value selects it, one given to its view included."""
+
     def f(x: Tensor) -> Tensor:
         y = fxckpt.name(fxckpt.name(x.sin(), "a"), "b")
         return fxckpt.name(y.view(-1), "c").cos().sum()
@@ -526,7 +551,9 @@ def test_a_value_may_have_several_names() -> None:
         assert "sin" in fxckpt.plan(f, x, policy=save_any_except(label)).recomputed
 
 
-def test_a_name_of_an_input_has_nothing_to_decide_about() -> None:
+def test_name_of_an_input_is_refused() -> None:
+    """Naming a graph input in a policy raises; a glob may match one in passing."""
+
     def f(x: Tensor, w: Tensor) -> Tensor:
         fxckpt.name(x, "x"), fxckpt.name(w.t(), "w")
         return fxckpt.name(x @ w.t(), "product").sin().sum()
@@ -541,6 +568,7 @@ def test_a_name_of_an_input_has_nothing_to_decide_about() -> None:
     assert fxckpt.rewrite(f, save_only("*"), example_inputs=(x, w)).plan.saved == ("mm",)
 
 
-def test_what_is_no_name_is_refused_where_names_are_read() -> None:
+def test_empty_name_is_refused_while_tracing() -> None:
+    """An empty name raises while tracing."""
     with pytest.raises(fxckpt.InvalidOption, match="give a tensor and a text"):
         make_fx(lambda x: fxckpt.name(x, ""))(torch.ones(2))
