@@ -1,4 +1,4 @@
-"""Budgets: what a user may ask for, in bytes."""
+"""Budgets: parsing of the user's budget, and its value in bytes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from fxckpt.errors import InvalidBudget
 
 Budget = int | float | str | None
+"""Bytes (an int or text such as ``"2GiB"``), a fraction in (0, 1], ``"auto"``, or None."""
 
 _UNITS = {"b": 1}
 _UNITS |= {f"{p}b": 1000**n for n, p in enumerate("kmgt", 1)} | {
@@ -20,19 +21,29 @@ _UNITS |= {f"{p}b": 1000**n for n, p in enumerate("kmgt", 1)} | {
 }
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]+)\s*", re.IGNORECASE)
 _ALLOWED = (
-    "Allowed: None, bytes as an int (1500000000) or a string ('1500MB', '2GiB', '123456B'), a fraction of the uncheckpointed "
-    "peak in (0, 1], or 'auto'. Example: budget='2GiB'."
+    "Allowed: None, bytes as an int (1500000000) or a string ('1500MB', '2GiB', '123456B'), "
+    "a fraction of the uncheckpointed peak in (0, 1], or 'auto'. Example: budget='2GiB'."
 )
+
 AUTO_MARGIN = 0.1
-"""Share of the free memory that "auto" leaves alone. Guess: the allocator's fragmentation and library workspaces."""
+"""Share of the free memory that ``"auto"`` leaves for fragmentation and workspace; guess."""
 
 
 def parse(budget: Budget) -> int | float | str | None:
-    """Return bytes as int, a fraction as float, ``"auto"`` or None. Raises :class:`InvalidBudget`."""
+    """Return bytes as int, a fraction as float, ``"auto"`` or None.
+
+    Raises
+    ------
+    InvalidBudget
+        The budget is none of these.
+
+    >>> parse("1.5 KiB"), parse(0.5), parse("auto")
+    (1536, 0.5, 'auto')
+    """
     if budget is None:
         return None
     if isinstance(budget, numbers.Integral) and not isinstance(budget, bool):
-        budget = int(budget)  # numpy has its own
+        budget = int(budget)  # such as numpy's
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise InvalidBudget(f"budget={budget!r} is a {type(budget).__name__}. {_ALLOWED}")
     if isinstance(budget, str):
@@ -60,12 +71,21 @@ def _parse_text(budget: str) -> int | str:
 
 
 def validate(budget: Budget) -> None:
-    """Raise :class:`InvalidBudget` for a budget that cannot be meant."""
+    """Raise :class:`InvalidBudget` for an invalid budget."""
     parse(budget)
 
 
 def resolve(budget: Budget, *, baseline_peak_bytes: int, device: torch.device) -> int | None:
-    """Return a budget in bytes; None stays None. A fraction is of ``baseline_peak_bytes``."""
+    """Return a budget in bytes, or None for None.
+
+    A fraction is of ``baseline_peak_bytes``; ``"auto"`` is the free memory of ``device`` less
+    :data:`AUTO_MARGIN`.
+
+    Raises
+    ------
+    InvalidBudget
+        The budget is invalid, or ``"auto"`` cannot read the free memory.
+    """
     parsed = parse(budget)
     if parsed is None or isinstance(parsed, int):
         return parsed
@@ -75,7 +95,16 @@ def resolve(budget: Budget, *, baseline_peak_bytes: int, device: torch.device) -
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory a step may still take: free on the device and in its caching allocator; on the CPU what the OS calls available."""
+    """Return the bytes a step may still allocate.
+
+    On a GPU they are free on the device or in torch's caching allocator; on a CPU they are the
+    ``MemAvailable`` of Linux.
+
+    Raises
+    ------
+    InvalidBudget
+        The free memory of the device cannot be read.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -86,12 +115,13 @@ def free_bytes(device: torch.device) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise InvalidBudget(
-        f"budget='auto' cannot read the free memory of {device}. Give bytes instead, for example budget='2GiB'."
+        f"budget='auto' cannot read the free memory of {device}. "
+        "Give bytes instead, for example budget='2GiB'."
     )
 
 
 def format_bytes(nbytes: float) -> str:
-    """Return bytes for people: ``"838.2 MiB"``.
+    """Return bytes as text.
 
     >>> format_bytes(512), format_bytes(1536), format_bytes(3 * 2**30)
     ('512 B', '1.5 KiB', '3.0 GiB')

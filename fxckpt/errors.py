@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each says what was asked, what was found and what to do."""
+"""Errors a user can meet; each message names the request, the finding and a remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class FxckptError(Exception):
 
 
 class InvalidBudget(FxckptError, ValueError):
-    """A budget that cannot be meant."""
+    """An invalid budget."""
 
 
 class InvalidOption(FxckptError, ValueError):
@@ -20,7 +20,7 @@ class InvalidOption(FxckptError, ValueError):
 
 
 class InvalidCost(FxckptError, ValueError):
-    """A cost model returned what is no time: NaN, negative, infinite, or beyond what can be added up."""
+    """A cost model raised, or returned NaN, a negative, an infinite or a too large number."""
 
 
 class InnerCompilerMissing(FxckptError):
@@ -28,7 +28,7 @@ class InnerCompilerMissing(FxckptError):
 
 
 class PolicyConflict(FxckptError, ValueError):
-    """Two policies say MUST of one value, and oppose each other."""
+    """Two policies give one value opposite MUST decisions."""
 
 
 class PolicyMatchesNothing(FxckptError, ValueError):
@@ -36,35 +36,43 @@ class PolicyMatchesNothing(FxckptError, ValueError):
 
 
 class InvalidPlan(FxckptError, ValueError):
-    """A text that is no plan, one of another version, or one that was changed."""
+    """A text is no plan, is of another version, or was changed."""
 
 
 class PlanMismatch(FxckptError, ValueError):
-    """A plan was made for another graph than the one it is to be applied to."""
+    """A plan was made for a graph other than the one it is applied to."""
 
 
 class CaptureError(FxckptError):
-    """The model could not be captured as a graph that can be planned."""
+    """The model cannot be captured as a graph to plan."""
 
 
 class PlanningFailed(FxckptError):
-    """Planning raised what it should not: a defect of fxckpt, or of Inductor, which it asks what becomes of a plan."""
+    """Planning failed by a defect of fxckpt, or of Inductor while lowering a plan."""
 
 
 class VerifyError(FxckptError):
-    """An emitted graph breaks an invariant: a defect of fxckpt, stopped before it could give a wrong number."""
+    """An emitted graph breaks an invariant: a defect of fxckpt, found before the graph runs."""
 
 
 class RecomputeMismatch(FxckptError):
-    """With ``verify="exact"``: an op's second run gave other values than its first."""
+    """With ``verify="exact"``, the recompute of an op gave other values than its first run."""
 
 
 class CheckpointError(FxckptError, torch.utils.checkpoint.CheckpointError):
-    """A checkpointed region cannot give back what autograd asks for."""
+    """A checkpointed region cannot restore a value that autograd asks for."""
 
 
 class BudgetInfeasible(FxckptError):
-    """No plan fits the budget. ``floor_bytes`` is the least peak the planner reached, ``budget_bytes`` what was asked."""
+    """No plan fits the budget.
+
+    Attributes
+    ----------
+    floor_bytes
+        Least peak the planner reached, in bytes.
+    budget_bytes
+        The budget, in bytes.
+    """
 
     def __init__(self, message: str, *, floor_bytes: int, budget_bytes: int) -> None:
         super().__init__(message)
@@ -72,10 +80,11 @@ class BudgetInfeasible(FxckptError):
         self.budget_bytes = budget_bytes
 
     def among(self, graph: int) -> BudgetInfeasible:
-        """Return the error for a model that broke into several graphs, of which the budget does not fit this one, counted from 1."""
+        """Return the error of graph number ``graph``, from 1, of a model in several graphs."""
         return BudgetInfeasible(
-            f"{self} This is graph {graph} of those that the model broke into, and a budget is for each of them: a share is of that graph's own "
-            "peak. Bytes, as many as the largest needs, hold for the small ones too.",
+            f"{self} This is graph {graph} of those that the model broke into, and a budget is "
+            "for each of them: a share is of that graph's own peak. "
+            "Bytes, as many as the largest needs, hold for the small ones too.",
             floor_bytes=self.floor_bytes,
             budget_bytes=self.budget_bytes,
         )

@@ -1,4 +1,4 @@
-"""What a budget may be, and what a wrong one is told."""
+"""Budgets: accepted forms, and errors for the others."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ CPU = torch.device("cpu")
         ("1kb", 1000),
     ],
 )
-def test_means_bytes(given: budgets.Budget, expected: int | None) -> None:
+def test_budget_in_bytes(given: budgets.Budget, expected: int | None) -> None:
+    """Every accepted form of a budget has its value in bytes."""
     assert budgets.resolve(given, baseline_peak_bytes=1000, device=CPU) == expected
 
 
-def test_auto_is_most_of_the_free_memory() -> None:
+def test_auto_is_below_the_free_memory() -> None:
+    """The budget "auto" is less than the free memory."""
     asked = budgets.resolve("auto", baseline_peak_bytes=1000, device=CPU)
     assert asked is not None and 2**20 < asked < budgets.free_bytes(CPU)
 
@@ -57,7 +59,8 @@ def test_auto_is_most_of_the_free_memory() -> None:
         b"1GB",
     ],
 )
-def test_wrong_budget_is_refused_with_an_example(wrong: object) -> None:
+def test_invalid_budget_is_refused_with_an_example(wrong: object) -> None:
+    """The error for an invalid budget shows the value and an example."""
     with pytest.raises(fxckpt.InvalidBudget, match="Example: budget='2GiB'") as error:
         fxckpt.Backend(budget=wrong)  # type: ignore[arg-type]
     assert repr(wrong) in str(error.value)

@@ -1,0 +1,6 @@
+"""Cost models: seconds, FLOPs and workspace of one run of an op."""
+
+from fxckpt.costs.models import CostModel, FlopCost, MeasuredCost
+from fxckpt.costs.roofline import Roofline
+
+__all__ = ["CostModel", "FlopCost", "MeasuredCost", "Roofline"]

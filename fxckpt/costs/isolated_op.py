@@ -1,4 +1,7 @@
-"""Isolated op: an op of a graph on its own, run on made-up values to learn what a graph does not show."""
+"""Isolated op: one op of a graph, run outside it on synthetic inputs.
+
+Its time and its workspace are measured, which the graph does not show.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +19,35 @@ from fxckpt.ops.properties import is_collective, is_torchs_own, tensors
 from fxckpt.torch_private import OpOverload, outside_trace, size_hint
 
 OPAQUE = ("mkldnn", "cudnn", "miopen", "thnn", "nested", "sparse")
-"""Beginnings of the names of ops that read buffers of a layout of their own: made-up ones may crash them."""
+"""Prefixes of the names of ops that read buffers in a private layout.
+
+Synthetic inputs may crash them.
+"""
 
 MOST_BYTES = 2**32
-"""Operands whose sizes vary are not tried beyond this: the end of a range may be more than any step has."""
+"""Most bytes (4 GiB) of synthetic inputs with symbolic sizes; guess.
+
+Their sizes are upper bounds, which may exceed the memory of any real step.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class IsolatedOp:
-    """One op and what it is called with."""
+    """One op and the arguments of its call."""
 
     op: OpOverload
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
     key: str
-    """Equal for equal calls: target, plain arguments, and of tensors shape, strides, offset, dtype and device."""
+    """Key of the call: equal for equal targets, plain arguments and metadata of tensors."""
 
     @classmethod
     def of(cls, node: fx.Node) -> IsolatedOp | None:
-        """Return the trial of a node's op; None for what is not torch's own, has effects, or talks to other ranks."""
+        """Return a node's op and arguments, or None if it is unsafe to run on synthetic inputs.
+
+        Unsafe are ops other than torch's own functional ones, collectives, ops in :data:`OPAQUE`,
+        and calls whose symbolic sizes allow more than :data:`MOST_BYTES`.
+        """
         if (
             not isinstance(node.target, OpOverload)
             or not is_torchs_own(node)
@@ -56,9 +69,10 @@ class IsolatedOp:
 
     @contextmanager
     def call(self) -> Iterator[Callable[[], Any]]:
-        """Give the op bound to random values (integers: zeros, booleans: true), outside of any trace; generators are put back after.
+        """Yield the op bound to synthetic inputs, outside any trace; restore the generators after.
 
-        The call may raise :data:`REFUSED`: such values are not always legal (an index, a factorization).
+        The call may raise one of :data:`REFUSED`, since synthetic inputs are not always legal
+        (indices, matrices to factorize).
         """
         devices = sorted(
             {
@@ -75,24 +89,30 @@ class IsolatedOp:
 
 
 REFUSED = (RuntimeError, IndexError, ValueError)
-"""What an op raises on values it does not take."""
+"""Errors an op may raise on illegal inputs."""
 
 
 def devices(node: fx.Node) -> set[str]:
-    """Return the types of device that a node's tensors, in and out, are on."""
+    """Return the device types of a node's input and output tensors."""
     values = [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]
     return {t.device.type for v in values for t in tensors(v)}
 
 
 def _bytes_at_bound(leaf: Any) -> int:
-    """Return the bytes of a tensor whose sizes vary, at their upper bounds; 0 for one of fixed sizes, which the step makes as well."""
+    """Return the bytes of a tensor with symbolic sizes, at their upper bounds.
+
+    Return 0 for a tensor of fixed sizes, since the step allocates it too.
+    """
     if not isinstance(leaf, torch.Tensor) or all(isinstance(n, int) for n in leaf.shape):
         return 0
     return math.prod(size_hint(n) for n in leaf.shape) * leaf.element_size()
 
 
 def signature(leaf: Any) -> str:
-    """Return what kernels see of an argument: of a tensor all but its numbers."""
+    """Return an argument as text.
+
+    A tensor's is its device type, dtype, shape, strides, offset and conjugation, without values.
+    """
     if isinstance(leaf, torch.Tensor):
         sizes = [size_hint(n) for n in (*leaf.shape, *leaf.stride(), leaf.storage_offset())]
         return f"{leaf.device.type} {leaf.dtype} {len(leaf.shape)} {sizes} {leaf.is_conj()}"
@@ -102,7 +122,11 @@ def signature(leaf: Any) -> str:
 
 
 def synthetic_input(leaf: Any) -> Any:
-    """Return a real value for a fake or symbolic one: random floats in [0, 1), integers of zero, booleans that are all true."""
+    """Return a real value for a fake or symbolic one.
+
+    Floats are random in [0, 1), integers and one-byte floats are 0, booleans are true, and symbolic
+    numbers take their hints.
+    """
     if isinstance(leaf, torch.Tensor):
         shape, stride = [size_hint(n) for n in leaf.shape], [size_hint(n) for n in leaf.stride()]
         span = (
@@ -113,10 +137,10 @@ def synthetic_input(leaf: Any) -> Any:
         offset = size_hint(leaf.storage_offset())
         filled = torch.zeros(span + offset, dtype=leaf.dtype, device=leaf.device)
         if leaf.dtype is torch.bool:
-            # A mask that lets all pass: what it selects, and what finds it, takes the most.
+            # A mask that selects everything costs the most.
             filled.fill_(True)
         elif (leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype.itemsize > 1:
-            # Some kernels need legal probabilities, some need more room for greater values.
+            # Some kernels need legal probabilities, others more workspace for larger values.
             filled.uniform_()
         tensor = filled.as_strided(shape, stride, offset)
         return tensor.conj() if leaf.is_conj() else tensor

@@ -1,6 +1,7 @@
-"""Timing: what ops take on this machine, measured once and kept on disk.
+"""Measured times of ops on this machine, measured once and cached on disk.
 
-A record is found again by machine, torch and call, so that every process of a machine plans with the same figures.
+Records are keyed by machine, torch version and call, so that every process of a machine plans with
+the same figures.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from fxckpt.torch_private import outside_trace
 log = logging.getLogger("fxckpt")
 
 CALIBRATION_SECONDS = 0.3
-"""For each of the figures of a roofline."""
+"""Seconds spent on each figure of a roofline; guess."""
+
 TRIAL_SECONDS = 0.01
-"""At least, for each distinct op."""
+"""Least seconds spent on each distinct op; guess."""
 
 
 def cache_dir() -> Path:
-    """Return the folder for what is kept: ``$FXCKPT_CACHE_DIR``, else the user's cache folder."""
+    """Return the cache folder: ``$FXCKPT_CACHE_DIR``, else fxckpt's in the user's cache folder."""
     return Path(
         os.environ.get("FXCKPT_CACHE_DIR") or platformdirs.user_cache_dir("fxckpt", appauthor=False)
     )
@@ -42,7 +44,7 @@ def cache_dir() -> Path:
 
 @dataclass(frozen=True)
 class Records:
-    """Seconds (or other figures) by key, in a database file that processes may share."""
+    """Positive figures (seconds, rates) by key, in an SQLite file that processes may share."""
 
     path: Path
 
@@ -52,7 +54,7 @@ class Records:
         return cls(cache_dir() / "timings.sqlite3")
 
     def get(self, key: str) -> float | None:
-        """Return the figure of ``key``, or None."""
+        """Return the figure of ``key``, or None if there is no positive one."""
         if not self.path.exists():
             return None
         with closing(self._open()) as db:
@@ -60,11 +62,15 @@ class Records:
         return row[0] if row is not None and isinstance(row[0], float) and row[0] > 0 else None
 
     def keep(self, key: str, figure: float) -> float:
-        """Store a figure and return the one that holds: another process may have been first."""
+        """Store a figure and return the stored one.
+
+        A figure that another process stored first stays.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with closing(self._open()) as db, db:
             db.execute(
-                "insert into records values (?, ?) on conflict (key) do update set figure = excluded.figure "
+                "insert into records values (?, ?) "
+                "on conflict (key) do update set figure = excluded.figure "
                 "where typeof(figure) != 'real' or figure <= 0",
                 (key, figure),
             )
@@ -75,7 +81,8 @@ class Records:
         try:
             with db:
                 db.execute(
-                    "create table if not exists records (key text primary key, figure real not null)"
+                    "create table if not exists records "
+                    "(key text primary key, figure real not null)"
                 )
         except sqlite3.Error:
             db.close()
@@ -84,17 +91,21 @@ class Records:
 
 
 def machine(device: torch.device) -> str:
-    """Return what a figure depends on beside the op."""
-    where = f"cpu {platform.node()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
+    """Return the torch version and the processor, on which a figure depends beside the op."""
+    processor = (
+        f"cpu {platform.node()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} "
+        f"{torch.get_num_threads()} threads"
+    )
     if device.type == "cuda":
-        where = torch.cuda.get_device_name(device)
-    return f"torch {torch.__version__} {where}"
+        processor = torch.cuda.get_device_name(device)
+    return f"torch {torch.__version__} {processor}"
 
 
 def cpu_figures(records: Records) -> tuple[float, float, float, float]:
-    """Return FLOP/s of an fp32 matrix product, bytes/s of an addition, seconds of the least op, and random numbers a second.
+    """Return the CPU's figures: FLOP/s, bytes/s, seconds of a launch, random numbers per second.
 
-    Measured in about a second the first time.
+    They come from an fp32 matrix product, an addition of vectors, an addition of one element, and
+    Bernoulli draws. The first call measures them in about a second.
     """
     names = ("FLOP/s", "bytes/s", "launch", "draws/s")
     prefix = machine(torch.device("cpu"))
@@ -113,7 +124,8 @@ def _known(records: Records, key: str) -> float | None:
         return records.get(key)
     except (OSError, sqlite3.Error) as error:
         log.warning(
-            "%s cannot be read (%s): figures are measured again. Remove it, or set FXCKPT_CACHE_DIR.",
+            "%s cannot be read (%s): figures are measured again. "
+            "Remove it, or set FXCKPT_CACHE_DIR.",
             records.path,
             error,
         )
@@ -125,7 +137,8 @@ def _kept(records: Records, key: str, figure: float) -> float:
         return records.keep(key, figure)
     except (OSError, sqlite3.Error) as error:
         log.warning(
-            "%s cannot be written (%s): figures are measured again by every process. Set FXCKPT_CACHE_DIR.",
+            "%s cannot be written (%s): every process measures its own figures. "
+            "Set FXCKPT_CACHE_DIR.",
             records.path,
             error,
         )
@@ -133,11 +146,14 @@ def _kept(records: Records, key: str, figure: float) -> float:
 
 
 def _calibrate() -> tuple[float, float, float, float]:
-    """Measure in short pieces: where others use the machine too, some of them run undisturbed, and a long one never would."""
+    """Measure the CPU's figures in short runs.
+
+    On a busy machine some short runs are undisturbed; no long one would be.
+    """
     with outside_trace(), torch.no_grad():
         side, length, pieces = 256, 2**21, 8
         matrix, product = torch.ones(side, side), torch.empty(side, side)
-        # One after the other, so that each has left the caches when its turn comes again.
+        # Cycled, so that each vector has left the caches before its next use.
         vectors = itertools.cycle(
             [(torch.ones(length), torch.empty(length)) for _ in range(pieces)]
         )
@@ -145,7 +161,7 @@ def _calibrate() -> tuple[float, float, float, float]:
         flops = 2 * side**3 / _fastest(lambda: torch.mm(matrix, matrix, out=product))
         bandwidth = 12 * length / _fastest(lambda: _add(*next(vectors)))
         launch = _seconds("torch.add(a, a)", {"a": torch.ones(1)}, CALIBRATION_SECONDS)
-        # As dropout draws.
+        # Dropout draws this way.
         draws = drawn.numel() / _fastest(lambda: drawn.bernoulli_(0.5))
     return flops, bandwidth, launch, draws
 
@@ -155,7 +171,10 @@ def _add(vector: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    """Return the seconds of the fastest single run: of all threads, or of one, as a busy machine may never run all of them together."""
+    """Return the seconds of the fastest single run, with all threads or with one.
+
+    A busy machine may never run all threads at once.
+    """
     threads, least = torch.get_num_threads(), math.inf
     try:
         for count in (threads, 1):
@@ -182,12 +201,12 @@ def _seconds(
         globals={"torch": torch, **names},
         num_threads=torch.get_num_threads(),
     )
-    # Whatever else the machine does only adds to a time.
+    # Noise only adds to a time, so the least one is the estimate.
     return float(min(timer.blocked_autorange(min_run_time=at_least).times))
 
 
 class MeasuredSeconds:
-    """Measures ops once each on the device they are planned for."""
+    """Measured seconds of ops, each distinct call timed once on the device of the plan."""
 
     def __init__(
         self, records: Records, device: torch.device, clock: Callable[[], float] = default_timer
@@ -198,25 +217,25 @@ class MeasuredSeconds:
         self._known: dict[str, float | None] = {}
 
     def __call__(self, node: fx.Node) -> float | None:
-        """Return the seconds of one run of ``node``, or None for what cannot be run on its own."""
-        trial = IsolatedOp.of(node)
-        if trial is None or not devices(node) <= {"cpu", self.device.type}:
+        """Return the seconds of one run of ``node``, or None if it cannot run in isolation."""
+        isolated = IsolatedOp.of(node)
+        if isolated is None or not devices(node) <= {"cpu", self.device.type}:
             return None
-        key = f"{machine(self.device)} {trial.key}"
+        key = f"{machine(self.device)} {isolated.key}"
         if key not in self._known:
             known = _known(self.records, key)
             if known is None:
-                known = _measure(trial, self.clock)
+                known = _measure(isolated, self.clock)
                 known = None if known is None else _kept(self.records, key, known)
             self._known[key] = known
         return self._known[key]
 
 
-def _measure(trial: IsolatedOp, clock: Callable[[], float]) -> float | None:
+def _measure(isolated: IsolatedOp, clock: Callable[[], float]) -> float | None:
     try:
-        with trial.call() as call:
+        with isolated.call() as call:
             call()
             return _seconds("call()", {"call": call}, TRIAL_SECONDS, clock)
     except REFUSED as error:
-        log.info("%s not timed, estimated instead: %s", trial.op, error)
+        log.info("%s not timed, estimated instead: %s", isolated.op, error)
         return None

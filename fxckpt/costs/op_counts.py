@@ -1,4 +1,4 @@
-"""FLOPs, bytes and random numbers of one op."""
+"""Op counts: FLOPs, bytes and random numbers of one run of an op."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxckpt.torch_private import size_hint, storage_id
 
 
 def _concrete(value: Any) -> Any:
-    """Sizes of a fake value by their hints, so that FLOP formulas see plain ints."""
+    """Return the hint of a symbolic int, since FLOP formulas need plain ints."""
     if isinstance(value, torch.SymInt):
         return size_hint(value)
     return value
@@ -28,7 +28,10 @@ def _shape(value: Any) -> torch.Size:
 
 
 def _attention_flops(node: fx.Node, *, backward: bool) -> int:
-    """FLOPs of CPU flash attention, which torch's registry lacks; same formulas as for the other attention ops there."""
+    """Return the FLOPs of CPU flash attention, which torch's registry lacks.
+
+    The formulas are those of the other attention ops in the registry.
+    """
     operands = [arg for arg in node.args[: 4 if backward else 3] if isinstance(arg, fx.Node)]
     shapes = [_shape(arg.meta["val"]) for arg in operands]
     if backward:
@@ -40,20 +43,26 @@ def _attention_flops(node: fx.Node, *, backward: bool) -> int:
 def _repeat_heads(
     query: torch.Size, key: torch.Size, value: torch.Size
 ) -> tuple[torch.Size, torch.Size, torch.Size]:
-    """Grouped-query attention reads each key head for several query heads."""
+    """Return the shapes with the key and value heads repeated to the number of query heads.
+
+    Grouped-query attention reads each key head for several query heads.
+    """
     heads = query[1]
     return query, torch.Size((key[0], heads, *key[2:])), torch.Size((value[0], heads, *value[2:]))
 
 
 def node_flops(node: fx.Node) -> int:
-    """Return the FLOPs of one run: torch's own formulas where it has them (a multiply-add counts two), else 0."""
-    said = registered(node.target).flops
-    if said is not None:
-        return _said(node, said)
+    """Return the FLOPs of one run; a multiply-add counts two.
+
+    A registered count comes first, then torch's formula, then 0.
+    """
+    count = registered(node.target).flops
+    if count is not None:
+        return _evaluate_count(node, count)
     packet = getattr(node.target, "overloadpacket", None)
     formula = flop_registry.get(packet)
     if formula is not None:
-        return _said(node, partial(formula, out_val=node.meta["val"]))
+        return _evaluate_count(node, partial(formula, out_val=node.meta["val"]))
     name = str(packet)
     if name == "aten._scaled_dot_product_flash_attention_for_cpu":
         return _attention_flops(node, backward=False)
@@ -63,7 +72,11 @@ def node_flops(node: fx.Node) -> int:
 
 
 def formula_call(node: fx.Node) -> Hashable | None:
-    """Return what torch's FLOP formula for a node looks at; None if it has none, or the arguments are not all tensors of known sizes and numbers."""
+    """Return the key of a call of torch's FLOP formula; equal keys have equal FLOPs.
+
+    Return None for a node without such a formula, or with arguments other than numbers, None and
+    tensors of fixed sizes.
+    """
     if (
         registered(node.target).flops is not None
         or getattr(node.target, "overloadpacket", None) not in flop_registry
@@ -81,21 +94,27 @@ def formula_call(node: fx.Node) -> Hashable | None:
     return (*seen, *node.kwargs)
 
 
-def _said(node: fx.Node, count: Count) -> int:
+def _evaluate_count(node: fx.Node, count: Count) -> int:
     """Return a count, or a formula's answer for the arguments of ``node``."""
     if not callable(count):
         return count  # type: ignore[return-value]  # checked by Checked
     args = fx.map_arg(node.args, lambda n: _concrete(n.meta.get("val")))
     kwargs = fx.map_arg(node.kwargs, lambda n: _concrete(n.meta.get("val")))
     answer = count(*args, **kwargs)
-    return size_hint(answer) if isinstance(answer, torch.SymInt) else answer  # type: ignore[return-value]  # checked by Checked
+    if isinstance(answer, torch.SymInt):
+        return size_hint(answer)
+    return answer  # type: ignore[return-value]  # checked by Checked
 
 
 def node_bytes(node: fx.Node) -> int:
-    """Return the bytes one run reads and writes: each storage once, a broadcast one by what it holds. Views move nothing."""
-    said = registered(node.target).bytes
-    if said is not None:
-        return _said(node, said)
+    """Return the bytes one run reads and writes.
+
+    A storage counts once, by its largest tensor but at most its own size, so that a broadcast
+    tensor counts by the bytes it holds. Views share the storage of their input.
+    """
+    registered_bytes = registered(node.target).bytes
+    if registered_bytes is not None:
+        return _evaluate_count(node, registered_bytes)
     storages: dict[int, int] = {}
     for value in [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]:
         for tensor in tensors(value):
@@ -109,7 +128,7 @@ def node_bytes(node: fx.Node) -> int:
 
 
 def node_draws(node: fx.Node) -> int:
-    """Return how many random numbers one run makes: one for each element of what it gives."""
+    """Return the random numbers one run draws: one per element of its largest result."""
     return (
         max((math.prod(_shape(tensor)) for tensor in tensors(node.meta.get("val"))), default=0)
         if draws(node)

@@ -1,7 +1,8 @@
 """Workspace: the memory an op's kernel allocates and frees before it returns.
 
-Convolutions reorder their operands, attention keeps blocks, some reductions buffer: library workspace that no graph shows. Each distinct op
-of a CPU graph is run once on made-up values and watched by the allocator's own events.
+Convolutions reorder their operands, attention keeps blocks, some reductions buffer: no graph shows
+this workspace. Each distinct op of a CPU graph runs once on synthetic inputs while the allocator's
+events are recorded.
 """
 
 from __future__ import annotations
@@ -17,34 +18,43 @@ from fxckpt.torch_private import allocation_events, size_hint, storage_id
 
 log = logging.getLogger("fxckpt")
 
-WITHOUT_SCRATCH = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
-"""Matrix products of these call straight into a BLAS with its own, static buffers; running them would take the most time."""
+BLAS_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+"""Matrix products that call a BLAS with static buffers; no workspace is measured for them.
+
+They would take most of the time of measuring.
+"""
+
 BLAS_DTYPES = (torch.float32, torch.float64)
+"""Dtypes that a BLAS multiplies."""
 
 
 class MeasuredWorkspace:
-    """Measures ops once each; lives for one compile."""
+    """Measured workspace of ops, each distinct call run once per compile."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
 
     def __call__(self, node: fx.Node) -> int:
-        """Return the workspace bytes of one run of ``node``; 0 for what does not run on the CPU or is not torch's own."""
-        trial = IsolatedOp.of(node)
-        if trial is None or devices(node) != {"cpu"}:
+        """Return the workspace bytes of one run of ``node``.
+
+        Return 0 for an op off the CPU or one that cannot run in isolation.
+        """
+        isolated = IsolatedOp.of(node)
+        if isolated is None or devices(node) != {"cpu"}:
             return 0
         operands = [t for arg in node.all_input_nodes for t in tensors(arg.meta.get("val"))]
-        if str(trial.op.overloadpacket) in WITHOUT_SCRATCH and all(map(_blas_takes, operands)):
+        if str(isolated.op.overloadpacket) in BLAS_PRODUCTS and all(map(_blas_takes, operands)):
             return 0
-        if trial.key not in self._known:
-            self._known[trial.key] = _measure(trial, _result_bytes(node))
-        return self._known[trial.key]
+        if isolated.key not in self._known:
+            self._known[isolated.key] = _measure(isolated, _result_bytes(node))
+        return self._known[isolated.key]
 
 
 def _blas_takes(matrix: torch.Tensor) -> bool:
-    """Return whether a BLAS reads a matrix where it lies.
+    """Return whether a BLAS reads a matrix in place.
 
-    One that is expanded or conjugated, or has no dense row or column, is copied first; half precision goes through oneDNN, which reorders.
+    An expanded or conjugated matrix, or one without dense rows or columns, is copied first. Half
+    precision goes through oneDNN, which reorders its operands.
     """
     shape, stride = [size_hint(n) for n in matrix.shape], [size_hint(n) for n in matrix.stride()]
     if matrix.dtype not in BLAS_DTYPES or any(
@@ -60,7 +70,7 @@ def _blas_takes(matrix: torch.Tensor) -> bool:
 
 
 def _result_bytes(node: fx.Node) -> int:
-    """Return the bytes of the storages that an op gives, by the graph."""
+    """Return the bytes of the storages of a node's results, from the graph."""
     return sum(
         {
             storage_id(t): size_hint(t.untyped_storage().nbytes())
@@ -69,17 +79,18 @@ def _result_bytes(node: fx.Node) -> int:
     )
 
 
-def _measure(trial: IsolatedOp, result_bytes: int) -> int:
+def _measure(isolated: IsolatedOp, result_bytes: int) -> int:
     try:
-        with trial.call() as call:
+        with isolated.call() as call:
             changes, result = allocation_events(call)
     except REFUSED as error:
-        log.info("workspace of %s not measured, planned as none: %s", trial.op, error)
+        log.info("workspace of %s not measured, planned as none: %s", isolated.op, error)
         return 0
     del result
     live = peak = 0
     for change in changes:
         live += change
         peak = max(peak, live)
-    # Some kernels (col2im) leave their result in a larger storage than it needs, which no graph shows either.
+    # Some kernels (col2im) return a result in a larger storage than the graph shows; the excess
+    # counts as workspace.
     return peak - min(live, result_bytes)

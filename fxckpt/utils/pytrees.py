@@ -1,6 +1,6 @@
-"""Structure: arguments and results as flat lists of leaves, and back.
+"""Pytrees: arguments and results as flat lists of leaves, and back.
 
-Torch's pytrees, and beside them dataclasses that torch was not told of.
+Dataclasses that are not registered with torch's pytrees are nodes too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True)
 class _Opened:
-    """A dataclass taken apart."""
+    """A dataclass as its type and the values of its fields."""
 
     kind: type
     values: tuple[Any, ...]
@@ -29,7 +29,10 @@ pytree.register_pytree_node(
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of nested tuples, lists, dicts and dataclasses, and what :func:`unflatten` needs."""
+    """Return the leaves of nested tuples, lists, dicts and dataclasses, and their spec.
+
+    :func:`unflatten` takes the spec.
+    """
     leaves, spec = pytree.tree_flatten(value)
     if any(_is_closed(leaf) for leaf in leaves):
         return flatten(pytree.tree_map(_open, value))
@@ -37,7 +40,7 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-    """Return the value whose leaves these are."""
+    """Return the value of these leaves; the inverse of :func:`flatten`."""
     return _close(pytree.tree_unflatten(list(leaves), spec))
 
 
@@ -52,7 +55,7 @@ def _open(value: Any) -> Any:
 
 
 def _close(value: Any) -> Any:
-    """Put dataclasses together again, innermost first."""
+    """Return ``value`` with its dataclasses restored, nested ones too."""
     return pytree.tree_map(
         lambda v: _close_one(v) if isinstance(v, _Opened) else v,
         value,

@@ -1,4 +1,4 @@
-"""Tables: rows as data, and the same as text, Markdown, CSV, JSON, HTML or a pandas frame."""
+"""Tables: rows of data with exports to text, Markdown, CSV, JSON, HTML and pandas."""
 
 from __future__ import annotations
 
@@ -15,21 +15,33 @@ from tabulate import tabulate
 
 @dataclass(frozen=True)
 class Column:
-    """A column's name as data (units in it), its heading for people, and how a cell is shown to them."""
+    """A column of a table: its name, its heading and the format of its cells."""
 
     name: str
+    """Name in the data, with the unit."""
+
     heading: str
+    """Heading for people."""
+
     show: Callable[[Any], str] = str
+    """Format of a cell for people."""
+
     is_number: bool = False
+    """Whether cells are aligned to the right."""
+
     is_brief: bool = True
-    """Shown in text and Markdown; what is not is in the data alone."""
+    """Whether text, Markdown and HTML show the column; CSV, JSON and pandas always do."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of plain values under named columns. Printing shows them to people; the ``to_`` methods give the values as they are.
+    """Rows of plain values under named columns.
 
-    >>> table = Table((Column("op", "op"), Column("bytes", "size", lambda n: f"{n} B", is_number=True)), (("mm", 512),))
+    Text, Markdown and HTML show formatted cells; :meth:`records`, CSV, JSON and pandas hold the
+    plain values.
+
+    >>> size = Column("bytes", "size", lambda n: f"{n} B", is_number=True)
+    >>> table = Table((Column("op", "op"), size), (("mm", 512),))
     >>> print(table)
     op      size
     ----  ------
@@ -49,11 +61,11 @@ class Table:
         return iter(self.records())
 
     def top(self, count: int) -> Table:
-        """Return the table with its first ``count`` rows."""
+        """Return a table of the first ``count`` rows."""
         return replace(self, rows=self.rows[: max(0, count)])
 
     def where(self, keep: Callable[[dict[str, Any]], bool]) -> Table:
-        """Return the table with the rows that ``keep`` says yes to, which it is given as :meth:`records` does."""
+        """Return a table of the rows whose record, as in :meth:`records`, ``keep`` accepts."""
         return replace(
             self,
             rows=tuple(
@@ -62,7 +74,7 @@ class Table:
         )
 
     def records(self) -> list[dict[str, Any]]:
-        """Return one dict a row, by column name; values as they are (bytes, seconds, FLOPs)."""
+        """Return one dict of plain values per row, by column name."""
         names = [column.name for column in self.columns]
         return [dict(zip(names, row, strict=True)) for row in self.rows]
 
@@ -70,11 +82,11 @@ class Table:
         return self._drawn("simple")
 
     def to_markdown(self) -> str:
-        """Return a Markdown table, as shown to people."""
+        """Return a Markdown table of formatted cells."""
         return self._drawn("github")
 
     def to_csv(self) -> str:
-        """Return comma-separated values, the first line naming the columns."""
+        """Return comma-separated values; the first line holds the column names."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([column.name for column in self.columns])
@@ -82,17 +94,23 @@ class Table:
         return text.getvalue().rstrip("\n")
 
     def to_json(self, indent: int | None = None) -> str:
-        """Return a JSON array with one object a row."""
+        """Return a JSON array of one object per row."""
         return json.dumps(self.records(), indent=indent, ensure_ascii=False)
 
     def to_pandas(self) -> Any:
-        """Return a pandas frame. Needs pandas, which fxckpt does not install."""
-        import pandas as pd  # type: ignore[import-untyped, import-not-found, unused-ignore]  # there if the user has it
+        """Return a pandas frame; it needs pandas, which fxckpt does not install.
+
+        Raises
+        ------
+        ImportError
+            pandas is not installed.
+        """
+        import pandas as pd  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
         return pd.DataFrame(self.records(), columns=[column.name for column in self.columns])
 
     def to_html(self) -> str:
-        """Return an HTML table without scripts or styles of its own, as code hosts and notebooks show it."""
+        """Return an HTML table without scripts or style sheets, for code hosts and notebooks."""
         shown = self._shown()
         head = "".join(f"<th>{html.escape(column.heading)}</th>" for column in self._brief())
         align = ["right" if column.is_number else "left" for column in self._brief()]
@@ -124,7 +142,7 @@ class Table:
 
     def _drawn(self, style: str) -> str:
         brief = self._brief()
-        # A cell may hold a bar, which would end it in Markdown.
+        # A bar would end a Markdown cell.
         cells = (
             [[cell.replace("|", "\\|") for cell in row] for row in self._shown()]
             if style == "github"

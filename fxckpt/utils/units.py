@@ -1,10 +1,10 @@
-"""Units: seconds, FLOPs and long names as people read them."""
+"""Units: seconds, FLOPs, tensor types and long names as text for people."""
 
 from __future__ import annotations
 
 
 def shorten(text: str, width: int) -> str:
-    """Cut the middle out of a long text.
+    """Return a text of at most ``width`` characters, with the middle of a longer one cut out.
 
     >>> shorten("transformer.h.11.attn.c_proj", 16)
     'transfo…n.c_proj'
@@ -16,7 +16,7 @@ def shorten(text: str, width: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return seconds for people.
+    """Return seconds as text.
 
     >>> format_seconds(0.00125), format_seconds(0)
     ('1.25 ms', '0.0 us')
@@ -27,7 +27,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_flops(flops: float) -> str:
-    """Return FLOPs for people.
+    """Return FLOPs as text.
 
     >>> format_flops(2.1e9), format_flops(12)
     ('2.1 GFLOP', '12 FLOP')
@@ -40,7 +40,7 @@ def format_flops(flops: float) -> str:
 
 
 def format_shape(dtype: str, shape: tuple[int, ...]) -> str:
-    """Return a tensor's type for people, as JAX writes it.
+    """Return a tensor's type as text, in the notation of JAX.
 
     >>> format_shape("float32", (4, 256)), format_shape("bool", ())
     ('f32[4,256]', 'bool[]')

@@ -1,4 +1,4 @@
-"""Cost models: what is measured is measured once, and what a user's model says is checked."""
+"""Cost models: rooflines, measured times and their cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def records(tmp_path: Path) -> Records:
 
 
 def node_of(function: object, *inputs: torch.Tensor) -> fx.Node:
-    """The last op of a traced function."""
+    """Return the last op of a traced function."""
     graph = make_fx(function, tracing_mode="fake")(*inputs).graph
     return next(n for n in reversed(graph.nodes) if n.op == "call_function")
 
@@ -36,16 +36,16 @@ def count(records: Records) -> int:
         return int(db.execute("select count(*) from records").fetchone()[0])
 
 
-def test_a_cpu_is_calibrated_once(records: Records) -> None:
+def test_cpu_is_calibrated_once(records: Records) -> None:
+    """The figures of a CPU are measured once and then read from disk."""
     first = cpu_figures(records)
     assert all(figure > 0 for figure in first)
     assert cpu_figures(Records(records.path)) == first
     assert count(records) == 4
 
 
-def test_calibration_goes_on_without_a_disk(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_calibration_without_a_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Calibration goes on, with a warning, if its records cannot be stored."""
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING, "fxckpt"):
         assert all(
@@ -54,9 +54,8 @@ def test_calibration_goes_on_without_a_disk(
     assert "FXCKPT_CACHE_DIR" in caplog.text
 
 
-def test_calibration_goes_on_with_a_broken_file(
-    records: Records, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_calibration_with_a_broken_file(records: Records, caplog: pytest.LogCaptureFixture) -> None:
+    """Calibration goes on, with a warning, if its records cannot be read."""
     records.path.parent.mkdir()
     records.path.write_text("no database, but long enough to be taken for one by its first bytes")
     with caplog.at_level(logging.WARNING, "fxckpt"):
@@ -64,7 +63,8 @@ def test_calibration_goes_on_with_a_broken_file(
     assert "cannot be read" in caplog.text
 
 
-def test_a_figure_that_cannot_be_is_measured_again(records: Records) -> None:
+def test_invalid_record_is_replaced(records: Records) -> None:
+    """A record that is not positive is ignored and replaced; a valid one stays."""
     records.keep("time", 1.0)
     with sqlite3.connect(records.path) as db:
         db.execute("update records set figure = 0")
@@ -73,13 +73,15 @@ def test_a_figure_that_cannot_be_is_measured_again(records: Records) -> None:
     assert records.keep("time", 3.0) == 2.0
 
 
-def test_a_draw_takes_what_the_generator_takes() -> None:
+def test_roofline_counts_random_numbers() -> None:
+    """An op that draws takes the time of the generator."""
     slow = roofline.Roofline(1e12, 1e12, 0.0, draws_per_second=1e3)
     assert slow.seconds(node_of(lambda a: torch.rand_like(a), torch.ones(100))) == 0.1
     assert slow.seconds(node_of(lambda a: a + a, torch.ones(100))) < 0.1
 
 
-def test_the_gpu_table_is_ordered_as_the_devices_are() -> None:
+def test_gpu_table_is_ordered_by_bandwidth() -> None:
+    """Newer GPUs of the table have more bandwidth; every GPU has a roofline."""
     rates = [roofline.DEVICES[name].bytes_per_second for name in ("H200", "H100", "A100")]
     assert rates == sorted(rates, reverse=True)
     assert roofline.device_roofline(torch.device("cuda")) in (
@@ -88,7 +90,8 @@ def test_the_gpu_table_is_ordered_as_the_devices_are() -> None:
     )
 
 
-def test_an_op_is_timed_once_and_then_read(records: Records) -> None:
+def test_op_is_timed_once(records: Records) -> None:
+    """An op is timed once and then read from disk."""
     node = node_of(lambda a: a @ a, torch.ones(64, 64))
     first = MeasuredSeconds(records, CPU)(node)
     assert first is not None
@@ -97,17 +100,17 @@ def test_an_op_is_timed_once_and_then_read(records: Records) -> None:
     assert count(records) == 1
 
 
-def test_a_figure_is_the_seconds_of_one_run(records: Records) -> None:
+def test_measured_seconds_are_of_one_run(records: Records) -> None:
+    """A measured time is the seconds of one run."""
     ticks = itertools.count()
     measured = MeasuredSeconds(records, CPU, clock=lambda: float(next(ticks)))
-    assert (
-        measured(node_of(lambda a: a @ a, torch.ones(4, 4))) == 1.0
-    )  # whatever runs between two looks at this clock takes a second
+    # Anything between two reads of this clock takes a second.
+    assert measured(node_of(lambda a: a @ a, torch.ones(4, 4))) == 1.0
 
 
 @torch.library.custom_op("fxckpt_tests::twice_slowly", mutates_args=())
 def twice_slowly(a: torch.Tensor) -> torch.Tensor:
-    raise AssertionError("nobody knows what else it does: it must not be run for its time")
+    raise AssertionError("an op of unknown effects must not be run to time it")
 
 
 @twice_slowly.register_fake
@@ -115,29 +118,31 @@ def _(a: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(a)
 
 
-def test_what_is_not_torchs_own_is_estimated(records: Records) -> None:
+def test_custom_op_is_estimated(records: Records) -> None:
+    """An op other than torch's own is never run to time it; its time is estimated."""
     node = node_of(lambda a: twice_slowly(a), torch.ones(64))
     model = models.MeasuredCost(MeasuredSeconds(records, CPU), roofline.GENERIC_GPU)
     assert MeasuredSeconds(records, CPU)(node) is None
     assert model.seconds(node) == roofline.GENERIC_GPU.seconds(node)
 
 
-def test_kernels_with_buffers_of_their_own_are_not_tried_on_made_up_ones() -> None:
+def test_private_layouts_get_no_synthetic_inputs() -> None:
+    """Kernels with buffers in a private layout are not run on synthetic inputs."""
     graph = fx.Graph()
     assert IsolatedOp.of(graph.call_function(torch.ops.aten.mkldnn_rnn_layer.default)) is None
     assert IsolatedOp.of(graph.call_function(torch.ops.aten._cudnn_rnn.default)) is None
 
 
-def test_measuring_leaves_the_generator_alone(records: Records) -> None:
+def test_measuring_preserves_the_generator(records: Records) -> None:
+    """Timing an op leaves the random state unchanged."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
     MeasuredSeconds(records, CPU)(node_of(lambda a: torch.nn.functional.dropout(a), torch.ones(64)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_model_is_planned_with_measured_times(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_plan_with_measured_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A plan with measured times is the same when it is made twice."""
     monkeypatch.setenv("FXCKPT_CACHE_DIR", str(tmp_path))
     model = torch.nn.Sequential(
         *(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(4))
