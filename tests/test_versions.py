@@ -1,4 +1,4 @@
-"""What differs between versions of torch, as far as one version can show it."""
+"""Differences between versions of torch, as far as one version can show them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from fxckpt.torch_private import selective_checkpoint, versions
 
 
 class ContextOf211:
-    """``SelectiveCheckpointContext`` as torch 2.11 has it."""
+    """``SelectiveCheckpointContext`` of torch 2.11, without ``op_output``."""
 
     def __init__(self, *, is_recompute: bool) -> None:
         self.is_recompute = is_recompute
 
 
-def test_a_policy_in_torchs_form_reads_what_the_op_gives_where_torchs_context_does_not_hold_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_context_of_torch_2_11_gets_op_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy in torch's form reads the op's output even if torch's own context lacks it."""
     monkeypatch.setattr(selective_checkpoint, "SelectiveCheckpointContext", ContextOf211)
     shapes: list[torch.Size] = []
 
@@ -39,7 +38,8 @@ def test_a_policy_in_torchs_form_reads_what_the_op_gives_where_torchs_context_do
     assert torch.Size([2, 8]) in shapes
 
 
-def test_a_policy_that_torch_2_11_asks_before_the_op_runs_answers_by_the_op() -> None:
+def test_policy_called_before_op_decides_by_op() -> None:
+    """A policy that torch 2.11 calls before the op runs decides by the op alone."""
     asked: Any = AskedByOp(save_matmuls)
     context = ContextOf211(is_recompute=False)
     assert (
@@ -51,7 +51,8 @@ def test_a_policy_that_torch_2_11_asks_before_the_op_runs_answers_by_the_op() ->
 @pytest.mark.parametrize(
     "command", [["-c", "import fxckpt"], ["-m", "fxckpt", "doctor"]], ids=["import", "command line"]
 )
-def test_a_torch_that_is_too_old_is_one_clear_line(command: list[str]) -> None:
+def test_old_torch_is_refused_in_one_line(command: list[str]) -> None:
+    """A torch older than any tested one is refused with one clear line."""
     older = "import runpy, sys, torch; torch.__version__ = '2.10.1+cpu'; "
     run = command[1] if command[0] == "-c" else "sys.argv[0] = 'fxckpt'; runpy.run_module('fxckpt')"
     done = subprocess.run(
@@ -65,7 +66,8 @@ def test_a_torch_that_is_too_old_is_one_clear_line(command: list[str]) -> None:
     assert command[0] == "-c" or len(done.stderr.splitlines()) == 1
 
 
-def test_a_torch_newer_than_any_tested_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_torch_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch newer than any tested one makes the first compile of a process warn."""
     monkeypatch.setattr(torch, "__version__", "99.1.0a0+git1")
     versions.warn_of_newer.cache_clear()
     model, backend = torch.nn.Linear(4, 4), fxckpt.Backend(inner="aot_eager")
@@ -82,9 +84,10 @@ def test_a_torch_newer_than_any_tested_warns_once(monkeypatch: pytest.MonkeyPatc
     ("version", "state"),
     [("2.13.0+cpu", "ok"), ("2.13.1", "note"), ("2.12.0", "note"), ("99.0.0.dev1", "note")],
 )
-def test_the_doctor_names_the_tested_versions(
+def test_doctor_names_tested_versions(
     version: str, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The doctor lists the tested versions and says if the installed torch is none of them."""
     monkeypatch.setattr(torch, "__version__", version)
     (found,) = (f for f in examine(self_test=False).findings if f.what == "torch")
     assert found.state == state and "2.11.0, 2.13.0, 2.15.0" in found.effect
