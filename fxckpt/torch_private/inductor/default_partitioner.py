@@ -70,14 +70,21 @@ def default_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a graph module that shares its constants.
 
-    They are real tensors, which cannot be copied in a fake mode.
+    They are real tensors, which cannot be copied among fake ones. The copy takes its inputs flat:
+    the pytree of a traced graph's arguments is not copied, as torch 2.13 warns of it.
     """
     constants = (
         *gm.buffers(),
         *gm.parameters(),
         *(value for module in gm.modules() for value in vars(module).values()),
     )
-    return copy.deepcopy(gm, {id(c): c for c in constants if isinstance(c, torch.Tensor)})
+    shared = {id(c): c for c in constants if isinstance(c, torch.Tensor)}
+    codegen = gm.graph._codegen
+    gm.graph.set_codegen(fx.graph.CodeGen())
+    try:
+        return copy.deepcopy(gm, shared)
+    finally:
+        gm.graph.set_codegen(codegen)
 
 
 def partition_by_default(
