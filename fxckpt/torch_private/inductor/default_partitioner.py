@@ -70,15 +70,17 @@ def default_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a graph module that shares its constants.
 
-    They are real tensors, which cannot be copied among fake ones. The copy takes its inputs flat:
-    the pytree of a traced graph's arguments is not copied, as torch 2.13 warns of it.
+    They are real tensors, which cannot be copied among fake ones. The copy takes its inputs flat,
+    and shares the pytree of a traced graph's arguments: torch 2.13 warns where one is copied.
     """
     constants = (
         *gm.buffers(),
         *gm.parameters(),
         *(value for module in gm.modules() for value in vars(module).values()),
     )
+    specs = (getattr(gm, name, None) for name in ("_in_spec", "_out_spec"))
     shared = {id(c): c for c in constants if isinstance(c, torch.Tensor)}
+    shared |= {id(spec): spec for spec in specs}
     codegen = gm.graph._codegen
     gm.graph.set_codegen(fx.graph.CodeGen())
     try:
