@@ -1,4 +1,4 @@
-"""Regions: what eager regions did, to read and to print."""
+"""Report of eager regions: their ops, and what each keeps, recomputes or drops."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class Region:
     name: str
     """Of the function or module."""
     graph: fx.GraphModule
-    """What it did, ATen op by ATen op; inputs are what comes from outside. Each node's ``meta["fxckpt"]`` says what becomes of its result."""
+    """The region's ATen ops as a graph; its inputs are the tensors from outside the region.
+
+    Each node's ``meta["fxckpt"]`` says whether its result is kept, recomputed or not needed."""
     rows: tuple[RegionRow, ...]
     plan: Plan | None
     """The plan it follows, if it was given a policy or a budget."""
@@ -53,7 +55,10 @@ class Region:
     def __str__(self) -> str:
         kept = sum(row.bytes for row in self.rows if row.what == KEPT)
         again = sum(row.what == AGAIN for row in self.rows)
-        head = f"region {self.name}: {len(self.rows)} ops; {format_bytes(kept)} kept beside its inputs, {again} ops run again"
+        head = (
+            f"region {self.name}: {len(self.rows)} ops; {format_bytes(kept)} kept beside its "
+            f"inputs, {again} ops run again"
+        )
         table = [
             (
                 r.op,
@@ -66,7 +71,8 @@ class Region:
             )
             for r in self.rows
         ]
-        return f"{head}\n{tabulate(table, headers=('op', 'shape', 'dtype', 'bytes', 'module', 'source', 'backward'))}"
+        headers = ("op", "shape", "dtype", "bytes", "module", "source", "backward")
+        return f"{head}\n{tabulate(table, headers=headers)}"
 
 
 _WATCHED: ContextVar[list[Region] | None] = ContextVar("fxckpt_regions", default=None)
@@ -80,9 +86,10 @@ def record_regions() -> Iterator[list[Region]]:
     --------
     >>> import torch, fxckpt
     >>> with fxckpt.record_regions() as regions:
-    ...     loss = fxckpt.checkpoint(lambda x: x.sin().exp().sum(), torch.ones(3, requires_grad=True))
-    >>> [(row.op, row.what) for row in regions[0].rows]
-    [('aten.sin.default', 'runs again'), ('aten.exp.default', 'runs again'), ('aten.sum.default', 'not needed')]
+    ...     x = torch.ones(3, requires_grad=True)
+    ...     loss = fxckpt.checkpoint(lambda x: x.sin().exp().sum(), x)
+    >>> [row.what for row in regions[0].rows]
+    ['runs again', 'runs again', 'not needed']
     """
     found: list[Region] = []
     token = _WATCHED.set(found)

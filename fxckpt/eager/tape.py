@@ -1,14 +1,17 @@
-"""Tape: what a region of eager code did, op by op, below autograd.
+"""Tape of a region of eager code: its ops, one by one, as they ran below autograd.
 
-A region runs once. Every ATen op that it comes down to is written on the tape, and what autograd would have saved becomes a :class:`Handle`: a
-place on the tape. :mod:`fxckpt.eager.replay` makes the tensor of a place again from the tape, without any of the user's Python.
+A region runs once. Each ATen op is recorded on the tape, and each tensor that autograd saves
+becomes a :class:`Handle`, a tensor version on the tape. :mod:`fxckpt.eager.replay` recomputes the
+tensor of a version from the tape, without any of the user's Python.
 
-A :class:`TensorVersion` is one tensor geometry (offset, sizes, strides, dtype) over one storage between two writes to that storage. So views, and writes
-through them, mean on the tape what they meant to the user: a call that writes a storage ends all its places and begins new ones, carried from the
-old. :mod:`fxckpt.eager.recorder` writes all this down.
+A :class:`TensorVersion` is one geometry (offset, sizes, strides, dtype) over one storage between
+two writes to that storage. Views and writes through them thus keep their meaning: a call that writes a
+storage ends all its versions and begins new ones, carried from the old.
+:mod:`fxckpt.eager.recorder` does the recording.
 
-A place holds the call that made it, a call holds the places it reads, and nothing holds what comes after it: with the handles that autograd lets go
-of dies all that only they could ask for, without the garbage collector.
+References point backward only: a version holds the call that made it, a call the versions it reads.
+When autograd frees a handle, all that only this handle could reach is freed at once, without the
+garbage collector.
 """
 
 from __future__ import annotations
@@ -132,7 +135,7 @@ class MetaArg:
 
 
 class Call:
-    """One op as it ran. Tensors among its arguments are :class:`TensorVersion`, or :class:`MetaArg`."""
+    """One op call; its tensor arguments are :class:`TensorVersion` or :class:`MetaArg`."""
 
     __slots__ = (
         "__weakref__",
@@ -189,7 +192,7 @@ class Handle:
         self.tape = tape
         self.place = place
         self.time = time
-        """How many calls came before: it is a result of the last of them, or an argument of the next."""
+        """Number of calls before the version: a result of the last, or an argument of the next."""
         self.cached: Tensor | None = None
         self.is_asked = False
         """Whether the running backward has asked for it."""
@@ -220,10 +223,11 @@ class Tape:
 
 
 class PlannedReplay:
-    """A replay that goes by a plan, as far as it went.
+    """A replay that follows a plan, and the calls it has run so far.
 
-    Handles are told by the call that filled what they look at, and by where the backward asks for them. ``written`` are the numbers of the
-    storages that calls of the region write: what is in those is made anew whenever it is asked for.
+    A handle is known by the call that filled its storage, and by the place where the backward asks
+    for it. ``written`` holds the numbers of the storages that calls of the region write: their
+    versions are recomputed whenever they are asked for.
     """
 
     __slots__ = ("calls", "course", "done", "held_until", "made", "positions", "roots", "written")
@@ -271,7 +275,7 @@ def base_of(place: TensorVersion) -> TensorVersion:
 
 
 def root_of(place: TensorVersion) -> int:
-    """Return the number of the call that filled what a place looks at; -1 for what comes from outside."""
+    """Return the number of the call that filled a version's storage; -1 if it is from outside."""
     call = base_of(place).call
     return -1 if call is None else call.number
 
@@ -279,7 +283,10 @@ def root_of(place: TensorVersion) -> int:
 def slice_of(
     wanted: Iterable[TensorVersion], available: Container[TensorVersion] = ()
 ) -> tuple[set[Call], Collection[TensorVersion]]:
-    """Return the calls that make ``wanted`` of what is ``available``, and all the places on the way there, in the same order every time."""
+    """Return the calls that compute ``wanted`` from ``available``, and the versions in between.
+
+    The order is deterministic.
+    """
     needed: set[Call] = set()
     seen: dict[TensorVersion, None] = {}
     stack = list(wanted)

@@ -18,7 +18,11 @@ from fxckpt.torch_private import FakeTensorMode, OpOverload, name_op
 
 @dataclass(frozen=True)
 class TapeGraph:
-    """The calls of a tape as a module; its inputs are what comes from outside, and what depends on values that a trace does not have."""
+    """The calls of a tape as a module.
+
+    Its inputs are the tensors from outside, and the results that depend on values, which a trace
+    does not have.
+    """
 
     module: fx.GraphModule
     inputs: tuple[TensorVersion, ...]
@@ -48,7 +52,7 @@ def graph_of(calls: Sequence[Call], outputs: Sequence[TensorVersion] = ()) -> Ta
             chain.append(chain[-1].carried)
         oldest = chain[-1]
         found = nodes.get(oldest)
-        # Memory that somebody behind the dispatcher filled is an input too: nothing on the tape makes it.
+        # Memory that was filled behind the dispatcher is an input too: no call computes it.
         if found is None or (
             oldest.kept is not None and not oldest.is_chosen and _is_filled(oldest)
         ):
@@ -125,7 +129,7 @@ def _is_filled(place: TensorVersion) -> bool:
 
 
 def depends_on_values(call: Call) -> bool:
-    """Return whether what an op gives has a shape that its arguments' values decide (``nonzero``, ``x[mask]``)."""
+    """Return whether the shape of an op's result depends on values (``nonzero``, ``x[mask]``)."""
     if not isinstance(call.op, OpOverload) or torch.Tag.dynamic_output_shape not in call.op.tags:
         return False
     if call.op._opname != "index":

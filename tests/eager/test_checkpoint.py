@@ -1,4 +1,4 @@
-"""Eager regions: the same numbers as without a checkpoint, from ops that run again and Python that does not."""
+"""Eager regions: equal numbers, from ops that are recomputed and Python that runs once."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def step(region: Region, checkpoint: Checkpoint, *, twice: bool = False) -> dict[str, Tensor]:
-    """Gradients of a region, of the gradients' own norm if ``twice``, and where the generator ended."""
+    """Return a region's gradients (of their norm if ``twice``) and the generator's last state."""
     torch.manual_seed(0)
     x, w = torch.randn(6, 6, requires_grad=True), torch.randn(6, 6, requires_grad=True)
     out = checkpoint(region, x, w)
     grads = torch.autograd.grad(out.square().sum(), (x, w), create_graph=twice)
     if twice:
-        grads += torch.autograd.grad(sum(g.square().sum() for g in grads), (x, w))  # type: ignore[arg-type]
+        norm: Any = sum(g.square().sum() for g in grads)
+        grads += torch.autograd.grad(norm, (x, w))
     return {"output": out.detach(), "generator": torch.get_rng_state()} | {
         f"gradient {i}": g.detach() for i, g in enumerate(grads)
     }
@@ -93,7 +94,8 @@ def own_generator(x: Tensor, w: Tensor) -> Tensor:
     return ((x + torch.rand(6, 6, generator=generator)) @ w).sin().mul(noise).exp()
 
 def complex_views(x: Tensor, w: Tensor) -> Tensor:
-    return (torch.view_as_complex(x.reshape(6, 3, 2)).conj().sin() * torch.fft.fft(w)[:, :3]).abs().sin()
+    z = torch.view_as_complex(x.reshape(6, 3, 2)).conj().sin()
+    return (z * torch.fft.fft(w)[:, :3]).abs().sin()
 
 def negative_views(x: Tensor, w: Tensor) -> Tensor:
     return torch.complex(x, w).exp().conj().imag.sin() * x
@@ -121,7 +123,8 @@ def sparse_product(x: Tensor, w: Tensor) -> Tensor:
     return torch.sparse.mm(x.relu().to_sparse(), w.sin()).exp()
 
 def list_of_tensors(x: Tensor, w: Tensor) -> Tensor:
-    return torch.cat([*(t.sin() for t in (x @ w).exp().chunk(3, 1)), *torch._foreach_mul([x, w], 2.0)], 1).exp()
+    parts = (t.sin() for t in (x @ w).exp().chunk(3, 1))
+    return torch.cat([*parts, *torch._foreach_mul([x, w], 2.0)], 1).exp()
 
 def noise_that_an_op_fills(x: Tensor, w: Tensor) -> Tensor:
     return F.rrelu(x @ w, training=True).sin()
@@ -299,7 +302,8 @@ def test_only_what_the_backward_asks_for_runs_again() -> None:
         return (x @ w).sin().tan().add(unused.sum() * 0)
 
     ran = ops_of_the_backward(fxckpt.checkpoint(region, x))
-    # sin's argument is a product; tan keeps its own result, which takes both again. Nothing of the sum runs again.
+    # sin's argument is a product; tan keeps its own result, which takes both again. Nothing of the
+    # sum is recomputed.
     assert (ran["mm"], ran["sin"], ran["tan"], ran["exp"], ran["cosh"]) == (1 + 1, 1, 1, 0, 0)
 
 

@@ -1,4 +1,7 @@
-"""``fxckpt.X`` in place of ``torch.utils.checkpoint.X``: names, options, selective policies, segments, compiled callers, transformers, DDP."""
+"""``fxckpt.X`` in place of ``torch.utils.checkpoint.X``.
+
+Names, options, selective policies, segments, compiled callers, transformers and DDP.
+"""
 
 from __future__ import annotations
 
@@ -248,14 +251,14 @@ def test_a_budget_plans_the_whole_sequence() -> None:
     with fxckpt.record_regions() as found:
         fxckpt.checkpoint_sequential(layers, "auto", x, budget=0.5).sum().backward()
     (region,) = found
-    assert region.plan is not None and region.plan.peak_bytes <= region.plan.budget_bytes  # type: ignore[operator]
+    assert region.plan is not None and region.plan.peak_bytes <= region.plan.budget_bytes  # type: ignore
 
 
 # --- inside torch.compile ---
 
 
 def tags_of(function: Callable[[Tensor], Tensor]) -> dict[str, str]:
-    """Compile a function without graph breaks and return the checkpoint tags that the partitioner sees."""
+    """Compile a function without graph breaks; return the partitioner's checkpoint tags."""
     from functorch.compile import default_partition, make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 

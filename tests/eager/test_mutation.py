@@ -1,4 +1,4 @@
-"""Mutation: what is read before a write is not read again after it, and what is written once is written once."""
+"""Mutation: no read moves behind a write, and no write happens twice."""
 
 from __future__ import annotations
 
@@ -130,15 +130,12 @@ def overwritten(x: Tensor, weight: Tensor, cache: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [cached, overwritten], ids=lambda f: f.__name__)
 def test_an_input_written_with_what_needs_a_gradient(function: Callable[..., Tensor]) -> None:
-    """AOTAutograd writes it after the forward graph has run, so that no op of the graph shows it."""
-    make = lambda: (
-        function,
-        (
-            torch.randn(64, WIDTH),
-            torch.randn(WIDTH, WIDTH, requires_grad=True),
-            torch.rand(64, WIDTH),
-        ),
-    )  # noqa: E731
+    """AOTAutograd writes it after the forward graph, so that no op of the graph shows it."""
+
+    def make() -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+        weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+        return function, (torch.randn(64, WIDTH), weight, torch.rand(64, WIDTH))
+
     same_at_every_budget(make, (None, 0.8, FLOOR), reference=UNCHECKPOINTED)
 
 
@@ -147,9 +144,11 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        block = lambda: nn.Sequential(
-            nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
-        )  # noqa: E731
+
+        def block() -> nn.Module:
+            layers = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+            return nn.Sequential(*layers)
+
         self.blocks = nn.Sequential(*(block() for _ in range(3)))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Eager regions under a policy or a budget: planned by the compile door's own planner, at the first call, and followed after it."""
+"""Eager regions under a policy or budget: planned at the first call, followed thereafter."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_regions_that_write_a_buffer_before_one_backward() -> None:
 
 @pytest.mark.parametrize("budget", [1.3, 1.8])
 def test_the_peak_counts_what_autograd_holds(budget: float) -> None:
-    """A sine keeps its argument, which the plan must know: a compiled backward could keep the cosine."""
+    """A sine keeps its argument; a compiled backward could keep the cosine instead."""
     weights = [(torch.randn(64, 64) / 8).requires_grad_() for _ in range(6)]
     x = torch.randn(1024, 64, requires_grad=True)
 

@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks; with ``policy``, each in a selective checkpoint; with ``mark``, each in a plain one."""
+    """Blocks, each in a selective checkpoint (``policy``) or a plain one (``mark``)."""
 
     def __init__(self, *, mark: bool = False, policy: Policy | None = None) -> None:
         super().__init__()

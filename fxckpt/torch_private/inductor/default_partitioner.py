@@ -79,8 +79,8 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
         *(value for module in gm.modules() for value in vars(module).values()),
     )
     specs = (getattr(gm, name, None) for name in ("_in_spec", "_out_spec"))
-    shared = {id(c): c for c in constants if isinstance(c, torch.Tensor)}
-    shared |= {id(spec): spec for spec in specs}
+    shared: dict[int, Any] = {id(c): c for c in constants if isinstance(c, torch.Tensor)}
+    shared |= {id(spec): spec for spec in specs if spec is not None}
     codegen = gm.graph._codegen
     gm.graph.set_codegen(fx.graph.CodeGen())
     try:
