@@ -5,8 +5,8 @@ becomes a :class:`Handle`, a tensor version on the tape. :mod:`fxckpt.eager.repl
 tensor of a version from the tape, without any of the user's Python.
 
 A :class:`TensorVersion` is one geometry (offset, sizes, strides, dtype) over one storage between
-two writes to that storage. Views and writes through them thus keep their meaning: a call that writes a
-storage ends all its versions and begins new ones, carried from the old.
+two writes to that storage. Views and writes through them thus keep their meaning: a call that
+writes a storage ends all its versions and begins new ones, carried from the old.
 :mod:`fxckpt.eager.recorder` does the recording.
 
 References point backward only: a version holds the call that made it, a call the versions it reads.
