@@ -25,7 +25,9 @@ def test_starts_from_zero_whatever_is_allocated() -> None:
     assert before.numel() == 10_000
 
 
-def test_what_an_earlier_measurement_left_in_a_cycle_gives_no_room() -> None:
+def test_earlier_garbage_does_not_lower_the_peak() -> None:
+    """Garbage that an earlier measurement left in a cycle does not lower the next peak."""
+
     def leave_a_cycle() -> None:
         cycle: list[object] = [torch.empty(1 << 18)]
         cycle.append(cycle)

@@ -204,7 +204,8 @@ TWICE = [products, writes_views, dropouts, complex_views, saves_input_and_result
 
 
 @pytest.mark.parametrize("region", REGIONS)
-def test_a_region_has_the_gradients_of_a_plain_call(region: Region) -> None:
+def test_a_region_has_a_plain_calls_gradients(region: Region) -> None:
+    """Outputs, gradients and random state after a region are exactly those of a plain call."""
     assert differing(step(region, plain), step(region, fxckpt.checkpoint)) == []
 
 
@@ -244,14 +245,16 @@ def test_regions_of_both_engines_nest(outer: Checkpoint, twice: bool) -> None:
     )
 
 
-def test_a_region_may_be_walked_back_through_any_number_of_times() -> None:
+def test_repeated_backwards_give_the_same_gradients() -> None:
+    """Each further backward through a retained region gives the same gradients."""
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
     out = fxckpt.checkpoint(dropouts, x, w).sum()
     grads = [torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(3)]
     assert all(torch.equal(grad, grads[0]) for grad in grads)
 
 
-def test_parameters_in_a_closure_get_gradients_though_no_input_needs_one() -> None:
+def test_parameters_in_a_closure_get_gradients() -> None:
+    """A region's closure parameters get gradients even if none of its inputs requires one."""
     layer = nn.Linear(4, 4)
     fxckpt.checkpoint(lambda x: layer(x).sin(), torch.randn(2, 4)).sum().backward()
     assert layer.weight.grad is not None
@@ -307,7 +310,8 @@ def test_only_what_the_backward_asks_for_runs_again() -> None:
     assert (ran["mm"], ran["sin"], ran["tan"], ran["exp"], ran["cosh"]) == (1 + 1, 1, 1, 0, 0)
 
 
-def test_inner_regions_run_once_more_for_each_region_around_them() -> None:
+def test_nested_regions_replay_each_op_once() -> None:
+    """The backward runs each op of nested regions once, whether inner or outer."""
     x = torch.randn(4, requires_grad=True)
     ran = ops_of_the_backward(
         fxckpt.checkpoint(lambda a: fxckpt.checkpoint(lambda b: b.sin().exp(), a.sinh()), x)
@@ -400,9 +404,10 @@ def unknown_op() -> Iterator[tuple[Callable[[Tensor], Tensor], list[int]]]:
         yield cube, ran
 
 
-def test_an_op_of_which_nothing_is_known_runs_once(
+def test_an_unknown_op_runs_once(
     unknown_op: tuple[Callable[[Tensor], Tensor], list[int]],
 ) -> None:
+    """A custom op that the tape knows nothing about runs in the forward and is not replayed."""
     cube, ran = unknown_op
     region = lambda x, w: cube((x @ w).sin()).exp()  # noqa: E731
     expected = step(region, plain)
@@ -464,7 +469,8 @@ def test_without_gradients_there_is_no_tape(
         assert fxckpt.checkpoint(torch.sin, torch.zeros(2)).sum() == 0
 
 
-def test_under_a_transform_the_region_is_a_plain_call_that_says_so() -> None:
+def test_under_a_transform_a_region_warns() -> None:
+    """Under a torch.func transform a region is a plain call, and a warning says so."""
     x = torch.randn(4)
     with pytest.warns(UserWarning, match="torch.func"):
         grad = torch.func.grad(lambda x: fxckpt.checkpoint(torch.sin, x).sum())(x)
@@ -511,7 +517,9 @@ def test_regions_in_threads() -> None:
     assert len(found) == 8 and all(differing(expected, seen) == [] for seen in found)
 
 
-def test_a_function_that_asks_for_its_saved_tensors_one_by_one_replays_twice_at_most() -> None:
+def test_repeated_saved_tensor_access_replays_twice_at_most() -> None:
+    """An autograd function that reads ctx.saved_tensors many times costs at most two replays."""
+
     class Saved(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *given: Tensor) -> Tensor:
@@ -527,7 +535,8 @@ def test_a_function_that_asks_for_its_saved_tensors_one_by_one_replays_twice_at_
     assert ops_of_the_backward(out)["sinh"] <= 2 * 6
 
 
-def test_a_traced_region_draws_what_a_plain_call_draws() -> None:
+def test_a_traced_region_draws_like_a_plain_call() -> None:
+    """A region traced by make_fx draws the same random numbers as a plain call."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def gradients(checkpoint: Checkpoint) -> Callable[[Tensor, Tensor], Any]:
@@ -554,7 +563,8 @@ def test_a_group_of_backwards_replays_once() -> None:
 # --- writes that cannot be undone ---
 
 
-def test_a_write_to_what_a_region_read_is_an_error_that_names_the_op() -> None:
+def test_writing_a_regions_input_names_the_reading_op() -> None:
+    """An in-place write to an input of a region raises an error that names the op that read it."""
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
     out = fxckpt.checkpoint(products, x, w, debug=True)
     w.add_(1)
@@ -570,7 +580,8 @@ def test_a_write_to_what_a_region_read_is_an_error_that_names_the_op() -> None:
     [lambda s: s._values().mul_(3), lambda s: s[0].mul_(3)],
     ids=["values of a sparse tensor", "view of a subclass"],
 )
-def test_writes_that_the_tape_cannot_follow_are_never_silent(write: Callable[[Any], Any]) -> None:
+def test_writes_beyond_the_tape_are_never_silent(write: Callable[[Any], Any]) -> None:
+    """A write that the tape cannot follow raises an error or leaves the gradients right."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     def region(x: Tensor) -> Tensor:
@@ -598,7 +609,9 @@ def test_other_data_in_a_parameter_is_an_error() -> None:
         out.sum().backward()
 
 
-def test_a_region_may_write_what_it_took_from_outside() -> None:
+def test_a_region_may_write_to_its_closure() -> None:
+    """A region that writes to a tensor of its closure has the results of a plain call."""
+
     def run(checkpoint: Checkpoint) -> list[Tensor]:
         torch.manual_seed(0)
         x, state = torch.randn(4, requires_grad=True), torch.ones(4)
@@ -614,7 +627,8 @@ def test_a_region_may_write_what_it_took_from_outside() -> None:
     assert all(map(torch.equal, run(plain), run(fxckpt.checkpoint)))
 
 
-def test_a_result_written_after_the_region_does_not_matter() -> None:
+def test_writing_a_regions_result_changes_no_gradient() -> None:
+    """An in-place write to a region's result leaves the gradients right."""
     x = torch.randn(4, requires_grad=True)
     out = fxckpt.checkpoint(lambda x: x.sinh().mul(2), x)
     out += 1
@@ -676,7 +690,8 @@ def test_an_exception_in_a_region_drops_its_tape(tapes: Callable[[], int]) -> No
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
-def test_what_a_partial_backward_made_is_dropped_with_it() -> None:
+def test_a_partial_backward_drops_its_recomputed_values() -> None:
+    """Values recomputed for one partial backward are dropped, so the next computes them again."""
     x, z = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
     out = fxckpt.checkpoint(
         lambda x, z: x.sin().exp().sin().sum() + z.sin().exp().sin().sum(), x, z

@@ -96,9 +96,10 @@ def test_every_option_of_torchs_checkpoint_is_taken() -> None:
         (lambda x: fxckpt.patch_transformers(nn.Linear(2, 2)), "Linear is no transformers model"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_a_way_out(
+def test_senseless_calls_are_refused_with_an_explanation(
     call: Callable[[Tensor], Any], told: str
 ) -> None:
+    """A call that makes no sense raises a ValueError that explains the mistake."""
     with pytest.raises(ValueError, match=told):
         call(torch.randn(4, requires_grad=True))
 
@@ -111,7 +112,9 @@ def test_an_error_of_the_function_is_its_own() -> None:
         fxckpt.checkpoint(region, torch.randn(4))
 
 
-def test_an_unbound_variable_of_the_function_is_its_own_error() -> None:
+def test_an_unbound_variable_raises_its_own_error() -> None:
+    """An UnboundLocalError in the function reaches the caller as it is."""
+
     def region(x: Tensor) -> Tensor:
         if x.numel() < 0:
             late = x
@@ -146,7 +149,8 @@ SELECTIVE = {
 
 
 @pytest.mark.parametrize("policy", SELECTIVE.values(), ids=SELECTIVE)
-def test_a_selective_policy_says_what_does_not_run_again(policy: Any) -> None:
+def test_ops_saved_by_a_policy_run_once(policy: Any) -> None:
+    """An op whose result a selective policy saves or offloads does not run again."""
     checkpoint = with_policy(policy)
     assert (
         differing(step(two_products, plain, twice=True), step(two_products, checkpoint, twice=True))
@@ -165,7 +169,8 @@ def test_a_selective_region_takes_a_second_backward() -> None:
     assert torch.equal(first, second)
 
 
-def test_a_kept_value_may_be_written_in_the_region() -> None:
+def test_a_region_may_write_a_kept_value() -> None:
+    """A region may write in place to a kept value, and the write is not repeated."""
     region = lambda x, w: F.relu(x @ w, inplace=True).mul(x)  # noqa: E731
     checkpoint = with_policy(save_products)
     assert differing(step(region, plain), step(region, checkpoint)) == []
@@ -193,7 +198,8 @@ def test_a_kept_value_written_after_the_region(allowed: bool) -> None:
     assert x.grad is not None and torch.allclose(x.grad, (x.detach() + 1).cos())
 
 
-def test_policies_that_need_the_whole_are_told_where_to_go() -> None:
+def test_policies_over_whole_graphs_are_pointed_elsewhere() -> None:
+    """A policy that needs the whole graph is refused with a pointer to `policy=`."""
     with pytest.raises(fxckpt.InvalidOption, match=r"checkpoint\(..., policy=...\)"):
         selective(fxckpt.policies.sqrt_n)
 
@@ -217,7 +223,8 @@ def test_other_contexts_surround_the_region_and_its_replay() -> None:
     assert entered == ["region", "replay"]
 
 
-def test_a_context_that_swallows_an_exception_is_an_error() -> None:
+def test_a_context_may_not_swallow_an_exception() -> None:
+    """A context that suppresses an exception of the region raises a CheckpointError."""
     import contextlib
 
     def region(x: Tensor) -> Tensor:

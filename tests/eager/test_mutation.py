@@ -183,7 +183,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("budget", [None, 0.7])
 @pytest.mark.parametrize("what", ["input", "parameter", "buffer"])
-def test_what_the_user_writes_between_forward_and_backward_gives_an_error_or_changes_nothing(
+def test_writes_before_the_backward_raise_or_change_nothing(
     what: str, budget: float | None
 ) -> None:
     """An input that a backward reads is checked; one that it does not read may be written."""

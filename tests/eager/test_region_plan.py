@@ -84,7 +84,8 @@ def test_a_budget_changes_no_bit(budget: float) -> None:
 
 
 @pytest.mark.parametrize("budget", [0.8, 0.5, 0.4])
-def test_the_peak_is_the_plans_from_the_first_call_on(budget: float) -> None:
+def test_the_first_call_keeps_the_planned_peak(budget: float) -> None:
+    """From the first call on, the measured peak exceeds the plan's by at most 3%."""
     x = torch.randn(16, 16, 32, requires_grad=True)
     plan = plan_of(within(budget), Net(4, dropout=0.1), x)
     fresh = Net(4, dropout=0.1)
@@ -117,7 +118,8 @@ def test_what_runs_again_is_what_the_plan_says() -> None:
     assert whole.ran["addmm"] == 12
 
 
-def test_a_second_call_follows_the_plan_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_call_reuses_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second call of the same region follows the plan of the first and plans nothing."""
     net = Net()
     expected = step(net, within(0.7))
     monkeypatch.setattr("fxckpt.eager.region_cache.region_plan_of", None)
@@ -134,7 +136,8 @@ def test_other_shapes_are_planned_again_and_remembered(monkeypatch: pytest.Monke
         assert differing(step(net, plain, batch=batch), step(net, within(0.7), batch=batch)) == []
 
 
-def test_a_region_that_goes_another_way_is_planned_anew() -> None:
+def test_a_region_on_another_branch_is_planned_anew() -> None:
+    """A region that takes another branch is planned anew and keeps its exact gradients."""
     ways = [True]
 
     def region(x: Tensor) -> Tensor:
@@ -275,9 +278,10 @@ def test_the_peak_counts_what_autograd_holds(budget: float) -> None:
     assert fxckpt.measure_peak(run) <= 1.01 * limit
 
 
-def test_a_plan_is_for_its_types_and_for_what_needs_gradients(
+def test_other_types_or_gradients_get_another_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Each combination of dtypes and inputs that require gradients is planned once."""
     planned: list[int] = []
     import sys
 
@@ -291,7 +295,8 @@ def test_a_plan_is_for_its_types_and_for_what_needs_gradients(
     assert len(planned) == 3
 
 
-def test_what_has_nothing_to_plan_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_to_plan_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A region with nothing to differentiate is examined on its first call only."""
     frozen = nn.Linear(4, 4).requires_grad_(False)
     within(None, policy=policies.save_matmuls)(frozen, torch.randn(2, 4))
     monkeypatch.setattr("fxckpt.eager.region_cache.region_plan_of", None)
@@ -314,7 +319,8 @@ def test_two_policies_are_not_taken_for_one_another() -> None:
         assert [row.op for row in found[0].rows if row.what == "kept"] == [str(op)]
 
 
-def test_a_policy_over_what_cannot_be_traced_warns_and_a_budget_refuses() -> None:
+def test_untraceable_regions_drop_policies_and_refuse_budgets() -> None:
+    """If a region cannot be traced, a policy is dropped with a warning and a budget is refused."""
     given = torch.sparse_coo_tensor(
         torch.tensor([[0, 1], [1, 0]]), torch.ones(2), (2, 2), check_invariants=False
     )

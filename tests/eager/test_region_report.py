@@ -84,7 +84,8 @@ def saved_and_again(plan: fxckpt.Plan, name: str) -> tuple[int, int]:
     )
 
 
-def test_a_plain_region_is_recomputed_where_there_is_no_budget() -> None:
+def test_plain_regions_are_recomputed_without_a_budget() -> None:
+    """Without a budget the activations in a plain region are recomputed, not saved."""
     (plan,) = same_at_every_budget(stack(mark=True), (None,))
     assert saved_and_again(plan, "tanh") == (0, 4)
     assert {row.reason for row in plan.rows if row.op == "tanh"} == {Reason.REGION}
@@ -97,7 +98,9 @@ class Reshaped(Block):
         return super().forward(x.view(-1, WIDTH)).view(2, -1, WIDTH)
 
 
-def test_a_region_whose_result_is_a_view_is_run_again_once() -> None:
+def test_a_region_returning_a_view_is_replayed_once() -> None:
+    """Each activation of a region whose result is a view is recomputed exactly once."""
+
     def make() -> tuple[nn.Module, tuple[Tensor]]:
         model = Stack(mark=True)
         model.blocks = nn.ModuleList(Reshaped() for _ in range(4))
@@ -108,17 +111,20 @@ def test_a_region_whose_result_is_a_view_is_run_again_once() -> None:
     assert len(runs) == len(set(runs)) == 4
 
 
-def test_a_plain_region_only_prefers_where_there_is_a_budget() -> None:
+def test_a_roomy_budget_recomputes_no_product() -> None:
+    """A plain region recomputes no product under a budget that has room for all of them."""
     (plan,) = same_at_every_budget(stack(mark=True), (1.0,))
     assert saved_and_again(plan, "addmm")[1] == 0
 
 
-def test_what_a_region_must_save_is_saved_at_any_budget() -> None:
+def test_must_save_holds_at_any_budget() -> None:
+    """Values that a region's policy must save are never recomputed, whatever the budget."""
     for plan in same_at_every_budget(stack(policy=must_save_products), (None, 0.9, FLOOR)):
         assert saved_and_again(plan, "addmm")[1] == 0, plan.budget_bytes
 
 
-def test_what_a_region_must_recompute_is_recomputed_at_any_budget() -> None:
+def test_must_recompute_holds_at_any_budget() -> None:
+    """Values that a region's policy must recompute are never saved, whatever the budget."""
     for plan in same_at_every_budget(stack(policy=must_recompute_products), (None, 1.0, FLOOR)):
         inner = [row for row in plan.rows if row.op == "addmm" and row.module.endswith("up")]
         assert not any(row.decision is fxckpt.Decision.SAVED for row in inner), plan.budget_bytes
@@ -143,7 +149,8 @@ def test_an_explicit_policy_binds_at_any_budget() -> None:
         assert saved_and_again(plan, "addmm")[0] == 0
 
 
-def test_what_a_policy_prefers_is_done_without_a_budget_and_weighed_with_one() -> None:
+def test_a_budget_may_override_a_policys_preference() -> None:
+    """A preference to recompute holds without a budget and yields to a budget with room."""
     (free,) = same_at_every_budget(stack(), (None,), policy=must_save_products)
     assert saved_and_again(free, "tanh") == (0, 4)
     (weighed,) = same_at_every_budget(stack(), (1.0,), policy=must_save_products)
@@ -153,14 +160,16 @@ def test_what_a_policy_prefers_is_done_without_a_budget_and_weighed_with_one() -
 @pytest.mark.parametrize(
     "options", [{"mark": True}, {"policy": must_save_products}], ids=["plain", "selective"]
 )
-def test_a_budget_never_raises_the_peak_of_a_checkpointed_model(options: dict[str, Any]) -> None:
+def test_budgets_never_raise_a_checkpointed_models_peak(options: dict[str, Any]) -> None:
+    """A budget at or below the peak of a checkpointed model never raises that peak."""
     (regions,) = same_at_every_budget(stack(**options), (None,))
     tight = same_at_every_budget(stack(**options), (regions.peak_bytes, FLOOR))
     assert all(plan.peak_bytes <= regions.peak_bytes for plan in tight)
     assert tight[0].recompute_seconds <= regions.recompute_seconds
 
 
-def test_the_pieces_of_a_budget_that_no_policy_allows_are_explained() -> None:
+def test_a_budget_below_the_policys_peak_is_explained() -> None:
+    """A budget that a binding policy cannot meet raises an error that states the least peak."""
     with pytest.raises(fxckpt.BudgetInfeasible, match="least peak"):
         same_at_every_budget(stack(), (None,), policy=must_save_products)
         model, (x,) = stack()()

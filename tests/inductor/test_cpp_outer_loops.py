@@ -30,7 +30,8 @@ def image_norm_gradient(
     )
 
 
-def test_each_row_of_a_tile_is_read_as_itself() -> None:
+def test_tiles_of_rows_give_the_right_result() -> None:
+    """Results are right where a loop over tiles of rows keeps one value per row."""
     shapes = (
         (4, 256, 128),
         (4, 128, 256),
