@@ -1,4 +1,8 @@
-"""Partitioner: the planner as torch's own stack calls it, without a backend."""
+"""Partitioner: the planner as the partitioner of AOTAutograd or Inductor.
+
+:class:`fxckpt.Backend` compiles through :meth:`Partitioner.split`; code that has no backend of ours
+calls the object itself.
+"""
 
 from __future__ import annotations
 

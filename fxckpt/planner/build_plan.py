@@ -1,4 +1,4 @@
-"""Describe: turn a schedule into a plan that people can read, with a reason for every value."""
+"""Plan of a schedule: names in place of indices, and a reason for every value."""
 
 from __future__ import annotations
 

@@ -228,7 +228,10 @@ PREPARE: tuple[Pass[Joint], ...] = (
 """From AOTAutograd's joint graph to the graph that is planned."""
 
 PREPARE_INDUCTOR: tuple[Pass[Joint], ...] = (
-    *PREPARE[:-1],
+    OnJoint(take_names),
+    OnJoint(eliminate_dead_code),
+    OnJoint(merge_common_subexpressions),
+    OnJoint(raise_getitems),
     OnJoint(copy_views_alone),
     OnJoint(sink_reshapes),
 )
@@ -244,16 +247,23 @@ EMIT: tuple[Pass[Emission], ...] = (
 """From the planned joint graph to the two halves."""
 
 EMIT_INDUCTOR: tuple[Pass[Emission], ...] = (
-    *EMIT[:2],
+    Rematerialize(),
+    InsertChecks(),
     SaveViews(),
-    *EMIT[2:],
+    Partition(),
+    OnHalves(raise_getitems),
+    OnHalves(bind_sizes),
     OnBackward(isolate_matmuls, _keeps_order),
     OnBackward(to_channels_last, _changes_layout),
     OnBackward(mark_execution_order, _keeps_order),
     OnBackward(preserve_strides),
     OnBackward(free_early, _frees_early),
 )
-"""As :data:`EMIT`, with the rewrites that keep Inductor's schedule to the plan."""
+"""As :data:`EMIT`, with the rewrites that keep Inductor's schedule to the plan.
+
+A plan frees early only once its lowering was over the budget without (``inductor/planner.py``);
+the last pass acts where such a plan is applied again.
+"""
 
 
 def prepare(joint: Joint, passes: tuple[Pass[Joint], ...] = PREPARE) -> Joint:

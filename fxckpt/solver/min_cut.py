@@ -11,7 +11,8 @@ values it writes are separate vertices, so that an op with several results is pa
 The arc of a value that no op can recompute comes from the source. The least cut is the least of all
 legal choices of ``recompute cost + keep cost``, shared ancestors counted once. ``networkx`` is the
 model and the reference solver; ``scipy`` solves the same network in integers, about a hundred times
-faster, and many stages in one call.
+faster. Planning calls :meth:`Network.solve`, which takes many stages at once; the functions
+:func:`solve_networkx` and :func:`solve_scipy` are for tests and for looking.
 """
 
 from __future__ import annotations
