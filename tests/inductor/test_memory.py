@@ -290,7 +290,9 @@ def test_calibration_learns_overwritten_inputs() -> None:
     joint, count = inductor_joint(*next_tokens())
     forward, backward, plan = InductorPlanner(Planner(cost="flops")).partition(Joint(joint, count))
     kernels = FusionModel(fuses)(joint.graph, plan.saved)
-    facts, _ = Planner(cost="flops").read(joint, count, bind_preferences=True, never_stored=kernels)
+    facts, _ = Planner(cost="flops").read(
+        Joint(joint, count), bind_preferences=True, never_stored=kernels
+    )
     lowered = lower_backward(forward, backward, Lowerings(None).lower, num_fwd_outputs=count)
     program, seen = facts.program, calibrate(facts, lowered, backward, no_workspace)
     pairs = zip(program.backward, seen.backward, strict=True)
