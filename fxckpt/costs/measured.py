@@ -162,7 +162,9 @@ def _calibrate() -> tuple[float, float, float, float]:
         bandwidth = 12 * length / _fastest(lambda: _add(*next(vectors)))
         launch = _seconds("torch.add(a, a)", {"a": torch.ones(1)}, CALIBRATION_SECONDS)
         # Dropout draws this way.
-        draws = drawn.numel() / _fastest(lambda: drawn.bernoulli_(0.5))
+        # A generator of its own: the user's draws what it draws without calibration.
+        generator = torch.Generator()
+        draws = drawn.numel() / _fastest(lambda: drawn.bernoulli_(0.5, generator=generator))
     return flops, bandwidth, launch, draws
 
 
