@@ -208,7 +208,7 @@ class Partitioner(CustomPartitionerFn):
         cause = failed.__cause__
         if os.environ.get(STRICT) == "1" or self.planner.is_fixed:
             raise failed from cause
-        path = repro.save(joint, num_fwd_outputs, repr(self), failed)
+        path = self._save_repro(joint, num_fwd_outputs, failed)
         try:
             halves = partition_by_default(
                 copied(joint), joint_inputs, num_fwd_outputs=num_fwd_outputs, inner=inner, **given
@@ -221,13 +221,21 @@ class Partitioner(CustomPartitionerFn):
         if limit is not None and peak > limit:
             raise failed from cause
         graph = len(self._plans) + len(self._fallbacks) + 1
-        self._fallbacks.append(Fallback(graph, str(cause or failed), str(path), peak))
+        self._fallbacks.append(Fallback(graph, str(cause or failed), path, peak))
+        ignored = "" if self.planner.policy is None else ", which ignores the policy"
         warnings.warn(
-            f"{failed}\nGraph {graph} takes torch's own partition, unplanned. A repro was "
-            f"written to {path}: 'fxckpt doctor {path}' reads it. {STRICT}=1 makes this an error.",
+            f"{failed}\nGraph {graph} takes torch's own partition, unplanned{ignored}. Repro: "
+            f"{path}; 'fxckpt doctor FILE' prints it. {STRICT}=1 makes this an error.",
             stacklevel=2,
         )
         return halves
+
+    def _save_repro(self, joint: fx.GraphModule, num_fwd_outputs: int, failed: FxckptError) -> str:
+        """Return the path of the repro, or why there is none: a full disk must not end the run."""
+        try:
+            return str(repro.save(joint, num_fwd_outputs, repr(self), failed))
+        except OSError as error:
+            return f"not written ({error})"
 
     def _limit(
         self, joint: fx.GraphModule, joint_inputs: Sequence[object], num_fwd_outputs: int
