@@ -176,24 +176,14 @@ def checkpoint(
             )
         if policy is not None:
             context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
-        # Dynamo recognizes torch's function by identity and tags the region; it rejects an explicit
-        # context_fn that is the default.
-        chosen = (
-            {}
-            if context_fn is noop_context_fn
-            else {"context_fn": functools.partial(_called, context_fn)}
-        )
-        return torchs.checkpoint(
-            function,
-            *args,
-            use_reentrant=bool(use_reentrant) and engine == "rerun",
-            preserve_rng_state=preserve_rng_state,
-            determinism_check=determinism_check,
-            debug=debug,
-            early_stop=early_stop,
-            **chosen,
-            **kwargs,
-        )
+        options: dict[str, Any] = {
+            "use_reentrant": bool(use_reentrant) and engine == "rerun",
+            "preserve_rng_state": preserve_rng_state,
+            "determinism_check": determinism_check,
+            "debug": debug,
+            "early_stop": early_stop,
+        }
+        return _by_torch(function, args, kwargs, context_fn, options)
     _check_options(function, engine, determinism_check)
     planner = None if policy is None and budget is None else planner_of(budget, policy, "roofline")
     if not torch.is_grad_enabled():
@@ -250,6 +240,21 @@ def checkpoint(
             return region_plan
 
         return _record(recorder, contexts[0], function, args, kwargs, end)
+
+
+def _by_torch(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context_fn: Callable[[], Any],
+    options: dict[str, Any],
+) -> Any:
+    """Run a region by torch's own implementation, which Dynamo knows and ``"rerun"`` asks for."""
+    # Dynamo recognizes torch's function by identity and tags the region; it rejects an explicit
+    # context_fn that is the default.
+    if context_fn is not noop_context_fn:
+        options = {**options, "context_fn": functools.partial(_called, context_fn)}
+    return torchs.checkpoint(function, *args, **options, **kwargs)
 
 
 def _check_options(function: Any, engine: str, determinism_check: str) -> None:
