@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from fxckpt import budget as budgets
+from fxckpt import budgets
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import BudgetInfeasible, FxckptError, InvalidOption
 from fxckpt.partitioner import Partitioner, source_digest

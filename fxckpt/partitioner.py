@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from fxckpt import budget as budgets
-from fxckpt import repro
+from fxckpt import budgets, repro
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed, VerifyError
 from fxckpt.inductor.plan_cache import PlanCache

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from fxckpt import __version__
-from fxckpt.budget import parse as parse_budget
+from fxckpt.budgets import parse as parse_budget
 from fxckpt.cli.factory import FORM
 from fxckpt.errors import InvalidBudget
 from fxckpt.reports.explanation import KEYS

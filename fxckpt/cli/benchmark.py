@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxckpt.backend import Backend, InnerCompiler
-from fxckpt.budget import Budget, format_bytes
+from fxckpt.budgets import Budget, format_bytes
 from fxckpt.cli.factory import Target
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import CaptureError, InvalidOption

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from fxckpt import __version__
-from fxckpt.budget import format_bytes, free_bytes
+from fxckpt.budgets import format_bytes, free_bytes
 from fxckpt.costs.measured import cache_dir
 from fxckpt.torch_private.versions import TESTED, is_tested
 from fxckpt.utils.tables import Column, Table

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from fxckpt.budget import Budget
+from fxckpt.budgets import Budget
 from fxckpt.eager.recorder import Keep, Kept, Recorder
 from fxckpt.eager.region_cache import MEMORY, RegionMatcher, differentiable, plan_region
 from fxckpt.eager.region_plan import RegionPlan

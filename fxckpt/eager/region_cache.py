@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxckpt.budget import Budget
+from fxckpt.budgets import Budget
 from fxckpt.eager.plan_region import region_plan_of
 from fxckpt.eager.recorder import Kept, Recorder
 from fxckpt.eager.region_plan import CallKey, RegionPlan, seen, unplanned

@@ -12,7 +12,7 @@ from typing import Any
 from tabulate import tabulate
 from torch import Tensor, fx
 
-from fxckpt.budget import format_bytes
+from fxckpt.budgets import format_bytes
 from fxckpt.eager.recorder import Recorder
 from fxckpt.eager.tape import Call, TensorVersion, slice_of
 from fxckpt.eager.tape_to_fx import graph_of

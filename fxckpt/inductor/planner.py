@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import fx
 
-from fxckpt import budget as budgets
+from fxckpt import budgets
 from fxckpt.inductor.autotune import CompileHalf, step_seconds, unsafe_op
 from fxckpt.inductor.memory import (
     Lower,

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxckpt import budget as budgets
+from fxckpt import budgets
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import CaptureError
 from fxckpt.passes.graphs import Joint

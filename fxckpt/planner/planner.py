@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxckpt import budget as budgets
+from fxckpt import budgets
 from fxckpt.costs.models import CostModel, FlopCost, checked, resolve
 from fxckpt.costs.workspace import MeasuredWorkspace
 from fxckpt.errors import BudgetInfeasible, InvalidOption

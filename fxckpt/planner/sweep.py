@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fxckpt.budget import Budget, validate
+from fxckpt.budgets import Budget, validate
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import InvalidOption
 from fxckpt.planner.build_plan import build_plan

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from fxckpt.budget import format_bytes
+from fxckpt.budgets import format_bytes
 from fxckpt.plans.types import Plan
 from fxckpt.utils.units import format_seconds
 

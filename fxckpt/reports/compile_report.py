@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxckpt.budget import format_bytes
+from fxckpt.budgets import format_bytes
 from fxckpt.plans.types import Plan
 
 

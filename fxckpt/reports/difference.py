@@ -7,7 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from fxckpt.budget import format_bytes
+from fxckpt.budgets import format_bytes
 from fxckpt.errors import InvalidOption
 from fxckpt.plans.types import Plan, Row
 from fxckpt.reports.narrate import Narrator

@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fxckpt.budget import format_bytes
+from fxckpt.budgets import format_bytes
 from fxckpt.errors import InvalidOption
 from fxckpt.plans.snapshot import GraphSnapshot, NodeKind, NodeLabel
 from fxckpt.plans.types import Plan, schedule_of, snapshot_of_plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxckpt.budget import format_bytes
+from fxckpt.budgets import format_bytes
 from fxckpt.plans.types import Plan
 
 BLOCKS = " ▁▂▃▄▅▆▇█"

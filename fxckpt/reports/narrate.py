@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from fxckpt.budget import format_bytes
+from fxckpt.budgets import format_bytes
 from fxckpt.plans.snapshot import GraphSnapshot, NodeKind, NodeLabel
 from fxckpt.plans.types import Plan, Row, snapshot_of_plan
 from fxckpt.reason import Decision, Reason

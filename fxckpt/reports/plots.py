@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from fxckpt.budget import format_bytes
+from fxckpt.budgets import format_bytes
 from fxckpt.errors import InvalidOption
 from fxckpt.plans.types import Plan
 from fxckpt.solver.live_intervals import Holder

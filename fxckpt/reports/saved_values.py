@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fxckpt.budget import format_bytes
+from fxckpt.budgets import format_bytes
 from fxckpt.plans.snapshot import NodeLabel
 from fxckpt.plans.types import Row
 from fxckpt.reason import Decision, Reason

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from fxckpt.budget import format_bytes
+from fxckpt.budgets import format_bytes
 from fxckpt.plans.snapshot import GraphSnapshot
 from fxckpt.plans.types import Plan, schedule_of, snapshot_of_plan
 from fxckpt.solver.live_intervals import (

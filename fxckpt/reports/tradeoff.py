@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxckpt.budget import format_bytes
+from fxckpt.budgets import format_bytes
 from fxckpt.errors import InvalidOption
 from fxckpt.plans.types import Plan
 from fxckpt.reports.plots import Peer

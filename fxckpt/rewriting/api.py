@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import _pytree as pytree
 
-from fxckpt.budget import Budget
+from fxckpt.budgets import Budget
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import InvalidOption
 from fxckpt.rewriting.example_inputs import inputs_of, real_like

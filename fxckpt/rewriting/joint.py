@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxckpt.budget import Budget
+from fxckpt.budgets import Budget
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import CaptureError
 from fxckpt.passes.graphs import Joint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import fxckpt
-from fxckpt.budget import format_bytes
+from fxckpt.budgets import format_bytes
 from fxckpt.reports.memory_bar import memory_bar
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fxckpt
-from fxckpt import budget as budgets
+from fxckpt import budgets
 
 CPU = torch.device("cpu")
 
