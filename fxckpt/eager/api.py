@@ -37,12 +37,12 @@ from torch.utils.checkpoint import (
 
 from fxckpt.budgets import Budget
 from fxckpt.eager.recorder import Keep, Kept, Recorder
-from fxckpt.eager.region_cache import MEMORY, RegionMatcher, differentiable, plan_region
+from fxckpt.eager.region_cache import CACHE, RegionMatcher, differentiable, plan_region
 from fxckpt.eager.region_plan import RegionPlan
 from fxckpt.eager.region_report import region_of, watched
 from fxckpt.eager.replay import unpack
 from fxckpt.errors import CheckpointError, InvalidOption
-from fxckpt.planner.planner import planner_of
+from fxckpt.planner.planner import Planner, planner_of
 from fxckpt.policies import as_policy
 from fxckpt.policies.base import Policy
 from fxckpt.policies.torch_form import AskedByOp
@@ -84,6 +84,12 @@ NO_CONTEXTS: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = (
     nullcontext(),
 )
 NO_RESULT = object()
+TRANSFORMED = (
+    "fxckpt.checkpoint under a torch.func transform (grad, vmap, ...) saves what autograd "
+    "saves: torch.func has no hooks for saved tensors. For its savings, compile the "
+    "transformed function: torch.compile(torch.func.grad(f), backend='fxckpt')."
+)
+"""Warning for a region under a transform."""
 CHECKS = ("default", "none")
 WHERE = {
     CheckpointPolicy.MUST_SAVE: Kept.ON_DEVICE,
@@ -169,60 +175,40 @@ def checkpoint(
     torch.Size([8, 8])
     """
     if torch.compiler.is_compiling() or engine == "rerun":
-        if budget is not None and engine == "rerun":
-            raise InvalidOption(
-                f"budget={budget!r} and engine='rerun': torch's implementation knows no budget. "
-                "Use engine='replay'."
-            )
-        if policy is not None:
-            context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
-        options: dict[str, Any] = {
+        options = {
             "use_reentrant": bool(use_reentrant) and engine == "rerun",
             "preserve_rng_state": preserve_rng_state,
             "determinism_check": determinism_check,
             "debug": debug,
             "early_stop": early_stop,
+            **_torch_contexts(context_fn, engine, policy, budget),
         }
-        return _by_torch(function, args, kwargs, context_fn, options)
+        return torchs.checkpoint(function, *args, **options, **kwargs)
     _check_options(function, engine, determinism_check)
     planner = None if policy is None and budget is None else planner_of(budget, policy, "roofline")
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if is_transformed():
-        warnings.warn(
-            "fxckpt.checkpoint under a torch.func transform (grad, vmap, ...) saves what autograd "
-            "saves: torch.func has no hooks for saved tensors. For its savings, compile the "
-            "transformed function: torch.compile(torch.func.grad(f), backend='fxckpt').",
-            stacklevel=2,
-        )
+        warnings.warn(TRANSFORMED, stacklevel=2)
         return function(*args, **kwargs)
-    contexts, selective = _contexts_of(context_fn)
-    if selective is not None and planner is not None:
-        raise InvalidOption(
-            "context_fn and policy (or budget) were given: both say what the region keeps. "
-            "Give the policy alone: policy=..."
-        )
+    contexts, selective = _contexts_of(context_fn, planner)
     matcher = (
-        None if planner is None else RegionMatcher(MEMORY.courses(function, budget, planner.policy))
+        None if planner is None else RegionMatcher(CACHE.plans(function, budget, planner.policy))
     )
     watchers = watched()
     is_shown = (
         watchers is not None
         or debug_override(debug)
-        or (matcher is not None and not matcher.courses.known)
+        or (matcher is not None and not matcher.plans.known)
     )
-    needs_modules = is_shown or (
-        planner is not None and planner.policy is not None and planner.policy.needs_graph
-    )
-    with modules_of(function) if needs_modules else NO_MODULES as module:
-        locate = (
-            (lambda: (calling_line() if is_shown else "", module()))
-            if is_shown or planner is not None
-            else None
-        )
+    with _modules(function, planner, is_shown) as module:
         recorder = Recorder(
             keep=matcher if selective is None else _keep_by(selective.function),
-            locate=locate,
+            locate=(
+                (lambda: (calling_line() if is_shown else "", module()))
+                if is_shown or planner is not None
+                else None
+            ),
             around=surrounding_hooks(),
             # A traced graph cannot hold the state of a generator.
             keep_draws=not preserve_rng_state or is_traced(),
@@ -242,19 +228,24 @@ def checkpoint(
         return _record(recorder, contexts[0], function, args, kwargs, end)
 
 
-def _by_torch(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    context_fn: Callable[[], Any],
-    options: dict[str, Any],
-) -> Any:
-    """Run a region by torch's own implementation, which Dynamo knows and ``"rerun"`` asks for."""
-    # Dynamo recognizes torch's function by identity and tags the region; it rejects an explicit
-    # context_fn that is the default.
-    if context_fn is not noop_context_fn:
-        options = {**options, "context_fn": functools.partial(_called, context_fn)}
-    return torchs.checkpoint(function, *args, **options, **kwargs)
+def _torch_contexts(
+    context_fn: Callable[[], Any], engine: str, policy: Any, budget: Budget
+) -> dict[str, Any]:
+    """Return the ``context_fn`` option of torch's own implementation, if it needs one.
+
+    Dynamo recognizes torch's function by identity and tags the region; it rejects an explicit
+    ``context_fn`` that is the default. Raises :class:`InvalidOption` for a budget.
+    """
+    if budget is not None and engine == "rerun":
+        raise InvalidOption(
+            f"budget={budget!r} and engine='rerun': torch's implementation knows no budget. "
+            "Use engine='replay'."
+        )
+    if policy is not None:
+        context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+    if context_fn is noop_context_fn:
+        return {}
+    return {"context_fn": functools.partial(_called, context_fn)}
 
 
 def _check_options(function: Any, engine: str, determinism_check: str) -> None:
@@ -271,16 +262,35 @@ def _check_options(function: Any, engine: str, determinism_check: str) -> None:
         )
 
 
-def _contexts_of(context_fn: Callable[[], tuple[Any, Any]]) -> tuple[tuple[Any, Any], Any]:
+def _contexts_of(
+    context_fn: Callable[[], tuple[Any, Any]], planner: Planner | None
+) -> tuple[tuple[Any, Any], Any]:
     """Return the contexts for a region and its replay, and torch's selective policy, if any.
 
-    A selective policy replaces the contexts: the recorder applies it.
+    A selective policy replaces the contexts: the recorder applies it. Raises :class:`InvalidOption`
+    for a selective policy beside a planner.
     """
     if context_fn is noop_context_fn:
         return NO_CONTEXTS, None
     contexts = context_fn()
     selective = selective_policy(contexts)
-    return (contexts, None) if selective is None else (NO_CONTEXTS, selective)
+    if selective is None:
+        return contexts, None
+    if planner is not None:
+        raise InvalidOption(
+            "context_fn and policy (or budget) were given: both say what the region keeps. "
+            "Give the policy alone: policy=..."
+        )
+    return NO_CONTEXTS, selective
+
+
+def _modules(
+    function: Callable[..., Any], planner: Planner | None, is_shown: bool
+) -> AbstractContextManager[Callable[[], str]]:
+    """Return a context whose value returns the path of the running module, if someone needs it."""
+    policy = None if planner is None else planner.policy
+    is_needed = is_shown or (policy is not None and policy.needs_graph)
+    return modules_of(function) if is_needed else NO_MODULES
 
 
 def checkpoint_sequential(

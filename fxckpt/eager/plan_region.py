@@ -32,7 +32,7 @@ from fxckpt.torch_private import partitioner_tag, tag_side, trace_joint
 def region_plan_of(
     calls: Sequence[Call],
     outputs: Sequence[TensorVersion],
-    did: Sequence[CallKey],
+    keys: Sequence[CallKey],
     packed: tuple[int, ...],
     planner: Planner,
 ) -> RegionPlan:
@@ -55,7 +55,7 @@ def region_plan_of(
             _calling(graph.module, len(inputs)), inputs, lambda joint, n: found.append((joint, n))
         )
     if not found:
-        return unplanned(did, packed)
+        return unplanned(keys, packed)
     joint, num_fwd_outputs = found[0]
     if planner.budget is not None:
         bind_to_autograd(joint.graph)
@@ -64,7 +64,7 @@ def region_plan_of(
     facts, plan = planner.plan(given)
     return RegionPlan(
         plan=plan,
-        seen=tuple(did),
+        keys=tuple(keys),
         packed=packed,
         kept=_kept(facts, plan, calls),
         reruns=_reruns(facts, plan),

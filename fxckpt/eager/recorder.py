@@ -36,7 +36,7 @@ from fxckpt.eager.tape import (
     slice_of,
 )
 from fxckpt.errors import CheckpointError
-from fxckpt.ops.traits import BLANK, CERTAIN, OPAQUE, SUSPECT, Traits, traits_of
+from fxckpt.ops.traits import Opacity, Traits, traits_of
 from fxckpt.torch_private import (
     OpOverload,
     forget_storage,
@@ -62,18 +62,20 @@ Keep = Callable[[int, Any, tuple[Any, ...], Mapping[str, Any], Any], Kept | froz
 Called after the op, with the number of its call, the op, its arguments and its results."""
 NOTHING_AROUND: AbstractContextManager[None] = nullcontext()
 Hooks = tuple[Pack, Unpack]
+TRANSPARENT = Opacity.TRANSPARENT
+"""A global, as every op looks it up."""
 
 
 class StorageState:
     """State of a storage during the recording."""
 
-    __slots__ = ("doubt", "is_external", "number", "places", "snapshot", "writes")
+    __slots__ = ("is_external", "number", "opacity", "snapshot", "versions", "writes")
 
-    def __init__(self, number: int, *, is_external: bool, doubt: int) -> None:
+    def __init__(self, number: int, *, is_external: bool, opacity: Opacity) -> None:
         self.number = number
         self.is_external = is_external
-        self.doubt = doubt
-        self.places: dict[Any, TensorVersion] = {}
+        self.opacity = opacity
+        self.versions: dict[Any, TensorVersion] = {}
         """Current versions of its tensors, by geometry."""
         self.writes: list[Call] = []
         """Calls that wrote the storage."""
@@ -112,7 +114,7 @@ class Recorder(TorchDispatchMode):
         self._keep_draws = keep_draws
         self._check_versions = check_versions
         self._locate = locate
-        self._memories: dict[int, StorageState] = {}
+        self._storages: dict[int, StorageState] = {}
         self._remembered: list[int] = []
         self._objects: list[Tensor] = []
         self._unsettled: list[TensorVersion] = []
@@ -133,12 +135,12 @@ class Recorder(TorchDispatchMode):
         """Return the handle that autograd saves in place of a tensor."""
         self._is_packing = True
         tape = self.tape
-        place = self._place(tensor)
-        if place.is_view and place.kept is None and base_of(place).kept is not None:
+        version = self._version_of(tensor)
+        if version.is_view and version.kept is None and base_of(version).kept is not None:
             # A view of a held tensor costs no memory; holding it saves its recompute.
-            self._hold(place, tensor)
+            self._hold(version, tensor)
         self._is_packing = False
-        handle = Handle(tape, place, self.count)
+        handle = Handle(tape, version, self.count)
         tape.handles.append(weakref.ref(handle))
         return handle
 
@@ -150,41 +152,41 @@ class Recorder(TorchDispatchMode):
         if not known.is_plain or kwargs:
             return self._run(known, func, args, kwargs or {})
         # Fast path of _run for most ops: not random, no writes, transparent results.
-        placed = tuple(
+        versioned = tuple(
             [
-                self._place(a)
+                self._version_of(a)
                 if isinstance(a, Tensor)
-                else self._placed(a)
+                else self._with_versions(a)
                 if type(a) is list
                 else a
                 for a in args
             ]
         )
         out = func(*args)
-        call = Call(self.count, func, placed, kwargs, None)
+        call = Call(self.count, func, versioned, kwargs, None)
         self.count += 1
         if isinstance(out, Tensor):
-            places = [self._made(out, call, CERTAIN)]
+            versions = [self._made(out, call, TRANSPARENT)]
         else:
-            places = [self._made(t, call, CERTAIN) for t in flatten(out)]
-        call.outputs = tuple([weakref.ref(place) for place in places])
+            versions = [self._made(t, call, TRANSPARENT) for t in flatten(out)]
+        call.outputs = tuple([weakref.ref(version) for version in versions])
         if self._keep is not None or self._locate is not None:
-            self._ask(call, places, args, {}, out)
+            self._ask(call, versions, args, {}, out)
         return out
 
     def _run(self, known: Traits, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op of any traits and record its call."""
         reads = known.reads
-        placed = tuple(
+        versioned = tuple(
             [
-                self._placed(a, reads and not (known.overwrites and i == 0))
+                self._with_versions(a, reads and not (known.overwrites and i == 0))
                 for i, a in enumerate(args)
             ]
         )
-        if known.asks_geometry and type(args[0]) is Tensor and placed[0].geometry is not None:
-            placed = (_meta_arg(placed[0], args[0]), *placed[1:])
-        placed_kwargs = {
-            name: self._placed(value, reads and name not in known.writes)
+        if known.asks_geometry and type(args[0]) is Tensor and versioned[0].geometry is not None:
+            versioned = (_meta_arg(versioned[0], args[0]), *versioned[1:])
+        versioned_kwargs = {
+            name: self._with_versions(value, reads and name not in known.writes)
             for name, value in kwargs.items()
         }
         draw = None
@@ -197,31 +199,31 @@ class Recorder(TorchDispatchMode):
                 draw = RngSnapshot(generator, generator.get_state())
         written = self._before_writes(known, args, kwargs) if known.writes else ()
         out = op(*args, **kwargs)
-        call = Call(self.count, op, placed, placed_kwargs, draw)
+        call = Call(self.count, op, versioned, versioned_kwargs, draw)
         self.count += 1
         if written:
-            call.writes = tuple([memory.number for memory, _ in written])
+            call.writes = tuple([storage.number for storage, _ in written])
             covers = known.overwrites or known.is_out
-            for memory, is_whole in written:
-                doubt = _doubt_after(memory, is_whole=is_whole and covers)
-                self._after_write(memory, call, OPAQUE if never_twice else doubt)
-        doubt = OPAQUE if never_twice else known.doubt
-        places = [self._made(t, call, doubt) for t in flatten(out)]
-        call.outputs = tuple([weakref.ref(place) for place in places])
+            for storage, is_whole in written:
+                opacity = _opacity_after(storage, is_whole=is_whole and covers)
+                self._after_write(storage, call, Opacity.OPAQUE if never_twice else opacity)
+        opacity = Opacity.OPAQUE if never_twice else known.opacity
+        versions = [self._made(t, call, opacity) for t in flatten(out)]
+        call.outputs = tuple([weakref.ref(version) for version in versions])
         if known.fills is not None:
             self._move_handles(call, args[known.fills])
         if not isinstance(op, OpOverload):
             # The writes of a higher-order op are unknown.
             for tensor in flatten([*args, *kwargs.values()]):
-                self._memories[storage_key(tensor)].doubt = OPAQUE
+                self._storages[storage_key(tensor)].opacity = Opacity.OPAQUE
         if self._keep is not None or self._locate is not None:
-            self._ask(call, places, args, kwargs, out)
+            self._ask(call, versions, args, kwargs, out)
         if written:
             self._unsettled.extend(
-                place
-                for memory, _ in written
-                for place in memory.places.values()
-                if place.is_shared
+                version
+                for storage, _ in written
+                for version in storage.versions.values()
+                if version.is_shared
             )
         return out
 
@@ -234,26 +236,26 @@ class Recorder(TorchDispatchMode):
             handle = ref()
             if handle is not None and handle.time != call.number:
                 break
-            place = self._place(filled)
-            if handle is not None and handle.place.memory == place.memory:
-                handle.place = place
+            version = self._version_of(filled)
+            if handle is not None and handle.version.storage == version.storage:
+                handle.version = version
 
     def _settle(self) -> None:
         """Update versions of written tensors: autograd bumps them after the write is recorded."""
-        for place in self._unsettled:
-            if place.version is not None and isinstance(place.kept, Tensor):
-                place.version = place.kept._version
+        for version in self._unsettled:
+            if version.counter is not None and isinstance(version.kept, Tensor):
+                version.counter = version.kept._version
         self._unsettled.clear()
 
     def _ask(
         self,
         call: Call,
-        places: list[TensorVersion],
+        versions: list[TensorVersion],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any,
     ) -> None:
-        """Ask ``keep`` for the results of a call, and ``locate`` for its place."""
+        """Ask ``keep`` for the results of a call, and ``locate`` for its line and module."""
         self.calls.append(call)
         if self._locate is not None:
             first = next(flatten(out), None)
@@ -267,79 +269,79 @@ class Recorder(TorchDispatchMode):
             return
         where = self._keep(call.number, call.op, args, kwargs, out)
         if call.writes and any(
-            memory.is_external and memory.number in call.writes
-            for memory in self._memories.values()
+            storage.is_external and storage.number in call.writes
+            for storage in self._storages.values()
         ):
             return  # the storage is shared with code outside; the snapshot restores it
-        for i, (place, tensor) in enumerate(zip(places, flatten(out), strict=True)):
-            if (where if isinstance(where, Kept) else i in where) and place.kept is None:
-                self._hold(place, tensor)
-                place.is_chosen = True
+        for i, (version, tensor) in enumerate(zip(versions, flatten(out), strict=True)):
+            if (where if isinstance(where, Kept) else i in where) and version.kept is None:
+                self._hold(version, tensor)
+                version.is_chosen = True
                 if where is Kept.ON_CPU:
-                    offload(place)
+                    offload(version)
 
-    def places_of(self, tensors: Iterable[Tensor]) -> list[TensorVersion]:
+    def versions_of(self, tensors: Iterable[Tensor]) -> list[TensorVersion]:
         """Return the versions of tensors that the region computed or read."""
-        return [self._place(tensor, reads=False) for tensor in tensors]
+        return [self._version_of(tensor, reads=False) for tensor in tensors]
 
     def latest(self, kept: Mapping[int, frozenset[int]]) -> set[TensorVersion]:
         """Return the latest versions of the kept results, given by call and position."""
         self._settle()
-        memories = {memory.number: memory for memory in self._memories.values()}
+        storages = {storage.number: storage for storage in self._storages.values()}
         found = {
-            place
+            version
             for call in self.calls
             for i in kept.get(call.number, ())
-            if (place := call.outputs[i]()) is not None
+            if (version := call.outputs[i]()) is not None
         }
-        found = {place for place in found if not memories[place.memory].is_external}
-        return {memories[place.memory].places[place.geometry] for place in found}
+        found = {version for version in found if not storages[version.storage].is_external}
+        return {storages[version.storage].versions[version.geometry] for version in found}
 
     def keep_only(self, made: Mapping[TensorVersion, Tensor]) -> None:
         """Keep the recomputed tensors ``made``, and free all other results kept by choice."""
-        for place in self._held:
-            if place.is_chosen and place not in made:
-                place.let_go()
-        for place, tensor in made.items():
-            if place.kept is None:
-                place.kept = tensor
-                self._held.append(place)
+        for version in self._held:
+            if version.is_chosen and version not in made:
+                version.free()
+        for version, tensor in made.items():
+            if version.kept is None:
+                version.kept = tensor
+                self._held.append(version)
 
-    def finish(self, course: RegionPlan | None = None) -> None:
+    def finish(self, region_plan: RegionPlan | None = None) -> None:
         """Finish recording: free values no handle can reach, pass others to the enclosing hooks."""
         tape = self.tape
         self._settle()
-        if course is not None:
+        if region_plan is not None:
             written = frozenset(number for call in self.calls for number in call.writes)
-            tape.replay = PlannedReplay(course, tape.live(), self.calls, written)
-        for place in self._held:
-            if place.kept is not None:
-                place.call = place.carried = None
+            tape.replay = PlannedReplay(region_plan, tape.live(), self.calls, written)
+        for version in self._held:
+            if version.kept is not None:
+                version.call = version.carried = None
         self.calls.clear()
         self._held.clear()
-        for memory in self._memories.values():
-            memory.places.clear()
-        self._memories.clear()
+        for storage in self._storages.values():
+            storage.versions.clear()
+        self._storages.clear()
         self._objects.clear()
         forget_storage(self._remembered)
         if self._around is not None:
             pack, unpack = self._around
-            for place in slice_of(handle.place for handle in tape.live())[1]:
-                if place.kept is not None and place.unpack is None:
-                    place.kept, place.unpack = pack(place.kept), unpack
+            for version in slice_of(handle.version for handle in tape.live())[1]:
+                if version.kept is not None and version.unpack is None:
+                    version.kept, version.unpack = pack(version.kept), unpack
 
-    def _placed(self, given: Any, reads: bool = True) -> Any:
+    def _with_versions(self, given: Any, reads: bool = True) -> Any:
         """Return an argument with its tensors replaced by their versions."""
         if isinstance(given, Tensor):
-            return self._place(given, reads)
+            return self._version_of(given, reads)
         if isinstance(given, (tuple, list)) and any(
             isinstance(g, (Tensor, tuple, list)) for g in given
         ):
-            return [self._placed(g, reads) for g in given]
+            return [self._with_versions(g, reads) for g in given]
         return given
 
-    def _add_memory(
-        self, key: int, tensor: Tensor, *, is_external: bool, doubt: int
+    def _add_storage(
+        self, key: int, tensor: Tensor, *, is_external: bool, opacity: Opacity
     ) -> StorageState:
         if key > 0:
             self._remembered.append(remember_storage(tensor))
@@ -347,61 +349,63 @@ class Recorder(TorchDispatchMode):
             self._objects.append(tensor)
         # Tensors without a storage of their own (subclasses, sparse tensors) may share memory with
         # tensors unknown to the tape.
-        memory = self._memories[key] = StorageState(
-            len(self._memories), is_external=is_external, doubt=doubt if key > 0 else OPAQUE
+        storage = self._storages[key] = StorageState(
+            len(self._storages),
+            is_external=is_external,
+            opacity=opacity if key > 0 else Opacity.OPAQUE,
         )
-        return memory
+        return storage
 
-    def _place(self, tensor: Tensor, reads: bool = True) -> TensorVersion:
+    def _version_of(self, tensor: Tensor, reads: bool = True) -> TensorVersion:
         """Return the version of a tensor; a tensor new to the tape is external."""
         key = storage_key(tensor)
-        memory = self._memories.get(key)
-        if memory is None:
-            memory = self._add_memory(key, tensor, is_external=True, doubt=CERTAIN)
-        geometry, place = _find(memory, key, tensor)
-        if place is None:
-            place = self._seen(memory, geometry, tensor)
-        if memory.doubt and reads and place.kept is None:
-            self._hold(place, tensor)
-        return place
+        storage = self._storages.get(key)
+        if storage is None:
+            storage = self._add_storage(key, tensor, is_external=True, opacity=TRANSPARENT)
+        geometry, version = _find(storage, key, tensor)
+        if version is None:
+            version = self._seen(storage, geometry, tensor)
+        if storage.opacity and reads and version.kept is None:
+            self._hold(version, tensor)
+        return version
 
-    def _seen(self, memory: StorageState, geometry: Any, tensor: Tensor) -> TensorVersion:
+    def _seen(self, storage: StorageState, geometry: Any, tensor: Tensor) -> TensorVersion:
         """Return the version of a tensor that no recorded call returned."""
-        place = TensorVersion(memory.number, geometry, None)
-        if memory.snapshot is not None:
-            place.snapshot = memory.snapshot
-            for call in memory.writes:
-                place = TensorVersion(memory.number, geometry, call, carried=place)
+        version = TensorVersion(storage.number, geometry, None)
+        if storage.snapshot is not None:
+            version.snapshot = storage.snapshot
+            for call in storage.writes:
+                version = TensorVersion(storage.number, geometry, call, carried=version)
         else:
-            self._hold(place, tensor)
-            place.needs_grad = tensor.requires_grad
-            if not memory.is_external:
-                memory.doubt = OPAQUE
-        memory.places[geometry] = place
-        return place
+            self._hold(version, tensor)
+            version.needs_grad = tensor.requires_grad
+            if not storage.is_external:
+                storage.opacity = Opacity.OPAQUE
+        storage.versions[geometry] = version
+        return version
 
-    def _made(self, tensor: Tensor, call: Call, doubt: int) -> TensorVersion:
+    def _made(self, tensor: Tensor, call: Call, opacity: Opacity) -> TensorVersion:
         """Return the version of a call's result."""
         key = storage_key(tensor)
-        memory = self._memories.get(key)
-        is_view = memory is not None
-        if memory is None:
-            memory = self._add_memory(key, tensor, is_external=False, doubt=doubt)
-        geometry, place = _find(memory, key, tensor)
-        if place is None:
-            place = memory.places[geometry] = TensorVersion(memory.number, geometry, call)
-            place.is_view = is_view
-        return place
+        storage = self._storages.get(key)
+        is_view = storage is not None
+        if storage is None:
+            storage = self._add_storage(key, tensor, is_external=False, opacity=opacity)
+        geometry, version = _find(storage, key, tensor)
+        if version is None:
+            version = storage.versions[geometry] = TensorVersion(storage.number, geometry, call)
+            version.is_view = is_view
+        return version
 
-    def _hold(self, place: TensorVersion, tensor: Tensor) -> None:
+    def _hold(self, version: TensorVersion, tensor: Tensor) -> None:
         """Keep a tensor's current value: an alias, until a recorded call writes it."""
-        place.kept = share_version(tensor)
-        place.is_shared = True
-        if place.call is not None:
-            self._held.append(place)
+        version.kept = share_version(tensor)
+        version.is_shared = True
+        if version.call is not None:
+            self._held.append(version)
         if self._check_versions and not tensor.is_inference():
-            place.version = tensor._version
-            place.storage = storage_key(tensor) if place.kept is tensor else None
+            version.counter = tensor._version
+            version.storage_key = storage_key(tensor) if version.kept is tensor else None
 
     def _before_writes(
         self, known: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -413,53 +417,53 @@ class Recorder(TorchDispatchMode):
         found: dict[StorageState, bool] = {}
         for tensor in (t for where in known.writes for t in _written(args, kwargs, where)):
             for part in (tensor, *parts_of(tensor)):
-                memory = self._memories.get(storage_key(part))
-                if memory is None:
+                storage = self._storages.get(storage_key(part))
+                if storage is None:
                     continue
-                if memory not in found:
-                    self._save_from_write(memory, part)
-                found[memory] = found.get(memory, False) or _is_whole(part)
+                if storage not in found:
+                    self._save_from_write(storage, part)
+                found[storage] = found.get(storage, False) or _is_whole(part)
                 if part is not tensor:
-                    memory.doubt = OPAQUE
+                    storage.opacity = Opacity.OPAQUE
         return list(found.items())
 
-    def _save_from_write(self, memory: StorageState, tensor: Tensor) -> None:
-        if memory.is_external and not memory.writes and storage_key(tensor) > 0:
-            memory.snapshot = Snapshot(_bytes_of(tensor).clone())
-        for place in memory.places.values():
-            if place.call is None and memory.snapshot is not None:
-                place.let_go()
-                place.snapshot = memory.snapshot
-            elif place.is_shared and not place.is_chosen:
+    def _save_from_write(self, storage: StorageState, tensor: Tensor) -> None:
+        if storage.is_external and not storage.writes and storage_key(tensor) > 0:
+            storage.snapshot = Snapshot(_bytes_of(tensor).clone())
+        for version in storage.versions.values():
+            if version.call is None and storage.snapshot is not None:
+                version.free()
+                version.snapshot = storage.snapshot
+            elif version.is_shared and not version.is_chosen:
                 # Free a value that the tape can recompute; copy one that it cannot.
-                place.kept, place.is_shared, place.version = (
-                    place.kept.clone() if memory.doubt else None,
+                version.kept, version.is_shared, version.counter = (
+                    version.kept.clone() if storage.opacity else None,
                     False,
                     None,
                 )
 
-    def _after_write(self, memory: StorageState, call: Call, doubt: int) -> None:
+    def _after_write(self, storage: StorageState, call: Call, opacity: Opacity) -> None:
         """End the versions of a storage, and begin their successors."""
-        memory.writes.append(call)
-        memory.doubt = doubt
-        for geometry, place in memory.places.items():
-            successor = memory.places[geometry] = TensorVersion(
-                memory.number, geometry, call, carried=place
+        storage.writes.append(call)
+        storage.opacity = opacity
+        for geometry, version in storage.versions.items():
+            successor = storage.versions[geometry] = TensorVersion(
+                storage.number, geometry, call, carried=version
             )
-            if place.is_chosen:
+            if version.is_chosen:
                 # The choice passes to the written value; the tape can recompute the old one.
-                is_here = place.unpack is None
-                place.is_chosen = False
+                is_here = version.unpack is None
+                version.is_chosen = False
                 if is_here:
-                    self._hold(successor, place.kept)
+                    self._hold(successor, version.kept)
                     successor.is_chosen = True
-                    place.let_go()
+                    version.free()
 
 
-def _find(memory: StorageState, key: int, tensor: Tensor) -> tuple[Any, TensorVersion | None]:
+def _find(storage: StorageState, key: int, tensor: Tensor) -> tuple[Any, TensorVersion | None]:
     """Return a tensor's geometry (None without a storage of its own) and its version, if any."""
     if key < 0:
-        return None, memory.places.get(None)
+        return None, storage.versions.get(None)
     geometry = (
         tensor.storage_offset(),
         tensor.shape,
@@ -469,9 +473,9 @@ def _find(memory: StorageState, key: int, tensor: Tensor) -> tuple[Any, TensorVe
         tensor.is_neg(),
     )
     try:
-        return geometry, memory.places.get(geometry)
+        return geometry, storage.versions.get(geometry)
     except TypeError:  # symbolic sizes have no hash
-        return str(geometry), memory.places.get(str(geometry))
+        return str(geometry), storage.versions.get(str(geometry))
 
 
 def _meta_arg(version: TensorVersion, tensor: Tensor) -> MetaArg:
@@ -488,20 +492,26 @@ def _draws(known: Traits, args: tuple[Any, ...]) -> bool:
     return bool(known.dropout < len(args) and args[known.dropout] != 0.0)
 
 
-def _doubt_after(memory: StorageState, *, is_whole: bool) -> int:
+def _opacity_after(storage: StorageState, *, is_whole: bool) -> Opacity:
     """Return the opacity of a storage after a recorded call wrote it."""
-    if any(place.kept is not None and not place.is_chosen for place in memory.places.values()):
-        return max(memory.doubt, BLANK) if memory.doubt else CERTAIN
-    if memory.doubt == SUSPECT or (memory.doubt == BLANK and is_whole):
-        return CERTAIN
-    return memory.doubt
+    if any(
+        version.kept is not None and not version.is_chosen for version in storage.versions.values()
+    ):
+        return max(storage.opacity, Opacity.UNINITIALIZED) if storage.opacity else TRANSPARENT
+    if storage.opacity == Opacity.ZEROED or (storage.opacity == Opacity.UNINITIALIZED and is_whole):
+        return TRANSPARENT
+    return storage.opacity
 
 
-def offload(place: TensorVersion) -> None:
+def offload(version: TensorVersion) -> None:
     """Move a kept tensor to CPU memory."""
-    device = place.kept.device
-    place.kept, place.is_shared, place.version = place.kept.to("cpu", copy=True), False, None
-    place.unpack = lambda tensor: tensor.to(device)
+    device = version.kept.device
+    version.kept, version.is_shared, version.counter = (
+        version.kept.to("cpu", copy=True),
+        False,
+        None,
+    )
+    version.unpack = lambda tensor: tensor.to(device)
 
 
 def _written(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fxckpt.budgets import Budget
 from fxckpt.eager.plan_region import region_plan_of
 from fxckpt.eager.recorder import Kept, Recorder
-from fxckpt.eager.region_plan import CallKey, RegionPlan, seen, unplanned
+from fxckpt.eager.region_plan import CallKey, RegionPlan, call_key, unplanned
 from fxckpt.eager.replay import make
 from fxckpt.eager.tape import Call, TensorVersion
 from fxckpt.errors import CaptureError
@@ -26,9 +26,9 @@ from fxckpt.torch_private import OpOverload
 from fxckpt.utils.pytrees import flatten
 
 PLAIN = (int, float, str, bytes, type(None), OpOverload)
-MOST_WAYS = 32
+MAX_KEYS = 32
 """Limit of policies and budgets per function: new policy objects would pile up."""
-MOST_COURSES = 64
+MAX_PLANS = 64
 """Limit of plans per function, policy and budget; the oldest is dropped."""
 
 
@@ -38,39 +38,37 @@ class CachedPlans:
 
     known: list[RegionPlan] = field(default_factory=list)
 
-    def add(self, course: RegionPlan) -> None:
+    def add(self, region_plan: RegionPlan) -> None:
         """Add a plan, and drop the oldest beyond the limit."""
-        self.known = [course, *self.known[: MOST_COURSES - 1]]
+        self.known = [region_plan, *self.known[: MAX_PLANS - 1]]
 
 
 class RegionMatcher:
     """Selects kept results call by call, by the first cached plan that matches the calls so far."""
 
-    def __init__(self, courses: CachedPlans) -> None:
-        self.courses = courses
-        self.did: list[CallKey] = []
-        self._left = list(courses.known)
+    def __init__(self, plans: CachedPlans) -> None:
+        self.plans = plans
+        self.keys: list[CallKey] = []
+        self._left = list(plans.known)
 
     def __call__(
         self, number: int, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     ) -> Kept | frozenset[int]:
         """Return the results of a call to keep."""
-        at = len(self.did)
-        self.did.append(seen(op, out))
+        at = len(self.keys)
+        self.keys.append(call_key(op, out))
         self._left = [
-            course
-            for course in self._left
-            if at < len(course.seen) and course.seen[at] == self.did[at]
+            plan for plan in self._left if at < len(plan.keys) and plan.keys[at] == self.keys[at]
         ]
         return self._left[0].kept.get(number, frozenset()) if self._left else Kept.NOWHERE
 
-    def course(self, packed: tuple[int, ...]) -> RegionPlan | None:
+    def plan(self, packed: tuple[int, ...]) -> RegionPlan | None:
         """Return the plan that matches the whole region, saved tensors included, or None."""
         return next(
             (
-                course
-                for course in self._left
-                if len(course.seen) == len(self.did) and course.packed == packed
+                plan
+                for plan in self._left
+                if len(plan.keys) == len(self.keys) and plan.packed == packed
             ),
             None,
         )
@@ -86,24 +84,24 @@ class RegionCache:
             weakref.WeakKeyDictionary()
         )
 
-    def courses(
+    def plans(
         self, function: Callable[..., Any], budget: Budget, policy: Policy | None
     ) -> CachedPlans:
         """Return the plans of a function; all modules of a class share them."""
         with self.lock:
-            ways = self._of.setdefault(_kind(function), {})
+            by_key = self._of.setdefault(_kind(function), {})
             # A budget of 1 (byte) differs from 1.0 (a share of the peak).
-            found = ways.setdefault((type(budget), budget, _identity(policy)), CachedPlans())
-            while len(ways) > MOST_WAYS:
-                del ways[next(iter(ways))]
+            found = by_key.setdefault((type(budget), budget, _identity(policy)), CachedPlans())
+            while len(by_key) > MAX_KEYS:
+                del by_key[next(iter(by_key))]
             return found
 
 
-MEMORY = RegionCache()
+CACHE = RegionCache()
 
 
 def plan_region(
-    recorder: Recorder, follower: RegionMatcher, result: Any, planner: Planner
+    recorder: Recorder, matcher: RegionMatcher, result: Any, planner: Planner
 ) -> RegionPlan:
     """Return the plan of a region that has just run; plan the region if it is new.
 
@@ -112,13 +110,13 @@ def plan_region(
     budget, and warns with a policy alone. Raises the errors of planning.
     """
     packed = tuple(handle.time for handle in recorder.tape.live())
-    course = follower.course(packed)
-    if course is not None:
-        return course
-    outputs = recorder.places_of(differentiable(result)) or _ends(recorder.calls)
+    region_plan = matcher.plan(packed)
+    if region_plan is not None:
+        return region_plan
+    outputs = recorder.versions_of(differentiable(result)) or _ends(recorder.calls)
     try:
-        with MEMORY.lock:
-            course = region_plan_of(recorder.calls, outputs, follower.did, packed, planner)
+        with CACHE.lock:
+            region_plan = region_plan_of(recorder.calls, outputs, matcher.keys, packed, planner)
     except CaptureError as error:
         if planner.budget is not None:
             raise CaptureError(
@@ -130,25 +128,25 @@ def plan_region(
             f"{error}",
             stacklevel=2,
         )
-        course = unplanned(follower.did, packed)
-    follower.courses.add(course)
-    recorder.keep_only(make(recorder.tape, recorder.latest(course.kept)))
-    return course
+        region_plan = unplanned(matcher.keys, packed)
+    matcher.plans.add(region_plan)
+    recorder.keep_only(make(recorder.tape, recorder.latest(region_plan.kept)))
+    return region_plan
 
 
 def _ends(calls: Sequence[Call]) -> list[TensorVersion]:
     """Return the results that no call reads: likely outputs of a region that returns objects."""
-    read = {place for call in calls for place in call.reads()}
+    read = {version for call in calls for version in call.reads()}
     ends = [
-        place
+        version
         for call in calls
         for ref in call.outputs
-        if (place := ref()) is not None and place not in read
+        if (version := ref()) is not None and version not in read
     ]
     return [
-        place
-        for place in ends
-        if place.geometry is not None and place.geometry[3].is_floating_point
+        version
+        for version in ends
+        if version.geometry is not None and version.geometry[3].is_floating_point
     ]
 
 

@@ -45,7 +45,7 @@ class RegionPlan:
 
     plan: Plan | None
     """None for a region without a plan, which keeps nothing."""
-    seen: tuple[CallKey, ...]
+    keys: tuple[CallKey, ...]
     """Keys of the calls, in order: the plan applies to regions with the same keys."""
     packed: tuple[int, ...]
     """Number of calls before each tensor that autograd saved; depends on the inputs' gradients."""
@@ -70,14 +70,14 @@ class RegionPlan:
         return able[-1 if is_second else 0].position if able else self.end
 
 
-def unplanned(did: Sequence[CallKey], packed: tuple[int, ...]) -> RegionPlan:
+def unplanned(keys: Sequence[CallKey], packed: tuple[int, ...]) -> RegionPlan:
     """Return the plan of a region that keeps nothing."""
     return RegionPlan(
-        plan=None, seen=tuple(did), packed=packed, kept={}, reruns=(), consumers={}, end=0
+        plan=None, keys=tuple(keys), packed=packed, kept={}, reruns=(), consumers={}, end=0
     )
 
 
-def seen(op: Any, out: Any) -> CallKey:
+def call_key(op: Any, out: Any) -> CallKey:
     """Return the key of a call."""
     first = out[0] if isinstance(out, (tuple, list)) and out else out
     return (op, tuple(first.shape), first.dtype) if isinstance(first, Tensor) else (op, None, None)

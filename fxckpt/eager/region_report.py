@@ -20,7 +20,7 @@ from fxckpt.ops.traits import traits_of
 from fxckpt.passes.meta import CALL
 from fxckpt.plans.types import Plan
 
-KEPT, AGAIN, UNUSED = "kept", "runs again", "not needed"
+KEPT, RECOMPUTED, UNUSED = "kept", "recomputed", "not needed"
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class RegionRow:
     shape: tuple[int, ...]
     dtype: str
     bytes: int
-    """Of its first result, as a tensor of its own."""
+    """Bytes of its first result."""
     module: str
     source: str
     what: str
-    """``"kept"``, ``"runs again"`` in the backward, or ``"not needed"`` by it."""
+    """``"kept"``, ``"recomputed"`` in the backward, or ``"not needed"`` by it."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,21 @@ class Region:
     """One call of :func:`fxckpt.checkpoint`."""
 
     name: str
-    """Of the function or module."""
+    """Name of the function, or class of the module."""
     graph: fx.GraphModule
     """The region's ATen ops as a graph; its inputs are the tensors from outside the region.
 
     Each node's ``meta["fxckpt"]`` says whether its result is kept, recomputed or not needed."""
     rows: tuple[RegionRow, ...]
     plan: Plan | None
-    """The plan it follows, if it was given a policy or a budget."""
+    """Plan of a region with a policy or budget."""
 
     def __str__(self) -> str:
         kept = sum(row.bytes for row in self.rows if row.what == KEPT)
-        again = sum(row.what == AGAIN for row in self.rows)
+        recomputed = sum(row.what == RECOMPUTED for row in self.rows)
         head = (
             f"region {self.name}: {len(self.rows)} ops; {format_bytes(kept)} kept beside its "
-            f"inputs, {again} ops run again"
+            f"inputs, {recomputed} ops recomputed"
         )
         table = [
             (
@@ -80,7 +80,7 @@ _WATCHED: ContextVar[list[Region] | None] = ContextVar("fxckpt_regions", default
 
 @contextmanager
 def record_regions() -> Iterator[list[Region]]:
-    """Collect what eager regions do, in the order in which they end; recording takes time.
+    """Collect a report of each eager region as it ends; recording takes time.
 
     Examples
     --------
@@ -89,7 +89,7 @@ def record_regions() -> Iterator[list[Region]]:
     ...     x = torch.ones(3, requires_grad=True)
     ...     loss = fxckpt.checkpoint(lambda x: x.sin().exp().sum(), x)
     >>> [row.what for row in regions[0].rows]
-    ['runs again', 'runs again', 'not needed']
+    ['recomputed', 'recomputed', 'not needed']
     """
     found: list[Region] = []
     token = _WATCHED.set(found)
@@ -100,22 +100,22 @@ def record_regions() -> Iterator[list[Region]]:
 
 
 def watched() -> list[Region] | None:
-    """Return where regions are collected; None where nobody does."""
+    """Return the list that collects regions, or None."""
     return _WATCHED.get()
 
 
 def region_of(
     function: Callable[..., Any], recorder: Recorder, outputs: Sequence[Tensor], plan: Plan | None
 ) -> Region:
-    """Return what a recorder has recorded; to be asked before it is finished."""
-    needed, _ = slice_of(handle.place for handle in recorder.tape.live())
-    graph = graph_of(recorder.calls, recorder.places_of(outputs))
-    became = {call.number: _became(call, needed) for call in recorder.calls}
+    """Return the report of a region whose recorder is not finished."""
+    needed, _ = slice_of(handle.version for handle in recorder.tape.live())
+    graph = graph_of(recorder.calls, recorder.versions_of(outputs))
+    decisions = {call.number: _decision(call, needed) for call in recorder.calls}
     for node in graph.module.graph.nodes:
         if "custom" in node.meta:
-            node.meta["fxckpt"] = became[node.meta["custom"][CALL]]
+            node.meta["fxckpt"] = decisions[node.meta["custom"][CALL]]
     rows = tuple(
-        _row(call, became[call.number])
+        _row(call, decisions[call.number])
         for call in recorder.calls
         if traits_of(call.op).reads and call.outputs
     )
@@ -123,16 +123,16 @@ def region_of(
     return Region(name, graph.module, rows, plan)
 
 
-def _became(call: Call, needed: set[Call]) -> str:
-    places = [place for ref in call.outputs if (place := ref()) is not None]
-    if any(place.kept is not None and not place.is_view for place in places):
+def _decision(call: Call, needed: set[Call]) -> str:
+    versions = [version for ref in call.outputs if (version := ref()) is not None]
+    if any(version.kept is not None and not version.is_view for version in versions):
         return KEPT
-    return AGAIN if call in needed else UNUSED
+    return RECOMPUTED if call in needed else UNUSED
 
 
 def _row(call: Call, what: str) -> RegionRow:
-    place: TensorVersion | None = call.outputs[0]()
-    geometry = place.geometry if place is not None else None
+    version: TensorVersion | None = call.outputs[0]()
+    geometry = version.geometry if version is not None else None
     _, shape, _, dtype, _, _ = geometry if geometry is not None else (0, (), (), None, False, False)
     detail = call.detail
     return RegionRow(

@@ -58,13 +58,13 @@ class ReplayProgram:
     steps: tuple[ReplayStep, ...]
     last_write: dict[int, int]
     """Number of the last call that writes each storage, by storage number."""
-    places: Container[TensorVersion]
+    versions: Container[TensorVersion]
     """All versions computed or read."""
 
-    def is_written_after(self, place: TensorVersion) -> bool:
-        """Return whether a step writes the storage of ``place`` after its definition."""
-        return self.last_write.get(place.memory, -1) > (
-            -1 if place.call is None else place.call.number
+    def is_written_after(self, version: TensorVersion) -> bool:
+        """Return whether a step writes the storage of ``version`` after its definition."""
+        return self.last_write.get(version.storage, -1) > (
+            -1 if version.call is None else version.call.number
         )
 
 
@@ -73,14 +73,14 @@ def unpack(handle: Handle) -> Tensor:
 
     Raises :class:`CheckpointError` if an external tensor it depends on was written since.
     """
-    tape, place = handle.tape, handle.place
-    if place.kept is not None and place.unpack is None:
-        return fetch(place)
+    tape, version = handle.tape, handle.version
+    if version.kept is not None and version.unpack is None:
+        return fetch(version)
     with tape.lock:
         if handle.cached is not None:
             tensor = handle.cached
-            handle.cached = tensor if handle.is_asked else None
-            handle.is_asked = True
+            handle.cached = tensor if handle.is_requested else None
+            handle.is_requested = True
             return tensor
         run = current_backward()
         plan = tape.replay
@@ -88,35 +88,35 @@ def unpack(handle: Handle) -> Tensor:
             release(tape)
             tape.run = run
             after_backward(lambda: release(tape))
-        if place.kept is not None:
-            return given_back(tape, place)
+        if version.kept is not None:
+            return given_back(tape, version)
         if run is not None and plan is not None:
             advance(tape, plan, plan.positions[handle])
         elif run is not None and not tape.is_made:
             tape.is_made = True
-            wanted = [h for h in tape.live() if h.place.kept is None]
-            deliver(wanted, make(tape, {h.place for h in wanted}))
+            wanted = [h for h in tape.live() if h.version.kept is None]
+            deliver(wanted, make(tape, {h.version for h in wanted}))
         found, handle.cached = handle.cached, None
         if found is None:
-            found = make(tape, (place,), {} if plan is None else plan.made)[place]
+            found = make(tape, (version,), {} if plan is None else plan.made)[version]
             # After two requests in one backward, more are likely (ctx.saved_tensors[0],
             # ctx.saved_tensors[1], ...).
-            handle.cached = found if handle.is_asked and run is not None else None
-        handle.is_asked = True
+            handle.cached = found if handle.is_requested and run is not None else None
+        handle.is_requested = True
         return found
 
 
 def deliver(handles: Iterable[Handle], made: Mapping[TensorVersion, Tensor]) -> None:
     """Cache recomputed tensors in their handles."""
     for handle in handles:
-        tensor = made.get(handle.place)
+        tensor = made.get(handle.version)
         if tensor is not None:
             handle.cached = tensor
 
 
 def advance(tape: Tape, plan: PlannedReplay, here: int) -> None:
     """Run the planned recomputes up to position ``here`` of the backward."""
-    reruns = plan.course.reruns
+    reruns = plan.region_plan.reruns
     first = plan.done
     while plan.done < len(reruns) and reruns[plan.done].position <= here:
         plan.done += 1
@@ -126,7 +126,7 @@ def advance(tape: Tape, plan: PlannedReplay, here: int) -> None:
     asked = [
         h
         for h in tape.live()
-        if h.place.kept is None
+        if h.version.kept is None
         and (rerun := due.get(plan.roots[h])) is not None
         and rerun.position <= plan.positions[h] < rerun.until
     ]
@@ -135,16 +135,16 @@ def advance(tape: Tape, plan: PlannedReplay, here: int) -> None:
         call = plan.calls[rerun.call]() if rerun.call in plan.calls else None
         if call is not None and rerun.last_reader >= plan.done:
             held |= {
-                place: rerun.last_reader
+                version: rerun.last_reader
                 for ref in call.outputs
-                if (place := ref()) is not None and place.memory not in plan.written
+                if (version := ref()) is not None and version.storage not in plan.written
             }
-    made = make(tape, {*held, *(h.place for h in asked)}, plan.made)
+    made = make(tape, {*held, *(h.version for h in asked)}, plan.made)
     deliver(asked, made)
     plan.held_until.update(held)
-    plan.made.update((place, made[place]) for place in held)
-    for place in [place for place, last in plan.held_until.items() if last < plan.done]:
-        del plan.made[place], plan.held_until[place]
+    plan.made.update((version, made[version]) for version in held)
+    for version in [version for version, last in plan.held_until.items() if last < plan.done]:
+        del plan.made[version], plan.held_until[version]
 
 
 def release(tape: Tape) -> None:
@@ -157,7 +157,7 @@ def release(tape: Tape) -> None:
             tape.replay.begin()
         for handle in tape.live():
             handle.cached = None
-            handle.is_asked = False
+            handle.is_requested = False
 
 
 def make(
@@ -170,27 +170,27 @@ def make(
     made: dict[TensorVersion, Tensor] = {}
     wanted = frozenset(wanted)
 
-    def tensor_of(place: TensorVersion) -> Tensor:
-        found = values.get(place)
+    def tensor_of(version: TensorVersion) -> Tensor:
+        found = values.get(version)
         if found is None:
-            found = available.get(place)
+            found = available.get(version)
         if found is None:
             found = (
-                given_back(tape, place)
-                if place.unpack
-                else fetch(place, copies if place.memory in todo.last_write else None)
+                given_back(tape, version)
+                if version.unpack
+                else fetch(version, copies if version.storage in todo.last_write else None)
             )
         return found
 
-    def made_now(place: TensorVersion, tensor: Tensor) -> None:
-        values[place] = tensor
-        if place in wanted:
-            made[place] = tensor.clone() if todo.is_written_after(place) else tensor
+    def made_now(version: TensorVersion, tensor: Tensor) -> None:
+        values[version] = tensor
+        if version in wanted:
+            made[version] = tensor.clone() if todo.is_written_after(version) else tensor
 
     with tape.context, below_autograd(), _Generators() as generators:
-        for place in wanted:
-            if place.is_leaf or place in available:
-                made_now(place, tensor_of(place))
+        for version in wanted:
+            if version.is_leaf or version in available:
+                made_now(version, tensor_of(version))
         for step in todo.steps:
             call = step.call
             if call.draw is not None:
@@ -201,7 +201,7 @@ def make(
                 asked = ref()
                 if (
                     asked is not None
-                    and asked in todo.places
+                    and asked in todo.versions
                     and asked.call is call
                     and asked.carried is None
                 ):
@@ -209,11 +209,11 @@ def make(
             # Otherwise the last result would stay live during the next call.
             result = None
             results = ()
-            for place in step.carries:
-                assert place.carried is not None
-                made_now(place, tensor_of(place.carried))
-            for place in step.frees:
-                values.pop(place, None)
+            for version in step.carries:
+                assert version.carried is not None
+                made_now(version, tensor_of(version.carried))
+            for version in step.frees:
+                values.pop(version, None)
     return made
 
 
@@ -224,7 +224,7 @@ def _run_call(call: Call, tensor_of: Callable[[TensorVersion], Tensor]) -> tuple
     except CheckpointError as error:
         where = f" in {call.detail.source}" if call.detail is not None else ""
         raise CheckpointError(
-            f"{error}\nIt is read by {call.op}{where}, which is to run again."
+            f"{error}\nIt is read by {call.op}{where}, which the backward recomputes."
         ) from error
     results = tuple(flatten(call.op(*args, **kwargs)))
     if len(results) != len(call.outputs):
@@ -240,82 +240,82 @@ def program(
     wanted: Iterable[TensorVersion], available: Mapping[TensorVersion, Tensor] = NOTHING
 ) -> ReplayProgram:
     """Return the program that computes ``wanted`` from ``available``."""
-    needed, places = slice_of(wanted, available)
+    needed, versions = slice_of(wanted, available)
     last_read: dict[TensorVersion, Call] = {}
     carries: dict[Call, list[TensorVersion]] = {}
     last_write: dict[int, int] = {}
     calls = sorted(needed, key=lambda call: call.number)
     for call in calls:
-        for place in call.reads():
-            last_read[place] = call
-        for memory in call.writes:
-            last_write[memory] = call.number
-    for place in places:
-        if place.call is None or place.kept is not None or place in available:
+        for version in call.reads():
+            last_read[version] = call
+        for storage in call.writes:
+            last_write[storage] = call.number
+    for version in versions:
+        if version.call is None or version.kept is not None or version in available:
             continue
-        last_read.setdefault(place, place.call)
-        if place.carried is not None:
-            carries.setdefault(place.call, []).append(place)
+        last_read.setdefault(version, version.call)
+        if version.carried is not None:
+            carries.setdefault(version.call, []).append(version)
             if (
-                place.carried not in last_read
-                or last_read[place.carried].number < place.call.number
+                version.carried not in last_read
+                or last_read[version.carried].number < version.call.number
             ):
-                last_read[place.carried] = place.call
+                last_read[version.carried] = version.call
     frees: dict[Call, list[TensorVersion]] = {}
-    for place, call in last_read.items():
-        frees.setdefault(call, []).append(place)
+    for version, call in last_read.items():
+        frees.setdefault(call, []).append(version)
     steps = tuple(
         ReplayStep(call, tuple(carries.get(call, ())), tuple(frees.get(call, ()))) for call in calls
     )
-    return ReplayProgram(steps, last_write, places)
+    return ReplayProgram(steps, last_write, versions)
 
 
-def fetch(place: TensorVersion, copies: dict[Snapshot, Tensor] | None = None) -> Tensor:
+def fetch(version: TensorVersion, copies: dict[Snapshot, Tensor] | None = None) -> Tensor:
     """Return the tensor of a version that is kept or snapshotted, without running a call.
 
     ``copies`` is given if the replay writes the storage: it holds one copy of each snapshot, which
     all versions share. Raises :class:`CheckpointError` if the tensor was written since it was kept.
     """
-    if place.kept is None:
-        assert place.snapshot is not None
-        data = place.snapshot.bytes
+    if version.kept is None:
+        assert version.snapshot is not None
+        data = version.snapshot.bytes
         if copies is not None:
             data = (
-                copies.setdefault(place.snapshot, data)
-                if place.snapshot in copies
-                else copies.setdefault(place.snapshot, data.clone())
+                copies.setdefault(version.snapshot, data)
+                if version.snapshot in copies
+                else copies.setdefault(version.snapshot, data.clone())
             )
-        return laid_out(data, place.geometry)
-    tensor: Tensor = place.kept
-    if place.version is not None:
-        is_rebound = place.storage is not None and place.storage != storage_key(tensor)
-        if is_rebound or tensor._version != place.version:
-            raise written_since(tensor, place.version, is_rebound=is_rebound)
+        return laid_out(data, version.geometry)
+    tensor: Tensor = version.kept
+    if version.counter is not None:
+        is_rebound = version.storage_key is not None and version.storage_key != storage_key(tensor)
+        if is_rebound or tensor._version != version.counter:
+            raise written_since(tensor, version.counter, is_rebound=is_rebound)
     return tensor
 
 
-def given_back(tape: Tape, place: TensorVersion) -> Tensor:
+def given_back(tape: Tape, version: TensorVersion) -> Tensor:
     """Return the tensor that the enclosing hooks unpack for a version, once per backward."""
-    tensor = tape.fetched.get(place)
+    tensor = tape.fetched.get(version)
     if tensor is None:
-        assert place.unpack is not None
-        tensor = place.unpack(place.kept)
+        assert version.unpack is not None
+        tensor = version.unpack(version.kept)
         if tape.run is not None:
-            tape.fetched[place] = tensor
+            tape.fetched[version] = tensor
     return tensor
 
 
-def written_since(tensor: Tensor, version: int, *, is_rebound: bool) -> CheckpointError:
+def written_since(tensor: Tensor, counter: int, *, is_rebound: bool) -> CheckpointError:
     """Return the error for a tensor that was written after the region read it."""
     how = (
         "given other data (x.data = ...)"
         if is_rebound
-        else f"written in place ({tensor._version - version} times)"
+        else f"written in place ({tensor._version - counter} times)"
     )
     return CheckpointError(
         f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype}, which a checkpointed "
         f"region keeps or took from outside, was {how} between the forward and the backward, so "
-        "that what the region computed from it cannot be made again. "
+        "that what the region computed from it cannot be recomputed. "
         "Write to a copy (x = x + y in place of x += y), or run the backward first."
     )
 

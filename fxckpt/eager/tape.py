@@ -48,60 +48,60 @@ class TensorVersion:
         "__weakref__",
         "call",
         "carried",
+        "counter",
         "geometry",
         "is_chosen",
         "is_shared",
         "is_view",
         "kept",
-        "memory",
         "needs_grad",
         "snapshot",
         "storage",
+        "storage_key",
         "unpack",
-        "version",
     )
 
     def __init__(
-        self, memory: int, geometry: Any, call: Call | None, carried: TensorVersion | None = None
+        self, storage: int, geometry: Any, call: Call | None, carried: TensorVersion | None = None
     ) -> None:
-        self.memory = memory
+        self.storage = storage
         """Number of its storage."""
         self.geometry = geometry
         self.call = call
-        """The call that made it, or wrote it last; None: it comes from outside, or is kept."""
+        """The call that computed it, or wrote it last; None if it is external or kept."""
         self.carried = carried
-        """The same tensor from before that write."""
+        """Version before that write, of the same tensor."""
         self.kept: Any = None
-        """The tensor itself, or what the hooks around the region gave for it."""
+        """The tensor, or the object that the enclosing hooks packed it into."""
         self.unpack: Unpack | None = None
         self.is_shared = False
-        """Whether others can write what is kept."""
+        """Whether code outside the tape can write the kept tensor."""
         self.is_view = False
-        """Whether its call made it over a storage that was there."""
+        """Whether its call returned it on an earlier storage."""
         self.is_chosen = False
         """Whether it is kept by choice, not of necessity."""
-        self.version: int | None = None
-        """Of what is kept, which nobody may write; None: nobody looks."""
-        self.storage: int | None = None
-        """Of what is kept, if that is a parameter, which could be given another."""
+        self.counter: int | None = None
+        """Version counter of the kept tensor, for which a write is an error; None: not checked."""
+        self.storage_key: int | None = None
+        """Key of the kept tensor's storage, which ``x.data = ...`` replaces; None: not checked."""
         self.snapshot: Snapshot | None = None
         self.needs_grad = False
-        """Whether what comes from outside requires a gradient."""
+        """Whether an external tensor requires a gradient."""
 
-    def let_go(self) -> None:
-        """Keep nothing."""
-        self.kept = self.version = self.storage = None
+    def free(self) -> None:
+        """Free the kept tensor."""
+        self.kept = self.counter = self.storage_key = None
         self.is_shared = self.is_chosen = False
 
     @property
     def is_leaf(self) -> bool:
-        """Whether its tensor is there without running anything."""
+        """Whether its tensor needs no recompute."""
         return self.kept is not None or self.call is None
 
 
 @dataclass(frozen=True, slots=True)
 class RngSnapshot:
-    """Where a random op found its generator."""
+    """State of a generator before a random op."""
 
     generator: torch.Generator
     state: Tensor
@@ -109,25 +109,25 @@ class RngSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """What only reports and plans ask of a call."""
+    """Details of a call that only reports and plans need."""
 
     source: str
-    """``"file.py:12"``, the line that called it."""
+    """Line that called it, ``"file.py:12"``."""
     module: str
-    """Path of the module that called it, from the region's own."""
+    """Path of the module that called it, relative to the region's."""
     paths: tuple[tuple[int, ...], ...]
-    """Where each of its tensors is in what it returned."""
+    """Path of each result tensor in the returned object."""
     device: torch.device | None
-    """Of the first of them."""
+    """Device of the first result; None without results."""
     is_tracked: bool
     """Whether grad mode was on."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetaArg:
-    """An argument of which an op asks the geometry alone (``empty_like``): any memory does."""
+    """Metadata-only argument (``empty_like``): any tensor of the geometry replaces it."""
 
-    place: weakref.ref[TensorVersion]
+    version: weakref.ref[TensorVersion]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -158,64 +158,64 @@ class Call:
         draw: RngSnapshot | None,
     ) -> None:
         self.number = number
-        """How many calls came before it."""
+        """Number of calls before it."""
         self.op = op
         self.args = args
         self.kwargs = kwargs
         self.draw = draw
         self.outputs: tuple[weakref.ref[TensorVersion], ...] = ()
         self.writes: tuple[int, ...] = ()
-        """Numbers of the storages that it writes."""
+        """Numbers of the storages it writes."""
         self.detail: Detail | None = None
 
     def reads(self) -> Iterator[TensorVersion]:
-        """Yield the places among the arguments."""
-        yield from _places(self.args)
+        """Yield the versions among the arguments."""
+        yield from _versions(self.args)
         if self.kwargs:
-            yield from _places(self.kwargs.values())
+            yield from _versions(self.kwargs.values())
 
 
-def _places(given: Any) -> Iterator[TensorVersion]:
+def _versions(given: Any) -> Iterator[TensorVersion]:
     for item in given:
         if type(item) is TensorVersion:
             yield item
         elif type(item) in (tuple, list):
-            yield from _places(item)
+            yield from _versions(item)
 
 
 class Handle:
-    """What autograd holds in place of a tensor."""
+    """Object that autograd saves in place of a tensor."""
 
-    __slots__ = ("__weakref__", "cached", "is_asked", "place", "tape", "time")
+    __slots__ = ("__weakref__", "cached", "is_requested", "tape", "time", "version")
 
-    def __init__(self, tape: Tape, place: TensorVersion, time: int) -> None:
+    def __init__(self, tape: Tape, version: TensorVersion, time: int) -> None:
         self.tape = tape
-        self.place = place
+        self.version = version
         self.time = time
         """Number of calls before the version: a result of the last, or an argument of the next."""
         self.cached: Tensor | None = None
-        self.is_asked = False
-        """Whether the running backward has asked for it."""
+        self.is_requested = False
+        """Whether the running backward has requested it."""
 
 
 class Tape:
-    """What the handles of one region have in common."""
+    """State that the handles of one region share."""
 
     __slots__ = ("__weakref__", "context", "fetched", "handles", "is_made", "lock", "replay", "run")
 
     def __init__(self, context: AbstractContextManager[Any]) -> None:
         self.context = context
-        """What a replay runs under."""
+        """Context of each replay."""
         self.handles: list[weakref.ref[Handle]] = []
         self.lock = threading.RLock()
         self.run: Any = None
         """The backward that the cached tensors of the handles belong to."""
         self.is_made = False
-        """Whether it has made them."""
+        """Whether that backward has recomputed them."""
         self.fetched: dict[TensorVersion, Tensor] = {}
-        """What the hooks around the region gave back in that backward: some give only once."""
+        """Tensors that enclosing hooks unpacked in that backward: some unpack only once."""
         self.replay: PlannedReplay | None = None
-        """How a plan has it go; None: all is made at the first question."""
+        """State of a planned replay; None: the first request recomputes every saved tensor."""
 
     def live(self) -> list[Handle]:
         """Return the handles that autograd still holds."""
@@ -225,58 +225,69 @@ class Tape:
 class PlannedReplay:
     """A replay that follows a plan, and the calls it has run so far.
 
-    A handle is known by the call that filled its storage, and by the place where the backward asks
-    for it. ``written`` holds the numbers of the storages that calls of the region write: their
-    versions are recomputed whenever they are asked for.
+    A handle is known by the call that filled its storage, and by the position in the backward that
+    requests it. ``written`` holds the numbers of the storages that calls of the region write: their
+    versions are recomputed at each request.
     """
 
-    __slots__ = ("calls", "course", "done", "held_until", "made", "positions", "roots", "written")
+    __slots__ = (
+        "calls",
+        "done",
+        "held_until",
+        "made",
+        "positions",
+        "region_plan",
+        "roots",
+        "written",
+    )
 
     def __init__(
         self,
-        course: RegionPlan,
+        region_plan: RegionPlan,
         handles: Sequence[Handle],
         calls: Iterable[Call],
         written: frozenset[int],
     ) -> None:
-        self.course = course
+        self.region_plan = region_plan
         self.written = written
-        due = {rerun.call for rerun in course.reruns}
+        due = {rerun.call for rerun in region_plan.reruns}
         self.calls = {call.number: weakref.ref(call) for call in calls if call.number in due}
         self.roots: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self.positions: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         packed: set[tuple[int, int]] = set()
         for handle in handles:
-            root = self.roots[handle] = root_of(handle.place)
-            self.positions[handle] = course.position(
+            root = self.roots[handle] = root_of(handle.version)
+            self.positions[handle] = region_plan.position(
                 handle.time, root, is_second=(handle.time, root) in packed
             )
             packed.add((handle.time, root))
         self.begin()
 
     def begin(self) -> None:
-        """Forget what a backward has made."""
+        """Forget the recomputed tensors of the last backward."""
         self.done = 0
-        """How many of the course's reruns it had."""
+        """Number of reruns so far."""
         self.made: dict[TensorVersion, Tensor] = {}
-        """What later reruns read."""
+        """Recomputed tensors that later reruns read."""
         self.held_until: dict[TensorVersion, int] = {}
-        """The last of them, for each."""
+        """Index of the last rerun that reads each of them."""
 
 
-def base_of(place: TensorVersion) -> TensorVersion:
-    """Return the place that a place is a view of, or a view of a view of."""
-    while place.is_view and place.call is not None:
-        base = next((read for read in place.call.reads() if read.memory == place.memory), None)
+def base_of(version: TensorVersion) -> TensorVersion:
+    """Return the version that a version is a view of, through any number of views."""
+    while version.is_view and version.call is not None:
+        base = next(
+            (read for read in version.call.reads() if read.storage == version.storage), None
+        )
         if base is None:
             break
-        place = base
-    return place
+        version = base
+    return version
 
 
-def root_of(place: TensorVersion) -> int:
+def root_of(version: TensorVersion) -> int:
     """Return the number of the call that filled a version's storage; -1 if it is from outside."""
-    call = base_of(place).call
+    call = base_of(version).call
     return -1 if call is None else call.number
 
 
@@ -291,15 +302,15 @@ def slice_of(
     seen: dict[TensorVersion, None] = {}
     stack = list(wanted)
     while stack:
-        place = stack.pop()
-        if place in seen:
+        version = stack.pop()
+        if version in seen:
             continue
-        seen[place] = None
-        call = place.call
-        if place.kept is not None or call is None or place in available:
+        seen[version] = None
+        call = version.call
+        if version.kept is not None or call is None or version in available:
             continue
-        if place.carried is not None:
-            stack.append(place.carried)
+        if version.carried is not None:
+            stack.append(version.carried)
         if call not in needed:
             needed.add(call)
             stack.extend(call.reads())
@@ -316,7 +327,7 @@ def flatten(out: Any) -> Iterator[Tensor]:
 
 
 def paths(out: Any, at: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Yield where each tensor that :func:`flatten` yields is."""
+    """Yield the path of each tensor that :func:`flatten` yields."""
     if isinstance(out, Tensor):
         yield at
     elif isinstance(out, (tuple, list)):

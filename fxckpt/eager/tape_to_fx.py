@@ -1,4 +1,4 @@
-"""A tape as an FX graph: to print, to explain, and to plan with the compile door's own planner."""
+"""A tape as an FX graph, which can be printed, explained and planned."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxckpt.eager.tape import Call, MetaArg, TensorVersion
-from fxckpt.ops.traits import BLANK, SUSPECT, traits_of
+from fxckpt.ops.traits import Opacity, traits_of
 from fxckpt.passes.meta import CALL, UNTRACKED
 from fxckpt.torch_private import FakeTensorMode, OpOverload, name_op
+
+FILLABLE = (Opacity.ZEROED, Opacity.UNINITIALIZED)
+"""Opacity of storages that a kernel unseen by the dispatcher may have filled."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class TapeGraph:
         """Return fake tensors like the inputs."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
-            return [_like(place) for place in self.inputs]
+            return [_like(version) for version in self.inputs]
 
 
 def graph_of(calls: Sequence[Call], outputs: Sequence[TensorVersion] = ()) -> TapeGraph:
@@ -40,14 +43,14 @@ def graph_of(calls: Sequence[Call], outputs: Sequence[TensorVersion] = ()) -> Ta
     nodes: dict[TensorVersion, fx.Node] = {}
     inputs: list[TensorVersion] = []
 
-    def from_outside(place: TensorVersion) -> fx.Node:
+    def from_outside(version: TensorVersion) -> fx.Node:
         with graph.inserting_before(first):
-            node = nodes[place] = graph.placeholder(f"input_{len(inputs)}")
-        inputs.append(place)
+            node = nodes[version] = graph.placeholder(f"input_{len(inputs)}")
+        inputs.append(version)
         return node
 
-    def node_of(place: TensorVersion) -> fx.Node:
-        chain = [place]
+    def node_of(version: TensorVersion) -> fx.Node:
+        chain = [version]
         while chain[-1] not in nodes and chain[-1].carried is not None:
             chain.append(chain[-1].carried)
         oldest = chain[-1]
@@ -68,7 +71,7 @@ def graph_of(calls: Sequence[Call], outputs: Sequence[TensorVersion] = ()) -> Ta
             continue
         if call.outputs or call.writes or call.op is name_op:
             _add(graph, call, nodes, node_of)
-    graph.output(tuple(node_of(place) for place in outputs))
+    graph.output(tuple(node_of(version) for version in outputs))
     graph.erase_node(first)
     module = fx.GraphModule(nn.Module(), graph, "Tape")
     return TapeGraph(module, tuple(inputs))
@@ -94,14 +97,14 @@ def _add(
         else [() if len(call.outputs) == 1 else (i,) for i in range(len(call.outputs))]
     )
     for ref, path in zip(call.outputs, paths, strict=True):
-        place = ref()
-        if place is None or place in nodes or place.carried is not None:
+        version = ref()
+        if version is None or version in nodes or version.carried is not None:
             continue
         node = made
         for i in path:
             node = graph.call_function(operator.getitem, (node, i))
             _describe(node, call)
-        nodes[place] = node
+        nodes[version] = node
 
 
 def _describe(node: fx.Node, call: Call) -> None:
@@ -119,13 +122,13 @@ def _describe(node: fx.Node, call: Call) -> None:
 def _filled(given: Any, node_of: Callable[[TensorVersion], fx.Node]) -> Any:
     if type(given) is TensorVersion:
         return node_of(given)
-    if type(given) is MetaArg and (place := given.place()) is not None:
-        return node_of(place)
+    if type(given) is MetaArg and (version := given.version()) is not None:
+        return node_of(version)
     return [_filled(g, node_of) for g in given] if type(given) is list else given
 
 
-def _is_filled(place: TensorVersion) -> bool:
-    return place.call is not None and traits_of(place.call.op).doubt in (BLANK, SUSPECT)
+def _is_filled(version: TensorVersion) -> bool:
+    return version.call is not None and traits_of(version.call.op).opacity in FILLABLE
 
 
 def depends_on_values(call: Call) -> bool:
@@ -135,28 +138,28 @@ def depends_on_values(call: Call) -> bool:
     if call.op._opname != "index":
         return True
     return any(
-        place.geometry is not None and place.geometry[3] in (torch.bool, torch.uint8)
-        for place in list(call.reads())[1:]
+        version.geometry is not None and version.geometry[3] in (torch.bool, torch.uint8)
+        for version in list(call.reads())[1:]
     )
 
 
-def _like(place: TensorVersion) -> Tensor:
-    if place.geometry is None:
+def _like(version: TensorVersion) -> Tensor:
+    if version.geometry is None:
         raise TypeError(
             "it reads a tensor without a storage of its own: a tensor subclass, or a sparse one"
         )
-    _, shape, stride, dtype, _, _ = place.geometry
-    tensor = torch.empty_strided(shape, stride, dtype=dtype, device=_device(place))
-    made_of_values = place.call is not None and depends_on_values(place.call)
-    return tensor.requires_grad_(place.needs_grad or (made_of_values and dtype.is_floating_point))
+    _, shape, stride, dtype, _, _ = version.geometry
+    tensor = torch.empty_strided(shape, stride, dtype=dtype, device=_device(version))
+    made_of_values = version.call is not None and depends_on_values(version.call)
+    return tensor.requires_grad_(version.needs_grad or (made_of_values and dtype.is_floating_point))
 
 
-def _device(place: TensorVersion) -> torch.device:
+def _device(version: TensorVersion) -> torch.device:
     if (
-        place.call is not None
-        and place.call.detail is not None
-        and place.call.detail.device is not None
+        version.call is not None
+        and version.call.detail is not None
+        and version.call.detail.device is not None
     ):
-        return place.call.detail.device
-    held = place.kept if place.snapshot is None else place.snapshot.bytes
+        return version.call.detail.device
+    held = version.kept if version.snapshot is None else version.snapshot.bytes
     return held.device  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -44,18 +45,24 @@ OVERWRITING = frozenset(
     )
 )
 """Ops that write the whole of their first argument without reading it."""
-CERTAIN, SUSPECT, BLANK, OPAQUE = range(4)
-"""Degrees of a tape's doubt about the content of a storage.
-
-- CERTAIN: none.
-- SUSPECT: zeros, which a kernel unseen by the dispatcher may fill, until a call on the tape writes.
-- BLANK: uninitialized, so that an unseen kernel must fill it, until a call writes the whole of it.
-- OPAQUE: unknown for good.
-
-A value in doubt is kept when it is read, with the content that it has then.
-"""
 PURE = frozenset(("aten", "prims", "quantized", "inductor"))
 """Namespaces of ops whose recompute gives the same values."""
+
+
+class Opacity(enum.IntEnum):
+    """What the tape does not know of a storage's content, in increasing degree.
+
+    A value of an opaque storage is kept when it is read, with the content that it has then.
+    """
+
+    TRANSPARENT = 0
+    """Nothing: it comes from outside, or recorded calls computed it."""
+    ZEROED = 1
+    """Zeros, which a kernel unseen by the dispatcher may fill, until a recorded call writes."""
+    UNINITIALIZED = 2
+    """An unseen kernel must fill it, until a recorded call writes the whole of it."""
+    OPAQUE = 3
+    """Unknown for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +79,8 @@ class Traits:
     """Arguments that the op writes: positions, or names of keyword-only ones."""
     reads: bool
     """Whether the op reads elements of its arguments; a view does not."""
-    doubt: int
-    """Doubt about the content of the results: CERTAIN, SUSPECT, BLANK or OPAQUE."""
+    opacity: Opacity
+    """Opacity of the storages of the results."""
     never_twice: bool
     """Whether results are kept, as a recompute could differ or be visible."""
     overwrites: bool
@@ -85,7 +92,7 @@ class Traits:
     asks_geometry: bool
     """Whether the op reads only the sizes, dtype and device of its first argument."""
     is_plain: bool
-    """Whether the op draws and writes nothing, leaves no doubt, and is no metadata-only op."""
+    """Whether the op draws and writes nothing, reads values, and has transparent results."""
 
 
 def traits_of(op: Any) -> Traits:
@@ -96,7 +103,20 @@ def traits_of(op: Any) -> Traits:
 @cache
 def _traits(op: Any, recompute: bool | None) -> Traits:
     if not isinstance(op, OpOverload):
-        return Traits(False, None, None, (), True, OPAQUE, True, False, False, None, False, False)
+        return Traits(
+            is_random=False,
+            dropout=None,
+            generator=None,
+            writes=(),
+            reads=True,
+            opacity=Opacity.OPAQUE,
+            never_twice=True,
+            overwrites=False,
+            is_out=False,
+            fills=None,
+            asks_geometry=False,
+            is_plain=False,
+        )
     arguments = op._schema.arguments
     declared = [
         a.name if a.kwarg_only else i
@@ -115,14 +135,14 @@ def _traits(op: Any, recompute: bool | None) -> Traits:
     positions = {a.name: i for i, a in enumerate(arguments) if not a.kwarg_only}
     is_random = torch.Tag.nondeterministic_seeded in op.tags
     writes = (*declared, *HIDDEN_WRITES.get(name, ()))
-    doubt = (
-        OPAQUE
+    opacity = (
+        Opacity.OPAQUE
         if never_twice
-        else BLANK
+        else Opacity.UNINITIALIZED
         if name in UNINITIALIZED
-        else SUSPECT
+        else Opacity.ZEROED
         if name in ZEROS
-        else CERTAIN
+        else Opacity.TRANSPARENT
     )
     return Traits(
         is_random=is_random,
@@ -130,13 +150,13 @@ def _traits(op: Any, recompute: bool | None) -> Traits:
         generator=positions.get("generator"),
         writes=writes,
         reads=bool(declared) or not aliases,
-        doubt=doubt,
+        opacity=opacity,
         never_twice=never_twice,
         overwrites=name in OVERWRITING,
         is_out=bool(declared) and all(isinstance(argument, str) for argument in declared),
         fills=1 if name.startswith("rrelu_with_noise") and not name.endswith("backward") else None,
         asks_geometry=name in ASKING_GEOMETRY,
-        is_plain=not (is_random or writes or doubt or name in ASKING_GEOMETRY),
+        is_plain=not (is_random or writes or opacity or name in ASKING_GEOMETRY),
     )
 
 

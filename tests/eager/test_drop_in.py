@@ -150,7 +150,7 @@ SELECTIVE = {
 
 @pytest.mark.parametrize("policy", SELECTIVE.values(), ids=SELECTIVE)
 def test_ops_saved_by_a_policy_run_once(policy: Any) -> None:
-    """An op whose result a selective policy saves or offloads does not run again."""
+    """An op whose result a selective policy saves or offloads is not recomputed."""
     checkpoint = with_policy(policy)
     assert (
         differing(step(two_products, plain, twice=True), step(two_products, checkpoint, twice=True))
@@ -158,7 +158,7 @@ def test_ops_saved_by_a_policy_run_once(policy: Any) -> None:
     )
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
     ran = ops_of_the_backward(checkpoint(two_products, x, w))
-    # Each product has a gradient product of its own; neither runs again.
+    # Each product has a gradient product of its own; neither is recomputed.
     assert (ran["mm"], ran["sin"], ran["exp"]) == (2, 0, 1)
 
 
@@ -402,7 +402,7 @@ def test_transformers_train_the_same(
 ) -> None:
     with fxckpt.record_regions() as found:
         got = trained(make, lambda model: fxckpt.patch_transformers(model, **options))
-    assert len(found) >= 3 and any(row.what == "runs again" for row in found[0].rows)
+    assert len(found) >= 3 and any(row.what == "recomputed" for row in found[0].rows)
     assert differing(trained(make, lambda model: None), got) == []
 
 
