@@ -119,6 +119,8 @@ class PriceSearch:
     """Most forward ops times backward ops for which an integer program is solved."""
     exact_nodes: int = 2000
     """Most nodes of the integer program's search tree."""
+    bisections: int = 10
+    """Most limits tried for the least peak within a given time."""
     tolerance: float = 0.005
     """Relative distance to the lower bound at which the search stops."""
     cut: StagedCut = field(default_factory=StagedCut)
@@ -139,6 +141,35 @@ class PriceSearch:
             search.fit(limit, self.factors)
             search.refine(limit, self.refined, self.perturbations)
         return search.result(limit, least_peak)
+
+    def least_memory(self, program: Program, most_seconds: float) -> SearchResult:
+        """Return the schedule of least peak whose extra time is at most ``most_seconds``.
+
+        Its limit is that peak. Without any such schedule, it is that of the least time, and there
+        is no best one.
+        """
+        search = _Search(self, program)
+        fastest = search.least_time()
+        least_peak = search.least_peak()
+        low = search.bounds.peak_bytes - 1  # the greatest limit known, or found, to take too long
+        limit = least_peak.simulation.peak_bytes
+        for _ in range(self.bisections):
+            if search.bound(limit).seconds <= most_seconds:
+                search.fit(limit, self.factors_along)
+                search.refine(limit, self.refined, self.perturbations)
+            found = search.least_within(most_seconds)
+            if found is None:
+                return replace(search.result(fastest.simulation.peak_bytes, least_peak), best=None)
+            peak = found.simulation.peak_bytes
+            if peak > limit:
+                low = limit
+            # Halfway from the limit that takes too long to the peak that does not.
+            limit = min(round((max(low, 1) * peak) ** 0.5), peak - 1)
+            if limit <= low or peak <= (1 + self.tolerance) * low:
+                break
+        found = search.least_within(most_seconds)
+        assert found is not None
+        return search.result(found.simulation.peak_bytes, least_peak)
 
     def frontier(
         self,
@@ -209,6 +240,14 @@ class _Search:
     def within(self, limit: int) -> Iterator[Candidate]:
         """Yield the legal candidates within ``limit`` bytes."""
         return (c for c in self.legal if c.simulation.peak_bytes <= limit)
+
+    def least_within(self, most_seconds: float) -> Candidate | None:
+        """Return the legal candidate of least peak of at most ``most_seconds``, if any is."""
+        return min(
+            (c for c in self.legal if c.simulation.extra_seconds <= most_seconds),
+            key=lambda c: (c.simulation.peak_bytes, c.rank),
+            default=None,
+        )
 
     def best(self, limit: int | None) -> Candidate | None:
         """Return the legal candidate of least rank within ``limit`` bytes, if any is.

@@ -53,3 +53,19 @@ def test_search_finds_optima_of_tiny_programs(
     assert found.bound.seconds <= best + 1e-6
     assert best <= seconds + 1e-9
     assert seconds <= 1.05 * best + 1e-9
+
+
+@pytest.mark.parametrize(
+    "search", [PriceSearch(), PriceSearch(exact_size=0)], ids=["exact", "heuristic"]
+)
+@given(program=programs(max_ops=5), share=st.floats(0.0, 1.0))
+def test_least_memory_is_near_the_optimum(
+    search: PriceSearch, program: Program, share: float
+) -> None:
+    """On tiny programs no plan of that much time is far below the least memory found."""
+    most = share * program.step_seconds
+    found = search.least_memory(program, most)
+    assert found.best is not None and found.limit == found.best.simulation.peak_bytes
+    assert interpret(program, found.best.schedule).seconds <= most + 1e-9
+    less = exhaustive(program, int(0.95 * found.limit) - 1)
+    assert less is None or less > most - 1e-9
