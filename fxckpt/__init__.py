@@ -49,6 +49,7 @@ from fxckpt.errors import (
     PolicyConflict,
     PolicyMatchesNothing,
     RecomputeMismatch,
+    SlowdownInfeasible,
     VerifyError,
 )
 from fxckpt.measure import measure_peak
@@ -96,6 +97,7 @@ __all__ = [
     "RegionRow",
     "Row",
     "SelectiveCheckpointContext",
+    "SlowdownInfeasible",
     "VerifyError",
     "check_backward_validity",
     "checkpoint",

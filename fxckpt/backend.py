@@ -42,7 +42,7 @@ from fxckpt.torch_private.versions import warn_of_newer
 
 InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 INNER_NAMES = ("inductor", "aot_eager")
-OPTIONS = ("budget", "policy", "inner", "cost", "verify", "mode", "options")
+OPTIONS = ("budget", "policy", "inner", "cost", "verify", "mode", "options", "max_slowdown")
 
 
 class Backend:
@@ -53,7 +53,8 @@ class Backend:
     budget:
         Peak of the bytes that one forward and backward allocate beyond those allocated before it,
         for each compiled graph: an int or a string (``"2GiB"``), a fraction in (0, 1] of the
-        uncheckpointed peak, or ``"auto"`` (the device's free memory less a margin). None recomputes
+        uncheckpointed peak (or ``"60%"``), ``"min"`` (the least peak that is found), or ``"auto"``
+        (the device's free memory, less the optimizer state to come and a margin). None recomputes
         only what is free to recompute.
     policy:
         One of :mod:`fxckpt.policies`, a list of them, or torch's own form: a function
@@ -77,6 +78,9 @@ class Backend:
     mode, options:
         Mode (``"reduce-overhead"``, ``"max-autotune"``, ...) and configuration of Inductor, as
         ``torch.compile`` takes them; only with ``inner="inductor"``.
+    max_slowdown:
+        In place of a budget: the least memory for at most this much extra time, as a share of the
+        uncheckpointed step's (``0.1`` is 10 %), by the cost model.
 
     Raises
     ------
@@ -84,6 +88,8 @@ class Backend:
         At construction, for invalid arguments.
     BudgetInfeasible
         At the first call of the compiled model, if no plan fits.
+    SlowdownInfeasible
+        Likewise, if what the policy has recomputed takes longer than ``max_slowdown``.
 
     Examples
     --------
@@ -105,6 +111,7 @@ class Backend:
         verify: str | None = None,
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
+        max_slowdown: float | None = None,
     ) -> None:
         if verify not in (None, "exact"):
             raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
@@ -126,12 +133,12 @@ class Backend:
                 "Leave them out, or use inner='inductor'."
             )
         self._inductor = inductor_options(mode, options)
-        self.partitioner = Partitioner(budget, policy, cost, verify)
+        self.partitioner = Partitioner(budget, policy, cost, verify, max_slowdown)
         """Plans the graphs."""
         self.inner = inner
         """The compiler of the halves."""
         self._breaks: list[Break] = []
-        self._options = (budget, policy, inner, cost, verify, mode, options)
+        self._options = (budget, policy, inner, cost, verify, mode, options, max_slowdown)
         # Dynamo prints this name in its own errors.
         self.__name__ = "fxckpt"
 

@@ -93,5 +93,26 @@ class BudgetInfeasible(FxckptError):
         return (_infeasible, (str(self), self.floor_bytes, self.budget_bytes))
 
 
+class SlowdownInfeasible(FxckptError):
+    """No plan takes so little time.
+
+    Attributes
+    ----------
+    least_slowdown
+        Extra time of the fastest plan, as a share of the uncheckpointed step's.
+    """
+
+    def __init__(self, message: str, *, least_slowdown: float) -> None:
+        super().__init__(message)
+        self.least_slowdown = least_slowdown
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_slowdown_infeasible, (str(self), self.least_slowdown))
+
+
+def _slowdown_infeasible(message: str, least_slowdown: float) -> SlowdownInfeasible:
+    return SlowdownInfeasible(message, least_slowdown=least_slowdown)
+
+
 def _infeasible(message: str, floor_bytes: int, budget_bytes: int) -> BudgetInfeasible:
     return BudgetInfeasible(message, floor_bytes=floor_bytes, budget_bytes=budget_bytes)

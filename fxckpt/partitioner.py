@@ -35,7 +35,7 @@ from fxckpt.torch_private.inductor.options import CustomPartitionerFn
 
 log = logging.getLogger("fxckpt")
 
-OPTIONS = ("budget", "policy", "cost", "verify")
+OPTIONS = ("budget", "policy", "cost", "verify", "max_slowdown")
 STRICT = "FXCKPT_STRICT"
 """Environment variable that makes every defect of the planner an error when it is ``"1"``."""
 
@@ -59,7 +59,7 @@ class Partitioner(CustomPartitionerFn):
 
     Parameters
     ----------
-    budget, policy, cost, verify:
+    budget, policy, cost, verify, max_slowdown:
         As for :class:`fxckpt.Backend`. ``verify="exact"`` is for inner compilers that call ops as
         they are.
 
@@ -89,11 +89,14 @@ class Partitioner(CustomPartitionerFn):
         policy: Any = None,
         cost: str | CostModel = "roofline",
         verify: str | None = None,
+        max_slowdown: float | None = None,
     ) -> None:
         if verify not in (None, "exact"):
             raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
-        self.planner = planner_of(budget, policy, cost, exact=verify == "exact")
-        self.options = (budget, policy, cost, verify)
+        self.planner = planner_of(
+            budgets.within(budget, max_slowdown), policy, cost, exact=verify == "exact"
+        )
+        self.options = (budget, policy, cost, verify, max_slowdown)
         self._plans: list[Plan] = []
         self._fallbacks: list[Fallback] = []
 
@@ -256,8 +259,12 @@ class Partitioner(CustomPartitionerFn):
         None, which leaves the caches out, for options whose repr does not tell them from others: a
         policy or cost model in Python of the user's own, and ``budget="auto"``.
         """
-        budget, _, cost, _ = self.options
-        if budget == "auto" or not isinstance(cost, str) or _holds_function(self.planner.policy):
+        cost = self.planner.cost
+        if (
+            budgets.parse(self.planner.budget) == "auto"
+            or not isinstance(cost, str)
+            or _holds_function(self.planner.policy)
+        ):
             return None
         applied = " ".join(plan.digest for plan in self.planner.known)
         return f"{source_digest()} {replace(self.planner, known=())!r} {applied}"

@@ -25,7 +25,13 @@ from fxckpt._interrupts import INTERRUPTED
 from fxckpt.cli.arguments import USAGE, parse
 from fxckpt.cli.factory import POLICY_FORM, Target, TargetError, load_attribute, load_target
 from fxckpt.cli.output import OutputError, write
-from fxckpt.errors import BudgetInfeasible, FxckptError, InvalidBudget, InvalidOption
+from fxckpt.errors import (
+    BudgetInfeasible,
+    FxckptError,
+    InvalidBudget,
+    InvalidOption,
+    SlowdownInfeasible,
+)
 from fxckpt.planner.capture import plan as make_plan
 from fxckpt.planner.sweep import frontier as make_frontier
 from fxckpt.plans.types import Plan
@@ -86,7 +92,7 @@ def _run(options: argparse.Namespace) -> int:
         return _print_error("interrupted", INTERRUPTED)
     except OutputError as error:
         return _print_error(str(error), USAGE)
-    except BudgetInfeasible as error:
+    except (BudgetInfeasible, SlowdownInfeasible) as error:
         return _report(options, error, INFEASIBLE)
     except (TargetError, InvalidBudget, InvalidOption) as error:
         return _report(options, error, USAGE)
@@ -169,6 +175,7 @@ def _make_plan(options: argparse.Namespace) -> Plan:
             budget=options.budget,
             policy=policy,
             cost=options.cost,
+            max_slowdown=options.max_slowdown,
             **target.kwargs,
         )
 

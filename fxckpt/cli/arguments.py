@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Protocol
 
 from fxckpt import __version__
 from fxckpt.budgets import parse as parse_budget
+from fxckpt.budgets import within
 from fxckpt.cli.factory import FORM
 from fxckpt.errors import InvalidBudget
 from fxckpt.reports.explanation import KEYS
@@ -23,6 +24,7 @@ examples:
   fxckpt explain train.py:make_step --budget 0.6 --by module --format markdown
   fxckpt frontier train.py:make_step --points 8 --plot frontier.png
   fxckpt html train.py:make_step --budget 0.6 --out plan.html
+  fxckpt html train.py:make_step --max-slowdown 0.1
   fxckpt bench train.py:make_step --budget 0.8 --budget 0.5
   fxckpt doctor
 
@@ -100,12 +102,19 @@ def _add_model_command(
 
 
 def _add_budget(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    targets = parser.add_mutually_exclusive_group()
+    targets.add_argument(
         "--budget",
         type=_budget,
         metavar="BYTES",
-        help='peak bytes of a step: "2GiB", 0.6 of the uncheckpointed peak, "auto"; '
-        "none by default",
+        help='peak bytes of a step: "2GiB", 0.6 (or 60%%) of the uncheckpointed peak, "min", '
+        '"auto"; none by default',
+    )
+    targets.add_argument(
+        "--max-slowdown",
+        type=_slowdown,
+        metavar="SHARE",
+        help="the least memory for at most this much extra time: 0.1 of the step",
     )
 
 
@@ -250,6 +259,17 @@ def _budget(text: str) -> int | float | str | None:
         parse_budget(value)
     except InvalidBudget as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    return value
+
+
+def _slowdown(text: str) -> float:
+    try:
+        value = float(text)
+        within(None, value)
+    except (ValueError, InvalidBudget):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no share of the step's time. Example: 0.1 for at most 10 % more"
+        ) from None
     return value
 
 

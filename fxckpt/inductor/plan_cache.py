@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from fxckpt import budgets
 from fxckpt.costs.isolated_op import signature
 from fxckpt.costs.measured import machine
 from fxckpt.errors import InvalidPlan
@@ -82,7 +83,7 @@ def key_of(joint: fx.GraphModule, planner: Planner, code: str, given: dict[str, 
     if (
         planner.policy is not None
         or not isinstance(planner.cost, str)
-        or planner.budget == "auto"
+        or budgets.parse(planner.budget) == "auto"
         or planner.exact
         or planner.known
     ):

@@ -12,11 +12,13 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxckpt import budgets
@@ -234,6 +236,9 @@ class _LoweringSearch:
         Raises :class:`BudgetInfeasible`.
         """
         planner, device = self.options.planner, device_of(self.joint.module.graph)
+        asked = budgets.parse(planner.budget)
+        if isinstance(asked, budgets.LeastMemory):
+            return self.least_memory(asked.max_slowdown, device)
         limit: int | None = None
 
         def aim(peak: int) -> int | None:
@@ -278,6 +283,29 @@ class _LoweringSearch:
         least = min(attempt.compiled_bytes for attempt in full)
         baseline = max(least, found.baseline.simulation.peak_bytes)
         raise infeasible(self.options.planner.budget, limit, least, baseline)
+
+    def least_memory(self, max_slowdown: float, device: torch.device) -> Halves:
+        """Return the halves of the least compiled peak among plans of at most that extra time.
+
+        They are the model's plan, its plans once a lowering calibrated it, and the default
+        partitioner's choice, all lowered in full.
+        """
+        planner = self.options.planner
+        found = planner.searched(self.facts.program, device)
+        if math.isinf(max_slowdown):
+            attempts = self.near_least_peak(found, 0)
+        else:
+            assert found.best is not None
+            attempts = [self.attempt(found, found.best, 0, is_whole=True)]
+            again = planner.searched(self.program, device)
+            if again.best is not None and again.best.schedule != found.best.schedule:
+                attempts.append(self.attempt(again, again.best, 0, is_whole=True))
+        if self.default is not None:
+            spent = simulate(self.program, self.default.schedule).extra_seconds
+            if math.isinf(max_slowdown) or spent <= max_slowdown * self.program.step_seconds:
+                attempts.append(self.attempt(found, self.default, 0, is_whole=True))
+        forward, backward, plan = min(attempts, key=lambda each: each.compiled_bytes).halves
+        return forward, backward, replace(plan, budget_bytes=plan.compiled_peak_bytes)
 
     def descend(self, found: SearchResult, limit: int) -> list[Attempt]:
         """Return attempts at plans for less and less memory; only the last may fit."""

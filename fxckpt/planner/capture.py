@@ -77,13 +77,14 @@ def plan(
     budget: budgets.Budget = None,
     policy: Any = None,
     cost: str | CostModel = "roofline",
+    max_slowdown: float | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Return the plan of ``model_or_fn(*args, **kwargs)``, which is not run.
 
     It is the plan that :class:`fxckpt.Backend` with ``inner="aot_eager"`` makes; ``budget``,
-    ``policy`` and ``cost`` are as there. Unless the model is on the meta device, each distinct CPU
-    kernel runs once, on synthetic inputs, to measure its workspace.
+    ``policy``, ``cost`` and ``max_slowdown`` are as there. Unless the model is on the meta device,
+    each distinct CPU kernel runs once, on synthetic inputs, to measure its workspace.
 
     Raises :class:`CaptureError` if the model does not capture as one graph or has nothing to
     differentiate, and the errors of :class:`fxckpt.Backend`.
@@ -98,7 +99,10 @@ def plan(
     """
     # A model on the meta device may be far too large for this machine: its kernels are not run.
     planner = planner_of(
-        budget, policy, cost, measure_workspace=not is_on_meta(model_or_fn, args, kwargs)
+        budgets.within(budget, max_slowdown),
+        policy,
+        cost,
+        measure_workspace=not is_on_meta(model_or_fn, args, kwargs),
     )
     joint = capture_joint(model_or_fn, args, kwargs)
     prepare(joint)

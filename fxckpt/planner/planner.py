@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxckpt import budgets
 from fxckpt.costs.models import CostModel, FlopCost, checked, resolve
 from fxckpt.costs.workspace import MeasuredWorkspace
-from fxckpt.errors import BudgetInfeasible, InvalidOption
+from fxckpt.errors import BudgetInfeasible, InvalidOption, SlowdownInfeasible
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.autograd_liveness import held_by_nodes
 from fxckpt.passes.analysis.fingerprint import fingerprint, refuse_another_graph, refuse_unknown_ops
@@ -31,7 +32,8 @@ from fxckpt.plans.log import log_frontier, log_known, log_plan
 from fxckpt.plans.types import Plan
 from fxckpt.policies import as_policy
 from fxckpt.policies.base import Policy, decide_all
-from fxckpt.solver.search import Candidate, PriceSearch, evenly_spaced
+from fxckpt.solver.program import Program
+from fxckpt.solver.search import Candidate, PriceSearch, SearchResult, evenly_spaced
 from fxckpt.torch_private import unbounded_sizes
 
 log = logging.getLogger("fxckpt")
@@ -84,10 +86,7 @@ class Planner:
         if self.budget is not None:
             warn_of_unbounded_sizes(joint.module.graph, self.budget)
         facts, cost = self.read(joint, bind_preferences=self.budget is None)
-        found = self.search(
-            facts.program,
-            lambda peak: budgets.resolve(self.budget, baseline_peak_bytes=peak, device=device),
-        )
+        found = self.searched(facts.program, device)
         budget_bytes, floor = found.limit, found.least_peak.simulation.peak_bytes
         if found.best is None:
             assert budget_bytes is not None
@@ -102,6 +101,26 @@ class Planner:
         plan = replace(described, graph=lines)
         log_plan(plan, time.perf_counter() - begin)
         return facts, plan
+
+    def searched(self, program: Program, device: torch.device) -> SearchResult:
+        """Return the result of the search for what the budget asks for.
+
+        Raises :class:`SlowdownInfeasible` where even the fastest plan takes too long.
+        """
+        asked = budgets.parse(self.budget)
+        if not isinstance(asked, budgets.LeastMemory):
+            return self.search(
+                program,
+                lambda peak: budgets.resolve(asked, baseline_peak_bytes=peak, device=device),
+            )
+        if math.isinf(asked.max_slowdown):
+            return self.search.least_memory(program, math.inf)
+        most = asked.max_slowdown * program.step_seconds
+        found = self.search.least_memory(program, most)
+        assert found.best is not None
+        if (least := found.best.simulation.extra_seconds) > most:
+            raise too_slow(asked.max_slowdown, least / program.step_seconds)
+        return found
 
     def frontier(
         self,
@@ -127,6 +146,9 @@ class Planner:
             peak = baseline.simulation.peak_bytes
             chosen: list[int] = []
             for budget in points:
+                if budgets.parse(budget) == budgets.LeastMemory():
+                    chosen.append(floor.simulation.peak_bytes)
+                    continue
                 limit = budgets.resolve(budget, baseline_peak_bytes=peak, device=device)
                 chosen.append(peak if limit is None else limit)
                 if chosen[-1] < floor.simulation.peak_bytes:
@@ -235,14 +257,26 @@ def infeasible(
     budget: budgets.Budget, budget_bytes: int, floor_bytes: int, baseline_peak_bytes: int
 ) -> BudgetInfeasible:
     """Return the error for a budget below the floor."""
+    asked, floor = budgets.format_apart(budget_bytes, floor_bytes)
+    fraction = budgets.least_fraction(budget, floor_bytes, baseline_peak_bytes)
+    enough = f"'{floor_bytes}B'" if fraction is None else f"{fraction} ('{floor_bytes}B')"
     return BudgetInfeasible(
-        f"budget={budget!r} is {budget_bytes} bytes ({budgets.format_bytes(budget_bytes)}), below "
-        f"the least peak found for this graph, {floor_bytes} bytes "
-        f"({budgets.format_bytes(floor_bytes)}); its uncheckpointed peak is "
-        f"{budgets.format_bytes(baseline_peak_bytes)}. Raise the budget to at least "
-        f"'{floor_bytes}B', or make the batch smaller.",
+        f"budget={budget!r} is {asked}, below the least peak found for this graph, {floor}; its "
+        f"uncheckpointed peak is {budgets.format_bytes(baseline_peak_bytes)}. Raise the budget to "
+        f"at least {enough}, or make the batch smaller.",
         floor_bytes=floor_bytes,
         budget_bytes=budget_bytes,
+    )
+
+
+def too_slow(max_slowdown: float, least: float) -> SlowdownInfeasible:
+    """Return the error for a target in time that even the fastest plan exceeds."""
+    at_least = math.ceil(least * 1e4) / 1e4
+    return SlowdownInfeasible(
+        f"max_slowdown={max_slowdown!r} cannot be kept: the policy alone has values recomputed for "
+        f"{least:.2%} of the step's time. Raise it to at least {at_least}, or let the policy "
+        "prefer what it demands (PREFER_RECOMPUTE in place of MUST_RECOMPUTE).",
+        least_slowdown=least,
     )
 
 

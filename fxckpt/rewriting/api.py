@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import _pytree as pytree
 
-from fxckpt.budgets import Budget
+from fxckpt.budgets import Budget, within
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import InvalidOption
 from fxckpt.rewriting.example_inputs import inputs_of, real_like
@@ -27,6 +27,7 @@ def rewrite(
     budget: Budget = None,
     cost: str | CostModel = "roofline",
     inner: Any = "aot_eager",
+    max_slowdown: float | None = None,
 ) -> fx.GraphModule:
     """Return ``gm`` as a module whose backward follows a plan of saved and recomputed values.
 
@@ -44,7 +45,7 @@ def rewrite(
         The arguments to plan for: a tuple (positional), a dict (by name), or one tensor. By default
         shapes come from the graph's metadata (``meta["val"]``) or, without any, from the first
         call.
-    budget, cost, inner:
+    budget, cost, inner, max_slowdown:
         As for :class:`fxckpt.Backend`.
 
     Returns
@@ -79,6 +80,7 @@ def rewrite(
     (('addmm', 'addmm_1'), ('gelu',))
     >>> gm(torch.randn(4, 8)).sum().backward()
     """
+    budget = within(budget, max_slowdown)
     options = (budget, policy, inner, cost)
     if isinstance(gm, Rewritten):
         if policy is None and budget is None:

@@ -145,12 +145,16 @@ class PriceSearch:
     def least_memory(self, program: Program, most_seconds: float) -> SearchResult:
         """Return the schedule of least peak whose extra time is at most ``most_seconds``.
 
-        Its limit is that peak. Without any such schedule, it is that of the least time, and there
-        is no best one.
+        Its limit is that peak. With ``math.inf`` it is the fastest of the least peak. If even the
+        fastest takes longer, the fastest is returned.
         """
         search = _Search(self, program)
         fastest = search.least_time()
         least_peak = search.least_peak()
+        if math.isinf(most_seconds):  # as a limit of the least peak is searched
+            search.fit(least_peak.simulation.peak_bytes, self.factors)
+            search.refine(least_peak.simulation.peak_bytes, self.refined, self.perturbations)
+            return search.result(least_peak.simulation.peak_bytes, least_peak)
         low = search.bounds.peak_bytes - 1  # the greatest limit known, or found, to take too long
         limit = least_peak.simulation.peak_bytes
         for _ in range(self.bisections):
@@ -159,7 +163,7 @@ class PriceSearch:
                 search.refine(limit, self.refined, self.perturbations)
             found = search.least_within(most_seconds)
             if found is None:
-                return replace(search.result(fastest.simulation.peak_bytes, least_peak), best=None)
+                return search.result(fastest.simulation.peak_bytes, least_peak)
             peak = found.simulation.peak_bytes
             if peak > limit:
                 low = limit

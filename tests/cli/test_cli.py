@@ -259,11 +259,22 @@ def test_missing_file_of_model_exits_3(step: str, capsys: pytest.CaptureFixture[
     )
 
 
+def test_least_memory_for_a_slowdown(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--max-slowdown is a target in time, in place of a budget."""
+    assert main(["plan", f"{step}:make", "--max-slowdown", "10%"]) == 2
+    assert main(["plan", f"{step}:make", "--max-slowdown", "0.1", "--budget", "min"]) == 2
+    capsys.readouterr()
+    assert main(["plan", f"{step}:make", "--max-slowdown", "0.1", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert 0 < made["recompute_seconds"] <= 0.1 * made["step_seconds"]
+    assert made["floor_bytes"] < made["peak_bytes"] < made["baseline_peak_bytes"]
+
+
 def test_bench_reports_infeasible_budget(step: str, capsys: pytest.CaptureFixture[str]) -> None:
     """An infeasible budget has the same message as with the plan command."""
     assert main(["bench", f"{step}:make", "--budget", "1KiB"]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("fxckpt: budget='1KiB' is 1024 bytes") and said.endswith(
+    assert said.startswith("fxckpt: budget='1KiB' is 1.0 KiB") and said.endswith(
         "or make the batch smaller."
     )
 

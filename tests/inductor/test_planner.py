@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 import fxckpt
+from fxckpt import budgets
 from fxckpt.inductor.planner import InductorPlanner
 from fxckpt.passes.analysis.byte_counts import RNG_STATE_BYTES
 from fxckpt.passes.graphs import Joint
@@ -105,6 +106,23 @@ def test_least_peak_of_convolutions_is_feasible() -> None:
     assert least(floor - 1) == floor
     plan = InductorPlanner(Planner(budget=floor, cost="flops")).partition(Joint(joint, count))[2]
     assert plan.compiled_peak_bytes is not None and plan.compiled_peak_bytes <= floor
+    plan = InductorPlanner(Planner(budget="min", cost="flops")).partition(Joint(joint, count))[2]
+    assert plan.compiled_peak_bytes == plan.budget_bytes == floor
+
+
+def test_least_compiled_memory_within_a_time() -> None:
+    """Inductor's plan for a target in time keeps to it, and saves memory."""
+    joint, count = inductor_joint(*images())
+    planned = [
+        InductorPlanner(Planner(budget=budgets.LeastMemory(share), cost="flops")).partition(
+            Joint(joint, count)
+        )[2]
+        for share in (0.0, 0.2)
+    ]
+    least, less = (plan.compiled_peak_bytes for plan in planned)
+    assert least is not None and less is not None and less < least
+    for plan, share in zip(planned, (0.0, 0.2), strict=True):
+        assert plan.recompute_seconds <= share * plan.step_seconds
 
 
 class Alignment(nn.Module):
