@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxckpt.costs.measured import cache_dir
 from fxckpt.errors import InvalidOption
 from fxckpt.ops.properties import tensors
 from fxckpt.torch_private import size_hint
+from fxckpt.utils.cache_folder import cache_dir
 
 VERSION = 1
 

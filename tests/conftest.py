@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 
 from fxckpt.inductor import plan_cache
+from fxckpt.utils.cache_folder import cache_dir
 
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("sweep", deadline=None, max_examples=1000)
@@ -18,8 +19,12 @@ settings.load_profile("default")
 @pytest.fixture(autouse=True, scope="session")
 def own_records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Timings of this machine are kept where the tests alone read them."""
+    folder, compiled = tmp_path_factory.mktemp("records"), cache_dir() / "native"
+    compiled.mkdir(parents=True, exist_ok=True)
+    # What is compiled depends on the machine alone: it is shared with other runs.
+    (folder / "native").symlink_to(compiled)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FXCKPT_CACHE_DIR", str(tmp_path_factory.mktemp("records")))
+        patch.setenv("FXCKPT_CACHE_DIR", str(folder))
         # A defect of the planner must not hide behind torch's own partition.
         patch.setenv("FXCKPT_STRICT", "1")
         yield

@@ -21,8 +21,8 @@ import torch
 
 from fxckpt import __version__
 from fxckpt.budgets import format_bytes, free_bytes
-from fxckpt.costs.measured import cache_dir
 from fxckpt.torch_private.versions import TESTED, is_tested
+from fxckpt.utils.cache_folder import cache_dir
 from fxckpt.utils.tables import Column, Table
 
 SELF_TESTS = {"self-test": "aot_eager", "self-test, default": "inductor"}

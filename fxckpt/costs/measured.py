@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import platform
 import sqlite3
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
 import torch
 from torch import fx
 from torch.utils.benchmark import Timer
@@ -25,6 +23,7 @@ from torch.utils.benchmark.utils.timer import timer as default_timer
 
 from fxckpt.costs.isolated_op import REFUSED, IsolatedOp, devices
 from fxckpt.torch_private import outside_trace
+from fxckpt.utils.cache_folder import cache_dir
 
 log = logging.getLogger("fxckpt")
 
@@ -35,13 +34,6 @@ TRIAL_SECONDS = 0.01
 """Least seconds spent on each distinct op; guess."""
 
 
-def cache_dir() -> Path:
-    """Return the cache folder: ``$FXCKPT_CACHE_DIR``, else fxckpt's in the user's cache folder."""
-    return Path(
-        os.environ.get("FXCKPT_CACHE_DIR") or platformdirs.user_cache_dir("fxckpt", appauthor=False)
-    )
-
-
 @dataclass(frozen=True)
 class Records:
     """Positive figures (seconds, rates) by key, in an SQLite file that processes may share."""
@@ -50,7 +42,7 @@ class Records:
 
     @classmethod
     def of_machine(cls) -> Records:
-        """Return the records in :func:`cache_dir`."""
+        """Return the records in the cache folder."""
         return cls(cache_dir() / "timings.sqlite3")
 
     def get(self, key: str) -> float | None:

@@ -38,6 +38,7 @@ from fxckpt.torch_private.autograd import (
     let_autograd_own,
     surrounding_hooks,
 )
+from fxckpt.torch_private.cpp_build import cpp_command
 from fxckpt.torch_private.dispatcher import has_effect, holds_python, overloads_of
 from fxckpt.torch_private.dynamo import (
     break_after,
@@ -94,6 +95,7 @@ from fxckpt.torch_private.storages import (
     seen_in,
     share_version,
     shown,
+    storage_addresses,
     storage_id,
     storage_key,
 )
@@ -128,6 +130,7 @@ __all__ = [
     "calling_line",
     "capture_whole",
     "compile_whole",
+    "cpp_command",
     "current_backward",
     "debug_override",
     "errors_told_once",
@@ -176,6 +179,7 @@ __all__ = [
     "shown",
     "size_hint",
     "split",
+    "storage_addresses",
     "storage_id",
     "storage_key",
     "surrounding_hooks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,36 @@ def storage_id(tensor: torch.Tensor) -> int:
     Fake tensors of one trace share storages like the real ones would.
     """
     return int(tensor.untyped_storage()._cdata)
+
+
+def storage_addresses() -> Iterator[int]:
+    """Yield the address of the storage of every tensor that Python can see, each once.
+
+    Gradients of these tensors are among them; what only autograd or C++ holds is not.
+    """
+    seen: set[int] = set()
+    # A subclass must not run code of its own here.
+    with torch._C.DisableTorchFunctionSubclass():
+        for found in _tensors_and_storages():
+            try:
+                address = int(getattr(found, "untyped_storage", lambda found=found: found)()._cdata)
+            except (NotImplementedError, RuntimeError):  # sparse and opaque layouts
+                continue
+            if address not in seen:
+                seen.add(address)
+                yield address
+
+
+def _tensors_and_storages() -> Iterator[Any]:
+    for found in gc.get_objects():
+        # The type, as `isinstance` would ask a lazy proxy for its class.
+        kind = type(found)
+        if issubclass(kind, torch.Tensor):
+            yield found
+            if found.is_leaf and found.grad is not None:
+                yield found.grad
+        elif issubclass(kind, torch.UntypedStorage):
+            yield found
 
 
 def remember_storage(tensor: torch.Tensor) -> int:

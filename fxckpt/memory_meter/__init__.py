@@ -1,0 +1,50 @@
+"""Bytes in use on a device, and their peak, for any number of watches at once."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from fxckpt.memory_meter.accelerator import AcceleratorMeter, accelerator_meter
+from fxckpt.memory_meter.cpu import allocation_limit, cpu_meter
+from fxckpt.memory_meter.meter import Meter, Watch
+
+__all__ = ["AcceleratorMeter", "Meter", "Watch", "allocation_limit", "meter_of"]
+
+
+def meter_of(device: torch.device | str) -> Meter:
+    """Return the meter of the bytes in use on ``device``, one for all who ask.
+
+    The first call for the CPU sets an allocator that counts (compiled once on a machine, in a
+    second or two) around the present one. Without a compiler the meter is not exact.
+
+    Raises
+    ------
+    FxckptError
+        The memory in use on the device cannot be told.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fxckpt.memory_meter import meter_of
+    >>> meter = meter_of(torch.device("cpu"))
+    >>> with meter.watch() as watch:
+    ...     start = meter.allocated()
+    ...     large = torch.empty(1000, dtype=torch.uint8)
+    ...     del large
+    ...     small = torch.empty(10, dtype=torch.uint8)
+    >>> watch.peak() - start, meter.allocated() - start
+    (1000, 10)
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return cpu_meter()
+    if device.index is None:
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    return _accelerator_meter(device)
+
+
+@cache
+def _accelerator_meter(device: torch.device) -> AcceleratorMeter:
+    return accelerator_meter(device)

@@ -1,0 +1,140 @@
+"""Meters of accelerators, from the statistics of torch's caching allocators."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from weakref import WeakSet
+
+import torch
+
+from fxckpt.errors import FxckptError
+from fxckpt.memory_meter.meter import Meter, Watch
+
+
+class AcceleratorMeter(Meter):
+    """The bytes in use in a device's caching allocator.
+
+    Parameters
+    ----------
+    read
+        Returns the bytes in use and the device's own peak, which has one start for all.
+    restart
+        Resets that peak.
+    """
+
+    def __init__(self, read: Callable[[], tuple[int, int]], restart: Callable[[], None]) -> None:
+        self._read, self._restart = read, restart
+        self._watches: WeakSet[_AcceleratorWatch] = WeakSet()
+        self._lock = threading.RLock()
+
+    @property
+    def exact(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def describes(self) -> str:
+        """What the figures count and what they do not see."""
+        return (
+            "bytes of blocks in the device's caching allocator, rounded as it rounds them. A peak "
+            "that is not above one from before the watch is a bound: the device has one peak for "
+            "all. Not seen: memory that libraries take past the allocator, and a peak before "
+            "somebody else resets the device's statistics."
+        )
+
+    def allocated(self) -> int:
+        """Return the bytes in use now."""
+        return self._read()[0]
+
+    def watch(self) -> Watch:
+        """Return a watch that starts now."""
+        return _AcceleratorWatch(self)
+
+    def restart_peak(self) -> None:
+        """Reset the device's own peak; watches that are open keep what they know."""
+        with self._lock:
+            for watch in self._watches:
+                watch.end_segment()
+            self._restart()
+            for watch in self._watches:
+                watch.start_segment()
+
+
+class _AcceleratorWatch(Watch):
+    def __init__(self, meter: AcceleratorMeter) -> None:
+        self._meter = meter
+        self.reset()
+
+    @property
+    def exact(self) -> bool:
+        """Whether the device's peak rose after the start, or the peak is known otherwise."""
+        with self._meter._lock:
+            lower, upper = self._bounds()
+            return upper is not None and lower == upper
+
+    def peak(self) -> int:
+        """Return the peak, or the least upper bound that is known, or else the greatest seen."""
+        with self._meter._lock:
+            lower, upper = self._bounds()
+            return lower if upper is None else upper
+
+    def reset(self) -> None:
+        with self._meter._lock:
+            self._lower = 0
+            self._upper: int | None = 0
+            self.start_segment()
+            self._meter._watches.add(self)
+
+    def close(self) -> None:
+        with self._meter._lock:
+            self.end_segment()
+            self._meter._watches.discard(self)
+
+    def start_segment(self) -> None:
+        """Take the device's peak as that of somebody before."""
+        self._seen, self._before = self._meter._read()
+
+    def end_segment(self) -> None:
+        """Keep what is known so far."""
+        self._lower, self._upper = self._bounds()
+
+    def _bounds(self) -> tuple[int, int | None]:
+        """Return a lower and an upper bound on the peak; None if there is no upper one."""
+        if self not in self._meter._watches:
+            return self._lower, self._upper
+        now, peak = self._meter._read()
+        self._seen = max(self._seen, now)
+        if peak != self._before:
+            # It rose, or it was reset and rose, all of it since the start.
+            self._seen = max(self._seen, peak)
+            if peak < self._before:
+                self._upper = None
+            self._before = peak
+        lower = max(self._lower, self._seen)
+        return lower, None if self._upper is None else max(self._upper, lower, self._before)
+
+
+def accelerator_meter(device: torch.device) -> AcceleratorMeter:
+    """Return a meter of an accelerator.
+
+    Raises
+    ------
+    FxckptError
+        torch has no statistics of the memory of such a device.
+    """
+    module = torch.get_device_module(device)
+    statistics = getattr(module, "memory_stats_as_nested_dict", None)
+    if statistics is None:
+        raise FxckptError(
+            f"The memory in use on {device} was asked for, and torch has no statistics of it: "
+            f"{module.__name__} has no memory_stats_as_nested_dict(). Ask for a CPU, CUDA or XPU "
+            "device."
+        )
+
+    def read() -> tuple[int, int]:
+        figures = statistics(device).get("allocated_bytes")
+        # Before its first block, a device has no statistics.
+        return (figures["all"]["current"], figures["all"]["peak"]) if figures else (0, 0)
+
+    return AcceleratorMeter(read, lambda: module.reset_peak_memory_stats(device))

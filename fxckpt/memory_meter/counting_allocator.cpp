@@ -1,0 +1,221 @@
+// An allocator that counts the bytes requested from torch's CPU allocator, which it wraps.
+//
+// Every block still comes from the wrapped allocator, on the thread that asked, so that alignment,
+// errors and the profiler's memory events stay torch's own. Only the deleter of a block is
+// replaced, as DataPtr::compare_exchange_deleter describes.
+
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/flat_hash_map.h>
+#include <pthread.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+#include <string>
+
+namespace {
+
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+constexpr auto kRelaxed = std::memory_order_relaxed;
+
+std::atomic<int64_t> live{0};  // bytes
+std::atomic<int64_t> peak{0};  // greatest `live` since the last fxckpt_take_peak
+std::atomic<int64_t> limit{kNoLimit};
+
+// Requested bytes of each block, by address, in shards so that threads rarely wait for another.
+class Blocks {
+ public:
+  void insert(void* block, int64_t bytes) {
+    Shard& shard = of(block);
+    std::lock_guard<std::mutex> guard(shard.mutex);
+    shard.bytes[block] = bytes;
+  }
+
+  // Return the bytes of a block, and 0 for one that was not counted.
+  int64_t erase(void* block) {
+    Shard& shard = of(block);
+    std::lock_guard<std::mutex> guard(shard.mutex);
+    const auto found = shard.bytes.find(block);
+    if (found == shard.bytes.end()) {
+      return 0;
+    }
+    const int64_t bytes = found->second;
+    shard.bytes.erase(found);
+    return bytes;
+  }
+
+  void lock() {
+    for (Shard& shard : shards_) {
+      shard.mutex.lock();
+    }
+  }
+
+  void unlock() {
+    for (Shard& shard : shards_) {
+      shard.mutex.unlock();
+    }
+  }
+
+ private:
+  struct alignas(64) Shard {
+    std::mutex mutex;
+    ska::flat_hash_map<void*, int64_t> bytes;
+  };
+
+  Shard& of(void* block) {
+    // Blocks are aligned to 64 bytes, and the large ones to pages: multiply, and take high bits.
+    const auto address = reinterpret_cast<uintptr_t>(block);
+    return shards_[(address * 0x9E3779B97F4A7C15ull) >> 58];
+  }
+
+  std::array<Shard, 64> shards_;
+};
+
+// Never deleted: static objects of other libraries free blocks until the very end of the process.
+Blocks& blocks() {
+  static Blocks* const all = new Blocks;
+  return *all;
+}
+
+class CountingAllocator;
+CountingAllocator* counting = nullptr;
+
+class CountingAllocator final : public c10::Allocator {
+ public:
+  explicit CountingAllocator(c10::Allocator* wrapped)
+      : wrapped_(wrapped), delete_(wrapped->raw_deleter()) {}
+
+  c10::DataPtr allocate(size_t size) override {
+    const auto bytes = static_cast<int64_t>(size);
+    if (bytes <= 0) {  // nothing, or a size that the wrapped allocator refuses
+      return wrapped_->allocate(size);
+    }
+    const int64_t now = live.fetch_add(bytes, kRelaxed) + bytes;
+    try {
+      if (now > limit.load(kRelaxed)) {
+        refuse(size);
+      }
+      c10::DataPtr block = wrapped_->allocate(size);
+      if (!own(block, bytes)) {
+        live.fetch_sub(bytes, kRelaxed);
+        return block;
+      }
+      int64_t seen = peak.load(kRelaxed);
+      while (now > seen && !peak.compare_exchange_weak(seen, now, kRelaxed)) {
+      }
+      return block;
+    } catch (...) {
+      live.fetch_sub(bytes, kRelaxed);
+      throw;
+    }
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &release;
+  }
+
+  void copy_data(void* to, const void* from, std::size_t count) const override {
+    wrapped_->copy_data(to, from, count);
+  }
+
+  // Count a block that the wrapped allocator made before, while its storage is held.
+  int64_t adopt(c10::StorageImpl& storage) {
+    if (storage.allocator() == wrapped_) {
+      storage.set_allocator(this);  // the storage may grow
+    }
+    const auto bytes = static_cast<int64_t>(storage.nbytes());
+    if (bytes <= 0 || !own(storage._mutable_data_ptr_no_checks(), bytes)) {
+      return 0;
+    }
+    live.fetch_add(bytes, kRelaxed);
+    return bytes;
+  }
+
+ private:
+  // Take over the release of a block. Return false for a block of another making.
+  bool own(c10::DataPtr& block, int64_t bytes) {
+    void* const address = block.get_context();
+    if (address == nullptr || address != block.get() || block.get_deleter() != delete_) {
+      return false;
+    }
+    blocks().insert(address, bytes);
+    return block.compare_exchange_deleter(delete_, &release);
+  }
+
+  // oneDNN returns raw blocks to whichever allocator is set: one that is unknown is older than this.
+  static void release(void* block) {
+    if (block == nullptr) {
+      return;
+    }
+    // First, as another thread may be given the address once the block is free.
+    live.fetch_sub(blocks().erase(block), kRelaxed);
+    counting->delete_(block);
+  }
+
+  [[noreturn]] static void refuse(size_t size) {
+    c10::profiledCPUMemoryReporter().OutOfMemory(size);
+    throw c10::Error(
+        {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+        "[enforce fail at alloc_cpu.cpp] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate " + std::to_string(size) +
+            " bytes. Error code 12 (Cannot allocate memory)");
+  }
+
+  c10::Allocator* const wrapped_;
+  const c10::DeleterFnPtr delete_;
+};
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Return whether every new block is counted from now on. Call it under one lock.
+int fxckpt_install() {
+  if (counting == nullptr) {
+    c10::Allocator* const present = c10::GetCPUAllocator();
+    if (present->raw_deleter() == nullptr) {
+      return 0;  // its blocks cannot be told apart
+    }
+    // A fork in the middle of an insertion would leave the child a locked shard.
+    pthread_atfork(
+        [] { blocks().lock(); }, [] { blocks().unlock(); }, [] { blocks().unlock(); });
+    counting = new CountingAllocator(present);
+    for (int priority = 0; priority < 256 && c10::GetCPUAllocator() != counting; ++priority) {
+      c10::SetCPUAllocator(counting, static_cast<uint8_t>(priority));
+    }
+  }
+  return c10::GetCPUAllocator() == counting;
+}
+
+int fxckpt_is_installed() {
+  return counting != nullptr && c10::GetCPUAllocator() == counting;
+}
+
+int64_t fxckpt_adopt(c10::StorageImpl* storage) {
+  return counting->adopt(*storage);
+}
+
+int64_t fxckpt_allocated() {
+  return live.load(kRelaxed);
+}
+
+int64_t fxckpt_peak() {
+  return peak.load(kRelaxed);
+}
+
+// Return the peak so far, and begin anew at what is allocated now.
+int64_t fxckpt_take_peak() {
+  return peak.exchange(live.load(kRelaxed), kRelaxed);
+}
+
+// Refuse blocks that would lift the bytes in use above `bytes`. Return the limit before.
+int64_t fxckpt_set_limit(int64_t bytes) {
+  return limit.exchange(bytes, kRelaxed);
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

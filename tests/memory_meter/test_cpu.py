@@ -1,0 +1,173 @@
+"""The counting allocator, against blocks whose sizes and lives are known."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fxckpt.memory_meter import allocation_limit, meter_of
+from fxckpt.memory_meter.meter import Meter
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def meter() -> Iterator[Meter]:
+    found = meter_of(CPU)
+    assert found.exact
+    yield found
+
+
+def block(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def test_counts_requested_bytes(meter: Meter) -> None:
+    """Sizes are those asked for, not those that malloc rounds them up to."""
+    start = meter.allocated()
+    held = [block(n) for n in (0, 1, 24, 63, 1000, 1 << 20)]
+    assert meter.allocated() - start == 1088 + (1 << 20)
+    del held
+    assert meter.allocated() == start
+
+
+def test_watches_are_independent(meter: Meter) -> None:
+    start = meter.allocated()
+    outer = meter.watch()
+    large = block(1000)
+    del large
+    with meter.watch() as inner:
+        small = block(10)
+        outer_peak, inner_peak = outer.peak() - start, inner.peak() - start
+        inner.reset()
+        del small
+        after_reset = inner.peak() - start
+        outer.reset()
+    huge = block(5000)
+    assert (outer_peak, inner_peak, after_reset) == (1000, 10, 10)
+    assert (inner.peak() - start, outer.peak() - start) == (10, 5000)
+    outer.close()
+    del huge
+
+
+def test_counts_frees_of_other_threads(meter: Meter) -> None:
+    start = meter.allocated()
+    mine = [block(1 << 16)]
+    theirs: list[torch.Tensor] = []
+
+    def swap() -> None:
+        mine.clear()
+        theirs.append(block(1 << 10))
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    thread.join()
+    assert meter.allocated() - start == 1 << 10
+    theirs.clear()
+    assert meter.allocated() == start
+
+
+def test_threads_lose_no_byte(meter: Meter) -> None:
+    start = meter.allocated()
+
+    def churn(seed: int) -> None:
+        for i in range(2000):
+            torch.empty((seed * 31 + i) % 4096, dtype=torch.uint8)
+
+    threads = [threading.Thread(target=churn, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert meter.allocated() == start
+
+
+def test_storage_that_grows(meter: Meter) -> None:
+    start = meter.allocated()
+    tensor = block(100)
+    with meter.watch() as watch:
+        tensor.resize_(1000)
+    assert (watch.peak() - start, meter.allocated() - start) == (1100, 1000)
+    tensor.untyped_storage().resize_(0)
+    assert meter.allocated() == start
+
+
+def test_memory_of_others_is_not_counted(meter: Meter) -> None:
+    """NumPy's memory and shared memory are not torch's allocator's."""
+    start = meter.allocated()
+    borrowed = torch.from_numpy(np.zeros(1000))
+    assert meter.allocated() == start
+    shared = block(1000)
+    shared.share_memory_()
+    assert meter.allocated() == start
+    del borrowed, shared
+    assert meter.allocated() == start
+
+
+def test_blocks_are_aligned_as_before(meter: Meter) -> None:
+    assert all(block(n).data_ptr() % 64 == 0 for n in (1, 100, 1 << 20))
+
+
+def test_profiler_still_sees_blocks(meter: Meter) -> None:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        block(1000)
+    events = prof.profiler.kineto_results.events()  # type: ignore[union-attr]
+    assert [e.nbytes() for e in events if e.name() == "[memory]"] == [1000, -1000]
+
+
+def test_limit_raises_what_torch_raises(meter: Meter) -> None:
+    start = meter.allocated()
+    with allocation_limit(1000):
+        first = block(900)
+        with pytest.raises(RuntimeError, match="can't allocate memory: you tried to allocate 101"):
+            block(101)
+        block(100)
+        with allocation_limit(1 << 20), pytest.raises(RuntimeError):
+            block(101)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator: can't allocate memory"):
+        block(1 << 50)
+    assert block(2000).numel() == 2000
+    assert meter.allocated() - start == first.numel()
+
+
+IN_CHILD = """
+import os, torch
+from fxckpt.memory_meter import meter_of
+before = [torch.empty(1000, dtype=torch.uint8), torch.nn.Parameter(torch.ones(5))]
+before[1].grad = torch.ones(5)
+alias = before[0][10:]
+meter = meter_of("cpu")
+assert meter.exact
+assert meter.allocated() == 1040, meter.allocated()
+before[0].resize_(3000)
+assert meter.allocated() == 3040
+before[1].grad = None
+assert meter.allocated() == 3020
+watch = meter.watch()
+if (child := os.fork()) == 0:
+    before.clear()
+    del alias
+    kept = torch.empty(7)
+    os._exit(0 if meter.allocated() == 28 and watch.peak() == 3020 else 1)
+_, status = os.waitpid(child, 0)
+assert status == 0 and meter.allocated() == 3020
+del before, alias
+assert meter.allocated() == 0
+"""
+
+
+def test_earlier_blocks_and_forks() -> None:
+    """Tensors made before the meter are counted, grow and are freed; a fork counts on its own."""
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", IN_CHILD],
+        check=True,
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
+    )
