@@ -31,16 +31,15 @@ def load_library() -> ctypes.PyDLL | None:
     The reason of a failure is logged.
     """
     try:
-        library = _open(cache_dir() / "native")
-    except OSError as error:  # the folder cannot be written, or its library is damaged
-        log.info("the memory meter is compiled in a temporary folder (%s)", error)
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                library = _open(Path(folder))
-        except (OSError, RuntimeError, subprocess.SubprocessError) as again:
-            return _failed(again)
-    except (RuntimeError, subprocess.SubprocessError) as error:
-        return _failed(error)
+        library = _kept_or_temporary()
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None)
+        log.warning(
+            "memory in use on the CPU is not counted to the byte: the allocator that counts it "
+            "could not be compiled (%s). Install a C++ compiler, or name it in CXX.",
+            f"{error}: {output.strip()}" if output else error,
+        )
+        return None
     for name in ("allocated", "peak", "take_peak", "set_limit", "adopt"):
         getattr(library, f"fxckpt_{name}").restype = ctypes.c_int64
     library.fxckpt_set_limit.argtypes = [ctypes.c_int64]
@@ -48,13 +47,13 @@ def load_library() -> ctypes.PyDLL | None:
     return library
 
 
-def _failed(error: Exception) -> None:
-    output = getattr(error, "stderr", None)
-    log.warning(
-        "memory in use on the CPU is not counted to the byte: the allocator that counts it could "
-        "not be compiled (%s). Install a C++ compiler, or name it in CXX.",
-        f"{error}: {output.strip()}" if output else error,
-    )
+def _kept_or_temporary() -> ctypes.PyDLL:
+    try:
+        return _open(cache_dir() / "native")
+    except OSError as error:  # the folder cannot be written, or its library is damaged
+        log.info("the memory meter is compiled in a temporary folder (%s)", error)
+    with tempfile.TemporaryDirectory() as folder:
+        return _open(Path(folder))
 
 
 def _open(folder: Path) -> ctypes.PyDLL:

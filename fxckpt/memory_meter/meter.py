@@ -109,6 +109,7 @@ class CounterMeter(Meter):
 class _CounterWatch(Watch):
     def __init__(self, meter: CounterMeter) -> None:
         self._meter = meter
+        self._earlier = 0
         self.reset()
 
     @property
