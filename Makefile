@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 INSTALLED := rm -rf build/installed && mkdir -p build/installed && cp -r fxckpt build/installed/fxckpt \
     && cp -r passes build/installed/fxckpt/passes
 
-.PHONY: demo test sweep notebooks docs web lint type format clean
+.PHONY: demo test sweep gpu gpu-wheels notebooks docs web lint type format clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -41,6 +41,24 @@ test: $(VENV)/.test  ## the whole test suite, without the slow sweeps
 sweep: $(VENV)/.test  ## what takes long: every op, every draw, and the property tests with a thousand examples each
 	$(BIN)/python -m pytest -m sweep --timeout 1800 tests
 	$(BIN)/python -m pytest --hypothesis-profile sweep --timeout 7200 tests/solver tests/passes tests/planner/test_dags.py
+
+# A machine with a GPU has its own torch, which stays as it is, and often no network: the packages that it lacks come from build/wheels.
+GPU_VENV := build/gpu-venv
+GPU_PACKAGES := scipy networkx tabulate tqdm platformdirs pytest pytest-timeout hypothesis 'setuptools>=77,<82'
+GPU_PYTHON ?= 3.12
+GPU_OUT := $(or $(OUT),bench/out)
+ONLY ?= *
+SECONDS ?= 500
+
+gpu-wheels:  ## collect, with a network, what a machine with a GPU may lack
+	rm -rf build/wheels && mkdir -p build/wheels
+	grep -v '^setuptools==' constraints.txt >build/gpu-constraints.txt
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --only-binary :all: --python-version $(GPU_PYTHON) --implementation cp \
+	    --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux2014_x86_64 --platform any --constraint build/gpu-constraints.txt --dest build/wheels $(GPU_PACKAGES)
+
+gpu:  ## on a machine with a GPU: its tests, and bench/gpu.py; results in $$OUT or bench/out
+	$(PYTHON) bench/gpu_setup.py $(GPU_VENV) build/wheels $(GPU_PACKAGES)
+	$(GPU_VENV)/bin/python bench/gpu.py --tests --only '$(ONLY)' --seconds $(SECONDS) --out $(GPU_OUT)
 
 notebooks: $(VENV)/.test  ## run the notebooks and keep what they print
 	$(BIN)/python notebooks/run.py

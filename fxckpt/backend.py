@@ -69,7 +69,8 @@ class Backend:
         ``(gm, example_inputs) -> callable`` that gets the forward graph, then the backward graph.
     cost:
         ``"roofline"``, ``"flops"``, ``"measured"``, or a cost model object
-        (:class:`fxckpt.costs.models.CostModel`).
+        (:class:`fxckpt.costs.models.CostModel`), such as the roofline of another device:
+        ``fxckpt.costs.DeviceRoofline.of("A100")``.
     verify:
         ``"exact"`` compares every recomputed value bitwise with a checksum of the forward's;
         :class:`RecomputeMismatch` names the first op that differs. It takes time and memory beyond
@@ -134,6 +135,8 @@ class Backend:
             )
         self._inductor = inductor_options(mode, options)
         self.partitioner = Partitioner(budget, policy, cost, verify, max_slowdown)
+        if self._inductor.get("triton.cudagraphs"):
+            self.partitioner.expect_replays()
         """Plans the graphs."""
         self.inner = inner
         """The compiler of the halves."""

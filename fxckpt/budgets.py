@@ -157,7 +157,7 @@ def free_bytes(device: torch.device) -> int:
     InvalidBudget
         The free memory of the device cannot be read.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     meminfo = Path("/proc/meminfo")  # Linux only

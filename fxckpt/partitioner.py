@@ -119,6 +119,10 @@ class Partitioner(CustomPartitionerFn):
         if self.planner.policy is not None:
             self.planner = replace(self.planner, policy=self.planner.policy.lenient())
 
+    def expect_replays(self) -> None:
+        """Price ops for CUDA graphs, which replay kernels without launching them."""
+        self.planner = replace(self.planner, replays=True)
+
     def report(self) -> Report:
         """Return one table per partitioned graph; print it."""
         return Report(self.plans, fallbacks=self.fallbacks)

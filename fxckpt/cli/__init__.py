@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from tqdm import tqdm
 
 from fxckpt import _interrupts, repro
@@ -25,6 +26,8 @@ from fxckpt._interrupts import INTERRUPTED
 from fxckpt.cli.arguments import USAGE, parse
 from fxckpt.cli.factory import POLICY_FORM, Target, TargetError, load_attribute, load_target
 from fxckpt.cli.output import OutputError, write
+from fxckpt.costs.calibration import calibrate
+from fxckpt.costs.measured import Records, cpu_figures
 from fxckpt.errors import (
     BudgetInfeasible,
     FxckptError,
@@ -38,7 +41,7 @@ from fxckpt.plans.types import Plan
 from fxckpt.reports.explanation import Explanation
 from fxckpt.reports.memory_bar import memory_bar
 from fxckpt.utils.globs import fits, is_inside
-from fxckpt.utils.tables import Table
+from fxckpt.utils.tables import Column, Table
 
 DONE, INFEASIBLE, FAILED = 0, 1, 3
 DEFAULT_ROWS = 20
@@ -176,6 +179,7 @@ def _make_plan(options: argparse.Namespace) -> Plan:
             policy=policy,
             cost=options.cost,
             max_slowdown=options.max_slowdown,
+            device=options.device,
             **target.kwargs,
         )
 
@@ -286,6 +290,7 @@ def _frontier(options: argparse.Namespace) -> Answer:
             points=points,
             policy=policy,
             cost=options.cost,
+            device=options.device,
             **target.kwargs,
         )
     if options.plot:
@@ -343,6 +348,21 @@ def _bench(options: argparse.Namespace) -> Answer:
     return _json_answer(table(runs).records()) if options.json else Answer(str(table(runs)))
 
 
+def _calibrate(options: argparse.Namespace) -> Answer:
+    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        rates = ("FLOP/s", "bytes/s", "launch, s", "random numbers/s")
+        figures = dict(zip(rates, cpu_figures(Records.of_machine()), strict=True))
+        figures = {"device": "cpu"} | figures
+    else:
+        figures = asdict(calibrate(torch.device("cuda", 0), Records.of_machine()))
+    if options.json:
+        return _json_answer(figures)
+    columns = (Column("figure", "figure"), Column("value", "value"))
+    rows = tuple((k, v if isinstance(v, str) else f"{v:.4g}") for k, v in figures.items())
+    return Answer(f"{Table(columns, rows)}\nkept in {Records.of_machine().path}")
+
+
 def _doctor(options: argparse.Namespace) -> Answer:
     from fxckpt.cli.doctor import examine
 
@@ -361,5 +381,6 @@ COMMANDS = {
     "frontier": _frontier,
     "html": _html,
     "bench": _bench,
+    "calibrate": _calibrate,
     "doctor": _doctor,
 }

@@ -11,7 +11,8 @@ from fxckpt import __version__
 from fxckpt.budgets import parse as parse_budget
 from fxckpt.budgets import within
 from fxckpt.cli.factory import FORM
-from fxckpt.errors import InvalidBudget
+from fxckpt.costs.devices import DEVICES, device_named
+from fxckpt.errors import InvalidBudget, InvalidOption
 from fxckpt.reports.explanation import KEYS
 
 USAGE = 2
@@ -20,12 +21,14 @@ USAGE = 2
 EPILOG = """\
 examples:
   fxckpt plan train.py:make_step --budget 2GiB
+  fxckpt plan train.py:make_step --budget 60GiB --device H100
   fxckpt explain train.py:make_step --budget 0.6 --module 'layers.*.attn' --top 10
   fxckpt explain train.py:make_step --budget 0.6 --by module --format markdown
   fxckpt frontier train.py:make_step --points 8 --plot frontier.png
   fxckpt html train.py:make_step --budget 0.6 --out plan.html
   fxckpt html train.py:make_step --max-slowdown 0.1
   fxckpt bench train.py:make_step --budget 0.8 --budget 0.5
+  fxckpt calibrate
   fxckpt doctor
 
 train.py:make_step is a function without arguments that returns (model, inputs). Models on the
@@ -61,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_frontier(commands)
     _add_html(commands)
     _add_bench(commands)
+    _add_calibrate(commands)
     _add_doctor(commands)
     return parser
 
@@ -101,6 +105,16 @@ def _add_model_command(
     return parser
 
 
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        type=_device,
+        metavar="NAME",
+        help=f"the device to plan for, which need not be here: {', '.join(DEVICES)}, cuda or cpu; "
+        "by default where the model is",
+    )
+
+
 def _add_budget(parser: argparse.ArgumentParser) -> None:
     targets = parser.add_mutually_exclusive_group()
     targets.add_argument(
@@ -129,6 +143,7 @@ def _add_plan(commands: _Subparsers) -> None:
         "Plan a step and print its figures and memory profile.",
         "fxckpt plan train.py:make_step --budget 2GiB",
     )
+    _add_device(parser)
     _add_budget(parser)
 
 
@@ -139,6 +154,7 @@ def _add_explain(commands: _Subparsers) -> None:
         "List the saved and the recomputed values, with reasons.",
         "fxckpt explain train.py:make_step --budget 0.6 --by module",
     )
+    _add_device(parser)
     _add_budget(parser)
     parser.add_argument(
         "--top", type=_count, metavar="N", help="rows to print (20 as text, else all); 0 for all"
@@ -175,6 +191,7 @@ def _add_frontier(commands: _Subparsers) -> None:
         "Print time against peak, from the floor up.",
         "fxckpt frontier train.py:make_step --points 8 --plot frontier.png",
     )
+    _add_device(parser)
     parser.add_argument(
         "--points", type=_count, default=16, metavar="N", help="how many budgets, 2 or more (16)"
     )
@@ -191,6 +208,7 @@ def _add_html(commands: _Subparsers) -> None:
         "Write a page to look at a plan in a browser.",
         "fxckpt html train.py:make_step --budget 0.6 --out plan.html",
     )
+    _add_device(parser)
     _add_budget(parser)
     parser.add_argument(
         "--points",
@@ -228,6 +246,18 @@ def _add_bench(commands: _Subparsers) -> None:
         choices=("aot_eager", "inductor"),
         default="aot_eager",
         help="the compiler of the two halves (aot_eager)",
+    )
+
+
+def _add_calibrate(commands: _Subparsers) -> None:
+    parser = _add_command(
+        commands,
+        "calibrate",
+        "Measure this machine's device, and keep its rates for its plans.",
+        "fxckpt calibrate",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), help="which device (cuda where there is one)"
     )
 
 
@@ -271,6 +301,16 @@ def _slowdown(text: str) -> float:
             f"{text!r} is no share of the step's time. Example: 0.1 for at most 10 % more"
         ) from None
     return value
+
+
+def _device(text: str) -> str:
+    """Return the name of a device to plan for."""
+    if text not in ("cpu", "cuda"):
+        try:
+            device_named(text)
+        except InvalidOption as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _count(text: str) -> int:

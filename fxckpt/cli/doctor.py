@@ -192,7 +192,7 @@ def _cuda() -> Finding:
             "CUDA",
             f"no device; {built}",
             "note",
-            "plans for GPUs can be made here (meta device), with a generic GPU's costs",
+            "plans for GPUs can be made here: fxckpt plan --device H100",
         )
     names = [
         f"{torch.cuda.get_device_name(i)} ({format_bytes(torch.cuda.mem_get_info(i)[0])} free)"

@@ -53,18 +53,18 @@ class Records:
             row = db.execute("select figure from records where key = ?", (key,)).fetchone()
         return row[0] if row is not None and isinstance(row[0], float) and row[0] > 0 else None
 
-    def keep(self, key: str, figure: float) -> float:
+    def keep(self, key: str, figure: float, *, is_replaced: bool = False) -> float:
         """Store a figure and return the stored one.
 
-        A figure that another process stored first stays.
+        A figure that another process stored first stays, unless it ``is_replaced``.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with closing(self._open()) as db, db:
             db.execute(
                 "insert into records values (?, ?) "
                 "on conflict (key) do update set figure = excluded.figure "
-                "where typeof(figure) != 'real' or figure <= 0",
-                (key, figure),
+                "where ? or typeof(figure) != 'real' or figure <= 0",
+                (key, float(figure), is_replaced),
             )
         return self.get(key) or figure
 
@@ -101,17 +101,18 @@ def cpu_figures(records: Records) -> tuple[float, float, float, float]:
     """
     names = ("FLOP/s", "bytes/s", "launch", "draws/s")
     prefix = machine(torch.device("cpu"))
-    known = [_known(records, f"{prefix} {name}") for name in names]
-    if None in known:
-        known = [
-            _kept(records, f"{prefix} {name}", figure)
+    found = [known(records, f"{prefix} {name}") for name in names]
+    if None in found:
+        found = [
+            kept(records, f"{prefix} {name}", figure)
             for name, figure in zip(names, _calibrate(), strict=True)
         ]
-    flops, bandwidth, launch, draws = (float(figure or 0.0) for figure in known)
+    flops, bandwidth, launch, draws = (float(figure or 0.0) for figure in found)
     return flops, bandwidth, launch, draws
 
 
-def _known(records: Records, key: str) -> float | None:
+def known(records: Records, key: str) -> float | None:
+    """Return a figure, or None, with a warning, where the records cannot be read."""
     try:
         return records.get(key)
     except (OSError, sqlite3.Error) as error:
@@ -124,9 +125,10 @@ def _known(records: Records, key: str) -> float | None:
         return None
 
 
-def _kept(records: Records, key: str, figure: float) -> float:
+def kept(records: Records, key: str, figure: float, *, is_replaced: bool = False) -> float:
+    """Store a figure and return the stored one; warn where the records cannot be written."""
     try:
-        return records.keep(key, figure)
+        return records.keep(key, figure, is_replaced=is_replaced)
     except (OSError, sqlite3.Error) as error:
         log.warning(
             "%s cannot be written (%s): every process measures its own figures. "
@@ -217,11 +219,11 @@ class MeasuredSeconds:
             return None
         key = f"{machine(self.device)} {isolated.key}"
         if key not in self._known:
-            known = _known(self.records, key)
-            if known is None:
-                known = _measure(isolated, self.clock)
-                known = None if known is None else _kept(self.records, key, known)
-            self._known[key] = known
+            seconds = known(self.records, key)
+            if seconds is None:
+                seconds = _measure(isolated, self.clock)
+                seconds = None if seconds is None else kept(self.records, key, seconds)
+            self._known[key] = seconds
         return self._known[key]
 
 

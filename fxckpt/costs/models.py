@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import fx
 
+from fxckpt.costs.devices import Device
 from fxckpt.costs.measured import MeasuredSeconds, Records
 from fxckpt.costs.op_counts import formula_call, node_flops
-from fxckpt.costs.roofline import Roofline, device_roofline
+from fxckpt.costs.roofline import DeviceRoofline, Roofline, device_roofline
 from fxckpt.errors import InvalidCost, InvalidOption
 
 
@@ -81,7 +82,7 @@ class MeasuredCost:
     """Cost model of measured times; an op that cannot run in isolation is estimated."""
 
     measured: MeasuredSeconds
-    estimate: Roofline
+    estimate: Roofline | DeviceRoofline
     name: str = "measured"
 
     def flops(self, node: fx.Node) -> int:
@@ -94,8 +95,17 @@ class MeasuredCost:
         return self.estimate.seconds(node) if seconds is None else seconds
 
 
-def resolve(cost: str | CostModel, device: torch.device | None) -> CostModel:
+def resolve(
+    cost: str | CostModel,
+    device: torch.device | None,
+    *,
+    named: Device | None = None,
+    replays: bool = False,
+) -> CostModel:
     """Return the cost model of a name, or ``cost`` itself if it is a model.
+
+    The roofline is that of a ``named`` device, else of ``device``, without launches where a CUDA
+    graph ``replays`` the kernels.
 
     Raises
     ------
@@ -104,14 +114,15 @@ def resolve(cost: str | CostModel, device: torch.device | None) -> CostModel:
     """
     device = device or torch.device("cpu")
     if cost == "roofline":
-        return device_roofline(device)
+        model = device_roofline(device) if named is None else DeviceRoofline.of(named)
+        return without_launches(model) if replays and device.type == "cuda" else model
     if cost == "flops":
         return FlopCost()
     if cost == "measured":
-        if device.type == "cuda" and not torch.cuda.is_available():
+        if named is not None or (device.type == "cuda" and not torch.cuda.is_available()):
             raise InvalidOption(
-                f"cost='measured' needs the device it plans for, and there is no {device}. "
-                "Use cost='roofline' here."
+                "cost='measured' needs the device it plans for, and that is "
+                f"{device if named is None else named.name}, elsewhere. Use cost='roofline' here."
             )
         return MeasuredCost(MeasuredSeconds(Records.of_machine(), device), device_roofline(device))
     if isinstance(cost, (str, type)) or not isinstance(cost, CostModel):
@@ -122,6 +133,13 @@ def resolve(cost: str | CostModel, device: torch.device | None) -> CostModel:
     return cost
 
 
+def without_launches(model: Roofline | DeviceRoofline) -> Roofline | DeviceRoofline:
+    """Return a roofline in which kernels cost no launch."""
+    if isinstance(model, Roofline):
+        return replace(model, launch_seconds=0.0)
+    return replace(model, device=replace(model.device, launch_seconds=0.0))
+
+
 LEAST_SECONDS = 1e-30
 """Least positive seconds of a run; below it, ratios of costs would overflow."""
 
@@ -130,6 +148,10 @@ MOST_SECONDS = 1e12
 
 MOST_FLOPS = 10**18
 """Most FLOPs of a run; beyond it, sums and ratios of costs would overflow."""
+
+
+COUNTING = (Roofline, DeviceRoofline, FlopCost)
+"""Models whose seconds follow from an op's FLOPs, which are counted once for equal calls."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +181,12 @@ class Checked:
     def _seconds(self, node: fx.Node) -> float:
         model = self.model
         # Not isinstance: a subclass may override seconds().
-        if type(model) is Roofline or type(model) is FlopCost:
+        if isinstance(model, COUNTING) and type(model) in COUNTING:
             return model.seconds_of(node, self._flops(node))
         return model.seconds(node)
 
     def _flops(self, node: fx.Node) -> int:
-        call = formula_call(node) if type(self.model) in (Roofline, FlopCost) else None
+        call = formula_call(node) if type(self.model) in COUNTING else None
         if call is None:
             return self.model.flops(node)
         if call not in self._known_flops:

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fxckpt.costs.calibration import calibrated
+from fxckpt.costs.devices import LAUNCH_SECONDS, Device, device_named, find_device
 from fxckpt.costs.measured import Records, cpu_figures
 from fxckpt.costs.op_counts import node_bytes, node_draws, node_flops
+from fxckpt.ops.properties import tensors
 
 
 @dataclass(frozen=True)
@@ -51,33 +54,90 @@ class Roofline:
         return seconds + self.launch_seconds
 
 
-LAUNCH_SECONDS = 2e-6
-"""Seconds of one kernel launch on a GPU; guess."""
+@dataclass(frozen=True)
+class DeviceRoofline:
+    """Cost model of max(FLOPs / rate of the dtype, bytes / bandwidth) + launch, on one device.
 
-DEVICES = {
-    "H200": Roofline(989e12, 4.8e12, LAUNCH_SECONDS),
-    "H100": Roofline(989e12, 3.35e12, LAUNCH_SECONDS),
-    "A100": Roofline(312e12, 2.0e12, LAUNCH_SECONDS),
-}
-"""Rooflines by a part of the device's name.
+    Rates and bandwidth are those that kernels reach.
 
-Dense bf16 FLOP/s and memory bytes/s from NVIDIA's datasheets (SXM; the A100 of 80 GB).
-"""
+    >>> from fxckpt.costs import DeviceRoofline
+    >>> DeviceRoofline.of("H100").name
+    'roofline of H100'
+    """
+
+    device: Device
+    name: str
+    matmul_tf32: bool
+    """Whether float32 matmuls take TF32."""
+    convolution_tf32: bool
+    """Whether float32 convolutions take TF32."""
+
+    @classmethod
+    def of(cls, device: Device | str) -> DeviceRoofline:
+        """Return the roofline of a device, with torch's present settings of TF32.
+
+        Raises :class:`InvalidOption` for a name that is not known.
+        """
+        figures = device_named(device) if isinstance(device, str) else device
+        return cls(figures, f"roofline of {figures.name}", *_takes_tf32())
+
+    def flops(self, node: fx.Node) -> int:
+        """Return the FLOPs of one run."""
+        return node_flops(node)
+
+    def seconds(self, node: fx.Node) -> float:
+        """Return the seconds of one run."""
+        return self.seconds_of(node, node_flops(node))
+
+    def seconds_of(self, node: fx.Node, flops: int) -> float:
+        """Return the seconds of one run of ``node``, given its FLOPs."""
+        device = self.device
+        arithmetic = flops / self._rate(node) if flops else 0.0
+        traffic = node_bytes(node) / (device.bytes_per_second * device.bandwidth_share)
+        return max(arithmetic, traffic) + device.launch_seconds
+
+    def _rate(self, node: fx.Node) -> float:
+        """Return the FLOP/s that an op with FLOPs reaches."""
+        name, device = str(node.target), self.device
+        tf32 = self.convolution_tf32 if "convolution" in name else self.matmul_tf32
+        share = device.attention_share if "attention" in name else device.matmul_share
+        return share * device.rate(_operand_dtype(node), tf32=tf32)
+
+
+def _operand_dtype(node: fx.Node) -> torch.dtype:
+    """Return the dtype of an op's first tensor argument, else of its result."""
+    for value in (*(arg.meta.get("val") for arg in node.all_input_nodes), node.meta.get("val")):
+        for tensor in tensors(value):
+            return tensor.dtype
+    return torch.float32
+
+
+def _takes_tf32() -> tuple[bool, bool]:
+    """Return whether torch lets float32 matmuls, and convolutions, take TF32.
+
+    ``allow_tf32`` and ``torch.set_float32_matmul_precision`` set what is read here.
+    """
+    backends = torch.backends
+    settings = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
+    return settings[0] == "tf32", settings[1] == "tf32"
+
 
 GENERIC_GPU = Roofline(100e12, 1.5e12, LAUNCH_SECONDS)
 """Roofline of every other GPU, in FLOP/s, bytes/s and seconds; guess."""
 
 
-def device_roofline(device: torch.device) -> Roofline:
-    """Return the roofline of a device.
+def device_roofline(device: torch.device) -> Roofline | DeviceRoofline:
+    """Return the roofline of a device of this machine.
 
-    A CPU's is measured in about a second and cached; a GPU's is that of :data:`DEVICES`, else
-    :data:`GENERIC_GPU`.
+    A CPU's is measured in about a second and cached. A GPU's is that of ``fxckpt calibrate``, else
+    that of :data:`~fxckpt.costs.devices.DEVICES`, else :data:`GENERIC_GPU`.
     """
     if device.type == "cpu":
         flops, bandwidth, launch, draws_per_second = cpu_figures(Records.of_machine())
         return Roofline(flops, bandwidth, launch, draws_per_second=draws_per_second)
-    if device.type == "cuda" and torch.cuda.is_available():
-        name = torch.cuda.get_device_name(device)
-        return next((roofline for key, roofline in DEVICES.items() if key in name), GENERIC_GPU)
-    return GENERIC_GPU
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return GENERIC_GPU
+    figures = calibrated(device, Records.of_machine()) or find_device(
+        torch.cuda.get_device_name(device)
+    )
+    return GENERIC_GPU if figures is None else DeviceRoofline.of(figures)

@@ -93,7 +93,13 @@ def key_of(joint: fx.GraphModule, planner: Planner, code: str, given: dict[str, 
     ]
     if any(isinstance(node.meta.get("val"), torch.SymInt) or _has_formula(node) for node in nodes):
         return None
-    asked = (planner.budget, planner.cost, planner.measure_workspace, sorted(given.items()))
+    asked = (
+        planner.budget,
+        planner.cost,
+        planner.replays,
+        planner.measure_workspace,
+        sorted(given.items()),
+    )
     parts = [
         code,
         machine(device_of(joint.graph)),

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxckpt import budgets
 from fxckpt.inductor.autotune import CompileHalf, step_seconds, unsafe_op
 from fxckpt.inductor.memory import (
     Lower,
@@ -243,7 +242,7 @@ class _LoweringSearch:
 
         def aim(peak: int) -> int | None:
             nonlocal limit
-            limit = budgets.resolve(planner.budget, baseline_peak_bytes=peak, device=device)
+            limit = planner.limit(planner.budget, peak, device)
             return None if limit is None else int((1 - self.options.margin) * limit)
 
         found = planner.search(self.facts.program, aim)

@@ -2,12 +2,13 @@
 
 The model is copied with fake parameters (shapes only, no memory) and captured whole by Dynamo and
 AOTAutograd. The joint graph is the one that ``torch.compile`` gives the backend, so both make the
-same plan. Models may be on the meta device.
+same plan. Models may be on the meta device, and planned for a GPU that is elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,14 +19,28 @@ from fxckpt import budgets
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import CaptureError
 from fxckpt.passes.graphs import Joint
+from fxckpt.passes.transforms.place import place
 from fxckpt.planner.pipeline import prepare
 from fxckpt.planner.planner import planner_of
+from fxckpt.planner.target import Target, target_of
 from fxckpt.plans.types import Plan
-from fxckpt.torch_private import aot_autograd, boxed, capture_whole, leave_capture
+from fxckpt.torch_private import (
+    GpuAttention,
+    aot_autograd,
+    boxed,
+    capture_whole,
+    leave_capture,
+)
+
+HERE = Target()
+"""The device that a model is on, or this machine's accelerator."""
 
 
 def capture_joint(
-    model_or_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    model_or_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    target: Target = HERE,
 ) -> Joint:
     """Return the joint graph of ``model_or_fn(*args, **kwargs)``; nothing is executed.
 
@@ -46,17 +61,24 @@ def capture_joint(
         partition_fn=receive,
         keep_inference_input_mutations=True,
     )
+
+    def trace(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        with GpuAttention() if target.is_away else nullcontext():
+            return compile_graph(gm, inputs)
+
     if not callable(model_or_fn):
         raise CaptureError(
             f"cannot plan {model_or_fn!r}: it is not callable. Give a module or a function."
         )
     with torch.enable_grad():
-        capture_whole(model_or_fn, tuple(args), kwargs, compile_graph)
+        capture_whole(model_or_fn, tuple(args), kwargs, trace, target.trace_on)
     if not found:
         raise CaptureError(
             "nothing to plan: no output needs a gradient, or all that do are views of inputs. Give "
             "parameters or inputs that require grad, and do not detach what is made of them."
         )
+    if target.is_away and target.place is not None:
+        place(found[0].module.graph, target.place)
     return found[0]
 
 
@@ -78,16 +100,21 @@ def plan(
     policy: Any = None,
     cost: str | CostModel = "roofline",
     max_slowdown: float | None = None,
+    device: str | torch.device | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Return the plan of ``model_or_fn(*args, **kwargs)``, which is not run.
 
     It is the plan that :class:`fxckpt.Backend` with ``inner="aot_eager"`` makes; ``budget``,
-    ``policy``, ``cost`` and ``max_slowdown`` are as there. Unless the model is on the meta device,
-    each distinct CPU kernel runs once, on synthetic inputs, to measure its workspace.
+    ``policy``, ``cost`` and ``max_slowdown`` are as there. ``device`` is what to plan for: the name of a GPU
+    (``"H100"``, see :data:`fxckpt.costs.devices.DEVICES`), which need not be here, ``"cuda"`` or
+    ``"cpu"``. None is where the model is; for a model on the meta device, this machine's
+    accelerator, else an H100, as ``plan.cost`` says. Unless the model is on the meta device, each
+    distinct CPU kernel runs once, on synthetic inputs, to measure its workspace.
 
     Raises :class:`CaptureError` if the model does not capture as one graph or has nothing to
-    differentiate, and the errors of :class:`fxckpt.Backend`.
+    differentiate, :class:`InvalidOption` for a device that is not known, and the errors of
+    :class:`fxckpt.Backend`.
 
     Examples
     --------
@@ -96,15 +123,20 @@ def plan(
     ...     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
     >>> fxckpt.plan(model, torch.empty(64, 512, device="meta"), budget=None).recomputed
     ()
+    >>> fxckpt.plan(model, torch.empty(64, 512, device="meta"), device="B200").cost
+    'roofline of B200'
     """
     # A model on the meta device may be far too large for this machine: its kernels are not run.
+    on_meta = is_on_meta(model_or_fn, args, kwargs)
+    target = target_of(device, is_on_meta=on_meta)
     planner = planner_of(
         budgets.within(budget, max_slowdown),
         policy,
         cost,
-        measure_workspace=not is_on_meta(model_or_fn, args, kwargs),
+        measure_workspace=not on_meta,
+        device=target.named,
     )
-    joint = capture_joint(model_or_fn, args, kwargs)
+    joint = capture_joint(model_or_fn, args, kwargs, target)
     prepare(joint)
     _, plan = planner.plan(joint)
     return plan

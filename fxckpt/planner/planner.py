@@ -15,9 +15,10 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt import budgets
+from fxckpt.costs.devices import Device
 from fxckpt.costs.models import CostModel, FlopCost, checked, resolve
 from fxckpt.costs.workspace import MeasuredWorkspace
-from fxckpt.errors import BudgetInfeasible, InvalidOption, SlowdownInfeasible
+from fxckpt.errors import BudgetInfeasible, InvalidBudget, InvalidOption, SlowdownInfeasible
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.autograd_liveness import held_by_nodes
 from fxckpt.passes.analysis.fingerprint import fingerprint, refuse_another_graph, refuse_unknown_ops
@@ -54,6 +55,10 @@ class Planner:
     """Whether a graph without a known plan is an error."""
     is_eager: bool = False
     """Whether autograd runs the backward, in place of a compiled graph."""
+    device: Device | None = None
+    """The device, elsewhere, that is planned for; None for the one the graph's values are on."""
+    replays: bool = False
+    """Whether CUDA graphs replay the kernels, so that launches take no time."""
     exact: bool = False
     """Whether recomputed values are compared with checksums of the forward's."""
     search: PriceSearch = field(default_factory=PriceSearch)
@@ -109,10 +114,7 @@ class Planner:
         """
         asked = budgets.parse(self.budget)
         if not isinstance(asked, budgets.LeastMemory):
-            return self.search(
-                program,
-                lambda peak: budgets.resolve(asked, baseline_peak_bytes=peak, device=device),
-            )
+            return self.search(program, lambda peak: self.limit(asked, peak, device))
         if math.isinf(asked.max_slowdown):
             return self.search.least_memory(program, math.inf)
         most = asked.max_slowdown * program.step_seconds
@@ -149,7 +151,7 @@ class Planner:
                 if budgets.parse(budget) == budgets.LeastMemory():
                     chosen.append(floor.simulation.peak_bytes)
                     continue
-                limit = budgets.resolve(budget, baseline_peak_bytes=peak, device=device)
+                limit = self.limit(budget, peak, device)
                 chosen.append(peak if limit is None else limit)
                 if chosen[-1] < floor.simulation.peak_bytes:
                     raise infeasible(budget, chosen[-1], floor.simulation.peak_bytes, peak)
@@ -179,7 +181,8 @@ class Planner:
         ``workspace`` gives the workspace of an op's kernel where it is not the kernel that eager
         mode calls.
         """
-        cost = checked(resolve(self.cost, device_of(joint.module.graph)))
+        device = device_of(joint.module.graph)
+        cost = checked(resolve(self.cost, device, named=self.device, replays=self.replays))
         measured = self.measured() if workspace is None else workspace
         facts = collect(
             joint.module,
@@ -193,6 +196,21 @@ class Planner:
         if self.is_eager:
             facts = replace(facts, program=held_by_nodes(facts))
         return facts, cost.name
+
+    def limit(
+        self, budget: budgets.Budget, baseline_peak_bytes: int, device: torch.device
+    ) -> int | None:
+        """Return a budget in bytes, or None for none.
+
+        Raises :class:`InvalidBudget` for ``"auto"`` on a device that is elsewhere.
+        """
+        if self.device is not None and budgets.parse(budget) == "auto":
+            raise InvalidBudget(
+                f"budget='auto' reads the free memory of a device at hand, and {self.device.name} "
+                f"is named. Give bytes: it has {budgets.format_bytes(self.device.memory_bytes)} "
+                "for parameters, gradients, optimizer states and the step."
+            )
+        return budgets.resolve(budget, baseline_peak_bytes=baseline_peak_bytes, device=device)
 
     def measured(self) -> Workspace:
         """Return the measurement of workspace, which runs each distinct op once."""
@@ -231,7 +249,7 @@ def planner_of(
     Raises :class:`FxckptError` for invalid options.
     """
     budgets.validate(budget)
-    resolve(cost, None)
+    resolve(cost, None, named=options.get("device"))
     if not isinstance(policy, Plan):
         return Planner(budget=budget, policy=as_policy(policy), cost=cost, **options)
     if budget is not None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from fxckpt.budgets import Budget, validate
@@ -17,6 +18,7 @@ from fxckpt.planner.build_plan import build_plan
 from fxckpt.planner.capture import capture_joint, is_on_meta
 from fxckpt.planner.pipeline import prepare
 from fxckpt.planner.planner import Planner
+from fxckpt.planner.target import target_of
 from fxckpt.plans.log import log_frontier
 from fxckpt.plans.types import Plan, snapshot_of_plan
 from fxckpt.policies import as_policy
@@ -30,12 +32,14 @@ def frontier(
     points: int | Sequence[Budget] = 16,
     policy: Any = None,
     cost: str | CostModel = "roofline",
+    device: str | torch.device | None = None,
     **kwargs: Any,
 ) -> Frontier:
     """Return the plans of ``model_or_fn(*args, **kwargs)`` at many budgets; the step is not run.
 
     ``points`` is the number of budgets, from the least peak to the uncheckpointed one, evenly
     spaced in their logarithm; or the budgets themselves, each as :class:`fxckpt.Backend` takes it.
+    ``policy``, ``cost`` and ``device`` are as in :func:`fxckpt.plan`.
     A progress bar shows on a terminal. Raises :class:`CaptureError` as :func:`fxckpt.plan` does,
     :class:`BudgetInfeasible` for a budget below the least peak, and :class:`InvalidOption` for
     fewer than 2 points or no budgets.
@@ -64,10 +68,12 @@ def frontier(
         )
     for budget in () if isinstance(points, int) else points:
         validate(budget)
+    on_meta = is_on_meta(model_or_fn, args, kwargs)
+    target = target_of(device, is_on_meta=on_meta)
     planner = Planner(
-        None, as_policy(policy), cost, measure_workspace=not is_on_meta(model_or_fn, args, kwargs)
+        None, as_policy(policy), cost, measure_workspace=not on_meta, device=target.named
     )
-    joint = capture_joint(model_or_fn, args, kwargs)
+    joint = capture_joint(model_or_fn, args, kwargs, target)
     prepare(joint)
     with tqdm(total=count, desc="frontier", disable=None) as bar:
         plans = planner.frontier(joint, points=points, tick=bar.update)

@@ -61,6 +61,7 @@ from fxckpt.torch_private.dynamo import (
     tracing_lock,
 )
 from fxckpt.torch_private.export import guards_function, guards_module, guards_namespace
+from fxckpt.torch_private.gpu_ops import GpuAttention
 from fxckpt.torch_private.graph_modules import GRAPH_FIELDS, MODULE_FIELDS, M, with_code
 from fxckpt.torch_private.name_op import NAME, name_op
 from fxckpt.torch_private.profiler import RECORD_FUNCTION, allocation_events
@@ -90,6 +91,7 @@ from fxckpt.torch_private.storages import (
     fake_like,
     forget_storage,
     laid_out,
+    move_fake,
     parts_of,
     remember_storage,
     seen_in,
@@ -113,6 +115,7 @@ __all__ = [
     "BackendCompilerFailed",
     "FakeTensor",
     "FakeTensorMode",
+    "GpuAttention",
     "HigherOrderOperator",
     "M",
     "OpOverload",
@@ -161,6 +164,7 @@ __all__ = [
     "lower_rng",
     "make_boxed",
     "modules_of",
+    "move_fake",
     "name_op",
     "no_whole_graph",
     "not_compiled",

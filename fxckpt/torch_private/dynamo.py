@@ -263,11 +263,20 @@ def errors_told_once() -> Iterator[None]:
 
 
 class _PlacedFakeTensorMode(FakeTensorMode):
-    """Fake tensor mode that moves tensors from the meta device to one that could run a step."""
+    """Fake tensor mode that moves tensors from the meta device to one that could run a step.
+
+    With ``place``, it moves every tensor there.
+    """
+
+    def __init__(self, place: torch.device | None, **options: Any) -> None:
+        super().__init__(**options)
+        self.place = place
 
     def from_tensor(self, tensor: torch.Tensor, **kwargs: Any) -> FakeTensor:
         fake = super().from_tensor(tensor, **kwargs)
-        if fake.fake_device.type == "meta":
+        if self.place is not None:
+            fake.fake_device = self.place
+        elif fake.fake_device.type == "meta":
             accelerator = torch.accelerator.current_accelerator(check_available=True)
             fake.fake_device = (
                 torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
@@ -280,6 +289,7 @@ def capture_whole(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     receive: Callable[[fx.GraphModule, list[Any]], Any],
+    place: torch.device | None = None,
 ) -> None:
     """Capture ``function(*args, **kwargs)`` as one Dynamo graph and pass it to ``receive``.
 
@@ -288,7 +298,8 @@ def capture_whole(
     The compile is abandoned after ``receive`` returns, so Dynamo keeps no cache entry for it.
 
     Tensors on the meta device are treated as tensors on the accelerator, or on the CPU if there is
-    none, because torch 2.13 traces some ops (``nll_loss``) without their gradient on meta.
+    none, because torch 2.13 traces some ops (``nll_loss``) without their gradient on meta. With
+    ``place``, all tensors are treated as tensors there.
 
     Raises:
         CaptureError: if Dynamo cannot capture one graph, the function fails on these inputs, or it
@@ -303,7 +314,7 @@ def capture_whole(
         receive(inline_regions(gm), inputs)
         leave_capture()
 
-    mode = _PlacedFakeTensorMode(allow_non_fake_inputs=True)
+    mode = _PlacedFakeTensorMode(place, allow_non_fake_inputs=True)
     if isinstance(getattr(function, "__self__", function), torch.nn.Module):
         with FakeCopyMode(mode):
             function = copy.deepcopy(function)

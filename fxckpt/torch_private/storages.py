@@ -138,6 +138,11 @@ def fake_like(value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -
         return torch.empty(shape, dtype=dtype, device=value.device)
 
 
+def move_fake(tensor: FakeTensor, device: torch.device) -> None:
+    """Say that a fake tensor is on a device, which need not be here."""
+    tensor.fake_device = device
+
+
 def shown(tensor: torch.Tensor) -> int:
     """Return the number of elements that a tensor spans in its storage, gaps included."""
     return compute_required_storage_length(tensor.shape, tensor.stride(), 0)

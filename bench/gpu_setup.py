@@ -1,0 +1,65 @@
+"""Set up an environment over the torch that a machine has, without a network.
+
+The environment sees every package of the Python that runs this script. What is missing comes from a
+folder of wheels (``make gpu-wheels`` fills it); torch is never touched. fxckpt itself is installed
+from this tree, editable.
+
+    python bench/gpu_setup.py VENV WHEELS REQUIREMENT...
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def missing(requirements: list[str]) -> list[str]:
+    """Return the requirements that this Python does not meet: a name, and a least major version."""
+    found = []
+    for requirement in requirements:
+        name, least = re.fullmatch(r"([\w-]+)(?:>=(\d+))?.*", requirement).groups()
+        try:
+            major = int(importlib.metadata.version(name).partition(".")[0])
+        except importlib.metadata.PackageNotFoundError:
+            major = -1
+        if major < int(least or 0):
+            found.append(requirement)
+    return found
+
+
+def make(folder: Path) -> Path:
+    """Create an environment that sees all packages of this Python, and return its Python."""
+    if not (folder / "bin/python").exists():
+        venv.create(folder, system_site_packages=True, with_pip=True)
+    python = folder / "bin/python"
+    own = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
+    # This Python may itself be an environment's, whose packages a new one does not see.
+    paths = dict.fromkeys(p for p in sys.path if p.endswith(("site-packages", "dist-packages")))
+    Path(own, "machine.pth").write_text("\n".join(paths) + "\n")
+    return python
+
+
+def main() -> None:
+    """Set up the environment, and print what it has."""
+    folder, wheels, *requirements = sys.argv[1:]
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        sys.exit(f"{sys.executable} has no torch: give the Python that has it, PYTHON=...")
+    python = make(Path(folder))
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-index", "--find-links", wheels]
+    if lacking := missing(requirements):
+        subprocess.run([*pip, *lacking], check=True)
+    subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)], check=True)
+    print(f"torch {torch} as it was; installed: {', '.join(lacking) or 'nothing'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Devices: rates, memory and links of GPUs, by name.
+
+Rates are dense: half of what NVIDIA's datasheets give with 2:4 sparsity. Where no link was measured
+the figure is a guess from its PCIe generation.
+
+=========  =====================================================================================
+A100       NVIDIA's datasheet (SXM, 80 GB); link: developer forum 352186
+H100       NVIDIA's datasheet (SXM); link: NVIDIA/nvbandwidth#24
+H200       NVIDIA's datasheet (SXM)
+B200, B300 NVIDIA's HGX sheets (https://glennklockwood.com/garden/processors/B200, .../B300);
+           bandwidth of B200: pytorch/ao#4002
+GB200      NVIDIA's GB200 sheet (same pages); link: torchtitan's notes on C2C, in its cpu_offload.py
+L40S       NVIDIA's datasheet
+A10G       NVIDIA's datasheet for AWS
+RTX 4090   NVIDIA's Ada white paper; FP8 with FP32 accumulation
+RTX 5090   NVIDIA's RTX Blackwell white paper, and torchao
+MI300X     AMD's datasheet
+=========  =====================================================================================
+
+torch's own table (``torch/_inductor/analysis/device_info.py``) agrees on A100, H100 and MI300X.
+
+The shares are what kernels reach: 0.78 of a matmul's rate and 0.92 of the bandwidth were measured
+on an H100 (torchao, ``testing/training/roofline_utils.py``), and are guesses for the others.
+FlashAttention-2 reaches 50 to 73 % on an A100 (https://arxiv.org/abs/2307.08691) and 35 % on an
+H100, FlashAttention-3 and cuDNN 75 % (https://arxiv.org/abs/2407.08608); torch has the former and
+cuDNN.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import torch
+
+from fxckpt.errors import InvalidOption
+
+LAUNCH_SECONDS = 2e-6
+"""Seconds of one kernel launch on a GPU, measured on an H100 (torchao, ``roofline_utils.py``)."""
+
+PCIE_4 = 25e9
+"""Bytes/s of a PCIe 4 x16 link in one direction, measured on an A100."""
+
+PCIE_5 = 50e9
+"""Bytes/s of a PCIe 5 x16 link in one direction, as torch's own offloading assumes."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Figures of one device: FLOP/s by dtype, bytes/s, bytes, and seconds of a launch."""
+
+    name: str
+    fp64: float
+    """FLOP/s of float64 matmuls."""
+    fp32: float
+    """FLOP/s of float32 matmuls without TF32."""
+    tf32: float
+    """FLOP/s of float32 matmuls in TF32."""
+    bf16: float
+    """FLOP/s of bfloat16 and float16 matmuls."""
+    fp8: float
+    """FLOP/s of matmuls in one byte; that of bfloat16 where the device has no such units."""
+    bytes_per_second: float
+    """Peak memory bandwidth."""
+    memory_bytes: int
+    """Memory of the device."""
+    to_host: float
+    """Bytes/s from the device to pinned memory of the host."""
+    from_host: float
+    """Bytes/s from pinned memory of the host to the device."""
+    matmul_share: float = 0.78
+    """Share of a rate that large matmuls reach."""
+    bandwidth_share: float = 0.92
+    """Share of the bandwidth that pointwise kernels reach."""
+    attention_share: float = 0.5
+    """Share of a rate that fused attention reaches."""
+    launch_seconds: float = LAUNCH_SECONDS
+    """Seconds of one kernel launch; 0 where a CUDA graph replays it."""
+
+    def rate(self, dtype: torch.dtype, *, tf32: bool) -> float:
+        """Return the FLOP/s of matmuls of a dtype; ``tf32`` says whether float32 takes TF32.
+
+        >>> device_named("H100").rate(torch.bfloat16, tf32=False)
+        989000000000000.0
+        """
+        if dtype in (torch.float64, torch.complex128):
+            return self.fp64
+        if dtype in (torch.float32, torch.complex64):
+            return self.tf32 if tf32 else self.fp32
+        return self.fp8 if dtype.itemsize == 1 else self.bf16
+
+
+T, GB = 1e12, 10**9
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device(
+            "A100",
+            19.5 * T,
+            19.5 * T,
+            156 * T,
+            312 * T,
+            312 * T,
+            2.039 * T,
+            80 * GB,
+            PCIE_4,
+            PCIE_4,
+            attention_share=0.65,
+        ),
+        Device("H100", 67 * T, 67 * T, 495 * T, 989 * T, 1979 * T, 3.35 * T, 80 * GB, 52.8e9, 35e9),
+        Device("H200", 67 * T, 67 * T, 495 * T, 989 * T, 1979 * T, 4.8 * T, 141 * GB, 52.8e9, 35e9),
+        Device(
+            "B200", 40 * T, 80 * T, 1100 * T, 2250 * T, 4500 * T, 7.67 * T, 180 * GB, PCIE_5, PCIE_5
+        ),
+        Device(
+            "B300",
+            1.25 * T,
+            75 * T,
+            1125 * T,
+            2250 * T,
+            4500 * T,
+            8.0 * T,
+            288 * GB,
+            PCIE_5,
+            PCIE_5,
+        ),
+        Device(
+            "GB200", 45 * T, 90 * T, 1250 * T, 2500 * T, 5000 * T, 8.0 * T, 186 * GB, 350e9, 350e9
+        ),
+        Device(
+            "L40S",
+            1.43 * T,
+            91.6 * T,
+            183 * T,
+            362 * T,
+            733 * T,
+            0.864 * T,
+            48 * GB,
+            PCIE_4,
+            PCIE_4,
+        ),
+        Device(
+            "A10G", 0.49 * T, 31.5 * T, 35 * T, 70 * T, 70 * T, 0.6 * T, 24 * GB, PCIE_4, PCIE_4
+        ),
+        Device(
+            "RTX 4090",
+            1.29 * T,
+            82.6 * T,
+            82.6 * T,
+            165.2 * T,
+            330.3 * T,
+            1.008 * T,
+            24 * GB,
+            PCIE_4,
+            PCIE_4,
+        ),
+        Device(
+            "RTX 5090",
+            1.64 * T,
+            104.8 * T,
+            104.8 * T,
+            209.5 * T,
+            419 * T,
+            1.792 * T,
+            32 * GB,
+            PCIE_5,
+            PCIE_5,
+        ),
+        Device(
+            "MI300X",
+            163.4 * T,
+            163.4 * T,
+            653.7 * T,
+            1307.4 * T,
+            2614.9 * T,
+            5.3 * T,
+            192 * GB,
+            PCIE_5,
+            PCIE_5,
+        ),
+    )
+}
+"""Devices by name."""
+
+REFERENCE = "H100"
+"""The device that a model on the meta device is planned for where none is named or present."""
+
+
+def find_device(text: str) -> Device | None:
+    """Return the device of the table that a text names, or None.
+
+    The text is a name of the table, or a driver's name for the device.
+
+    >>> [find_device(t).name for t in ("h100", "NVIDIA GeForce RTX 4090", "4090", "NVIDIA GB200")]
+    ['H100', 'RTX 4090', 'RTX 4090', 'GB200']
+    """
+    words = re.split(r"[^A-Z0-9]+", text.upper())
+    return next((d for d in DEVICES.values() if d.name.split()[-1] in words), None)
+
+
+def device_named(name: str) -> Device:
+    """Return the device of a name; raise :class:`InvalidOption` for one that is not known."""
+    found = find_device(name) if isinstance(name, str) else None
+    if found is None:
+        known = {each.upper(): each for each in DEVICES}
+        near = get_close_matches(str(name).upper(), known, 3, cutoff=0.4)
+        hint = f"Did you mean {' or '.join(repr(known[n]) for n in near)}? " if near else ""
+        raise InvalidOption(
+            f"device={name!r} is not a device that fxckpt knows. {hint}Known: "
+            f"{', '.join(DEVICES)}; 'cpu' and 'cuda' are this machine's own. Of another one: "
+            "cost=Roofline(FLOP/s, bytes/s, launch seconds)."
+        )
+    return found

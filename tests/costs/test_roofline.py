@@ -1,0 +1,148 @@
+"""Rooflines: the time of an op on a device, by dtype, kind and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from fxckpt.costs import calibration, models, roofline
+from fxckpt.costs.devices import DEVICES, LAUNCH_SECONDS
+from fxckpt.costs.measured import Records, machine
+from fxckpt.costs.roofline import DeviceRoofline, Roofline
+
+H100 = DEVICES["H100"]
+SIDE = 4096
+PRODUCT = 2 * SIDE**3
+"""FLOPs of a square matmul."""
+
+
+@pytest.fixture(autouse=True)
+def own_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def node_of(function: object, *shapes: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
+    """Return the last op of a traced function of tensors that take no memory."""
+    with FakeTensorMode():
+        inputs = [torch.empty(shape, dtype=dtype) for shape in shapes]
+        graph = make_fx(function)(*inputs).graph
+    return next(n for n in reversed(graph.nodes) if n.op == "call_function")
+
+
+def matmul(dtype: torch.dtype) -> fx.Node:
+    return node_of(torch.mm, (SIDE, SIDE), (SIDE, SIDE), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "rate"),
+    [
+        (torch.bfloat16, "highest", 989e12),
+        (torch.float16, "highest", 989e12),
+        (torch.float32, "highest", 67e12),
+        (torch.float32, "high", 495e12),
+        (torch.float64, "high", 67e12),
+    ],
+)
+def test_matmul_takes_the_rate_of_its_dtype(
+    dtype: torch.dtype, precision: str, rate: float
+) -> None:
+    """A matmul takes its dtype's rate; float32 that of TF32 where torch allows it."""
+    torch.set_float32_matmul_precision(precision)
+    seconds = DeviceRoofline.of("H100").seconds(matmul(dtype))
+    assert seconds == pytest.approx(PRODUCT / (0.78 * rate) + LAUNCH_SECONDS)
+
+
+def test_legacy_switch_allows_tf32() -> None:
+    """``allow_tf32`` is read too."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        seconds = DeviceRoofline.of("H100").seconds(matmul(torch.float32))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert seconds == pytest.approx(PRODUCT / (0.78 * 495e12) + LAUNCH_SECONDS)
+
+
+def test_convolution_takes_tf32_by_default() -> None:
+    """A float32 convolution takes TF32 unless cuDNN may not, as in torch."""
+    shapes = (8, 256, 64, 64), (256, 256, 3, 3)
+    node = node_of(F.conv2d, *shapes, dtype=torch.float32)
+    fast = DeviceRoofline.of("H100").seconds(node)
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        slow = DeviceRoofline.of("H100").seconds(node)
+    finally:
+        torch.backends.cudnn.allow_tf32 = True
+    launch = LAUNCH_SECONDS
+    assert (slow - launch) / (fast - launch) == pytest.approx(495 / 67)
+
+
+def test_attention_has_a_share_of_its_own() -> None:
+    """Fused attention reaches less of the rate than a matmul."""
+
+    def attention(q: Tensor) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, q, q)[0]
+
+    shape = (1, 16, 8192, 128)
+    with FakeTensorMode():
+        q = torch.empty(shape, dtype=torch.bfloat16)
+        graph = make_fx(attention)(q).graph
+    (node,) = (n for n in graph.nodes if "attention" in str(n.target))
+    flops = 4 * 16 * 8192**2 * 128
+    seconds = DeviceRoofline.of("H100").seconds(node)
+    assert seconds == pytest.approx(flops / (0.5 * 989e12) + LAUNCH_SECONDS)
+
+
+def test_pointwise_takes_the_bandwidth() -> None:
+    """A pointwise op takes the bandwidth that kernels reach."""
+    node = node_of(torch.add, (2**26,), (2**26,), dtype=torch.float32)
+    seconds = DeviceRoofline.of("H100").seconds(node)
+    assert seconds == pytest.approx(3 * 2**28 / (0.92 * 3.35e12) + LAUNCH_SECONDS)
+
+
+@pytest.mark.parametrize("named", [None, H100])
+def test_replayed_kernels_cost_no_launch(named: object) -> None:
+    """Under CUDA graphs a launch takes no time."""
+    gpu = torch.device("cuda", 0)
+    node = node_of(torch.add, (1,), (1,), dtype=torch.float32)
+    launched, replayed = (
+        models.resolve("roofline", gpu, named=named, replays=replays).seconds(node)  # type: ignore[arg-type]
+        for replays in (False, True)
+    )
+    assert launched - replayed == pytest.approx(LAUNCH_SECONDS)
+
+
+def test_answers_are_the_same_when_checked() -> None:
+    """The check that counts FLOPs once for equal calls changes no answer."""
+    model = DeviceRoofline.of("A100")
+    checked = models.checked(model)
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+        node = matmul(dtype)
+        assert checked.seconds(node) == model.seconds(node)
+
+
+def test_calibration_replaces_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is priced by its calibration, without one by the table, else by a guess."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setenv("FXCKPT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Nonesuch")
+    assert isinstance(roofline.device_roofline(gpu), Roofline)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert roofline.device_roofline(gpu) == DeviceRoofline.of(H100)
+    records, device = Records.of_machine(), torch.device("cpu")
+    figures = calibration.calibrate(device, records, calibration.SMALL)
+    for name in calibration.FIGURES:
+        records.keep(f"{machine(gpu)} {name}", getattr(figures, name))
+    found = roofline.device_roofline(gpu)
+    assert isinstance(found, DeviceRoofline)
+    assert found.device.bf16 == figures.bf16
+    assert found.device.name == "NVIDIA H100 80GB HBM3, calibrated"
