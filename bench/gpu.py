@@ -34,7 +34,9 @@ import torch
 from tabulate import tabulate
 from torch._functorch import config as functorch_config
 
-import fxckpt
+# Kineto, which measures peaks on the CPU, logs each start and stop.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+import fxckpt  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -182,9 +184,9 @@ def fxckpt_ways(made: Made, inner: str, points: int) -> Iterator[tuple[Way, dict
     plan = fxckpt.plan(made.model, *made.inputs, budget=None)
     floor = plan.floor_bytes / plan.baseline_peak_bytes
     shares = [1 - (1 - floor) * i / (points - 1) for i in range(points)]
-    for share in shares:
-        # One byte of rounding must not make the least peak infeasible.
-        budget: Any = min(1.0, share + 1e-6)
+    for share in dict.fromkeys(round(share, 4) for share in shares):
+        # Rounding must not make the least peak infeasible.
+        budget: Any = min(1.0, share + 1e-4)
         yield Way(f"fxckpt {share:.3f}"), {"budget": budget, **INNERS[inner]}
 
 

@@ -163,7 +163,7 @@ def vit(dtype: torch.dtype, device: str, *, is_tiny: bool) -> Made:
 def unet(dtype: torch.dtype, device: str, *, is_tiny: bool) -> Made:
     """Return a U-Net of SDXL's parts, a tenth of its size."""
     widths, depths, context, batch, side = (
-        ((64, 128), (0, 1), 64, 1, 16) if is_tiny else ((192, 384, 768), (0, 1, 2), 1024, 8, 64)
+        ((32, 64), (0, 1), 64, 1, 8) if is_tiny else ((192, 384, 768), (0, 1, 2), 1024, 8, 64)
     )
     with torch.device(device):
         model = Diffusion(SdxlUNet(widths, depths, context))

@@ -33,7 +33,9 @@ def test_defaults() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["plan", "explain", "frontier", "html", "bench", "doctor"])
+@pytest.mark.parametrize(
+    "name", ["plan", "explain", "frontier", "html", "bench", "calibrate", "doctor"]
+)
 def test_command_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The help of each command ends with an example."""
     with pytest.raises(SystemExit) as stop:
@@ -48,3 +50,19 @@ def test_options_without_effect_are_refused(capsys: pytest.CaptureFixture[str]) 
         parse(["explain", "train.py:make", "--why", "gelu", "--top", "3", "--op", "mm"])
     assert stop.value.code == USAGE
     assert "--top, --op and --why: they have no effect on the other" in capsys.readouterr().err
+
+
+def test_unknown_device_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    """A device that is not known exits with an error that names the nearest ones."""
+    with pytest.raises(SystemExit) as stop:
+        parse(["plan", "train.py:make", "--device", "H10"])
+    assert stop.value.code == USAGE
+    printed = capsys.readouterr().err
+    assert "device='H10' is not a device that fxckpt knows. Did you mean 'H100'" in printed
+
+
+@pytest.mark.parametrize("name", ["plan", "explain", "frontier", "html"])
+def test_commands_that_plan_take_a_device(name: str) -> None:
+    """The commands that only plan take a device, by any of its names."""
+    assert parse([name, "train.py:make", "--device", "rtx 4090"]).device == "rtx 4090"
+    assert parse([name, "train.py:make", "--device", "cpu"]).device == "cpu"

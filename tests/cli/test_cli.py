@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from fxckpt.cli import main
 
@@ -92,6 +94,42 @@ def test_plan_prints_figures_and_json(step: str, capsys: pytest.CaptureFixture[s
     assert main(["plan", f"{step}:make", "--budget", "0.7", "--cost", "flops", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["peak_bytes"] <= figures["budget_bytes"] < figures["baseline_peak_bytes"]
+
+
+def test_plan_for_a_device_elsewhere(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan and the frontier are of the device that is named, and JSON says which."""
+    costs = []
+    for name in ("H100", "A100"):
+        assert main(["plan", f"{step}:make", "--device", name, "--json"]) == 0
+        costs.append(json.loads(capsys.readouterr().out))
+    assert [c["cost"] for c in costs] == ["roofline of H100", "roofline of A100"]
+    assert costs[0]["step_seconds"] < costs[1]["step_seconds"]
+    points = ["--points", "2", "--device", "H100", "--json"]
+    assert main(["frontier", f"{step}:make", *points]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows[-1]["peak_bytes"] == costs[0]["baseline_peak_bytes"]
+
+
+def test_calibrate_prints_what_it_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints the figures of this machine's device, and where they are kept."""
+    assert main(["calibrate", "--device", "cpu", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures.pop("device") == "cpu" and all(value > 0 for value in figures.values())
+    assert main(["calibrate", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "FLOP/s" in printed and "kept in" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    "arguments", [["calibrate", "--device", "cuda"], ["plan", "F:make", "--device", "cuda"]]
+)
+def test_no_gpu_exits_2(
+    arguments: list[str], step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a GPU the error says so, and how to plan for one."""
+    assert main([a.replace("F:", f"{step}:") for a in arguments]) == 2
+    assert re.search("no CUDA device here.*H100", capsys.readouterr().err)
 
 
 def test_keyword_inputs_and_policy(step: str, capsys: pytest.CaptureFixture[str]) -> None:
