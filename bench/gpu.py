@@ -36,7 +36,7 @@ from torch._functorch import config as functorch_config
 
 # Kineto, which measures peaks on the CPU, logs each start and stop.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-import fxckpt  # noqa: E402
+import fxckpt
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))

@@ -352,8 +352,8 @@ def _calibrate(options: argparse.Namespace) -> Answer:
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cpu":
         rates = ("FLOP/s", "bytes/s", "launch, s", "random numbers/s")
-        figures = dict(zip(rates, cpu_figures(Records.of_machine()), strict=True))
-        figures = {"device": "cpu"} | figures
+        found = zip(rates, cpu_figures(Records.of_machine()), strict=True)
+        figures: dict[str, Any] = {"device": "cpu", **dict(found)}
     else:
         figures = asdict(calibrate(torch.device("cuda", 0), Records.of_machine()))
     if options.json:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -117,7 +118,7 @@ def _takes_tf32() -> tuple[bool, bool]:
 
     ``allow_tf32`` and ``torch.set_float32_matmul_precision`` set what is read here.
     """
-    backends = torch.backends
+    backends: Any = torch.backends
     settings = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
     return settings[0] == "tf32", settings[1] == "tf32"
 

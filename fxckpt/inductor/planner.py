@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxckpt import budgets
 from fxckpt.inductor.autotune import CompileHalf, step_seconds, unsafe_op
 from fxckpt.inductor.memory import (
     Lower,

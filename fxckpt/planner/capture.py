@@ -106,11 +106,11 @@ def plan(
     """Return the plan of ``model_or_fn(*args, **kwargs)``, which is not run.
 
     It is the plan that :class:`fxckpt.Backend` with ``inner="aot_eager"`` makes; ``budget``,
-    ``policy``, ``cost`` and ``max_slowdown`` are as there. ``device`` is what to plan for: the name of a GPU
-    (``"H100"``, see :data:`fxckpt.costs.devices.DEVICES`), which need not be here, ``"cuda"`` or
-    ``"cpu"``. None is where the model is; for a model on the meta device, this machine's
-    accelerator, else an H100, as ``plan.cost`` says. Unless the model is on the meta device, each
-    distinct CPU kernel runs once, on synthetic inputs, to measure its workspace.
+    ``policy``, ``cost`` and ``max_slowdown`` are as there. ``device`` is what to plan for: the name
+    of a GPU (``"H100"``, see :data:`fxckpt.costs.devices.DEVICES`), which need not be here,
+    ``"cuda"`` or ``"cpu"``. None is where the model is; for a model on the meta device, this
+    machine's accelerator, else an H100, as ``plan.cost`` says. Unless the model is on the meta
+    device, each distinct CPU kernel runs once, on synthetic inputs, to measure its workspace.
 
     Raises :class:`CaptureError` if the model does not capture as one graph or has nothing to
     differentiate, :class:`InvalidOption` for a device that is not known, and the errors of

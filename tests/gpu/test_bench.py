@@ -27,12 +27,13 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_a_case_is_measured(tmp_path: Path) -> None:
+def test_a_case_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every way of a case has a peak and a time; each budget is kept, each peak predicted."""
+    monkeypatch.setattr(gpu, "TORCH_BUDGETS", ())
     found = run(tmp_path, "--only", "gpt2/float32/aot_eager")
     (case,) = found["cases"]
     assert case["error"] is None
-    assert [way["error"] for way in case["ways"]] == [None] * 6
+    assert [way["error"] for way in case["ways"]] == [None] * 4
     assert all(way["peak_bytes"] > 0 and way["seconds"] > 0 for way in case["ways"])
     assert found["verdict"] == {
         "budgets": 2,
