@@ -83,12 +83,14 @@ class _AcceleratorWatch(Watch):
         with self._meter._lock:
             self._lower = 0
             self._upper: int | None = 0
+            self._is_open = True
             self.start_segment()
             self._meter._watches.add(self)
 
     def close(self) -> None:
         with self._meter._lock:
             self.end_segment()
+            self._is_open = False
             self._meter._watches.discard(self)
 
     def start_segment(self) -> None:
@@ -101,7 +103,7 @@ class _AcceleratorWatch(Watch):
 
     def _bounds(self) -> tuple[int, int | None]:
         """Return a lower and an upper bound on the peak; None if there is no upper one."""
-        if self not in self._meter._watches:
+        if not self._is_open:
             return self._lower, self._upper
         now, peak = self._meter._read()
         self._seen = max(self._seen, now)

@@ -196,7 +196,7 @@ int fxckpt_is_installed() {
 }
 
 int64_t fxckpt_adopt(c10::StorageImpl* storage) {
-  return counting->adopt(*storage);
+  return storage == nullptr ? 0 : counting->adopt(*storage);
 }
 
 int64_t fxckpt_allocated() {

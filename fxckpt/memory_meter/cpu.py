@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -15,10 +16,12 @@ from fxckpt.memory_meter.library import load_library
 from fxckpt.memory_meter.meter import CounterMeter
 from fxckpt.torch_private import storage_addresses
 
+log = logging.getLogger("fxckpt")
+
 NO_LIMIT = (1 << 63) - 1
 """What the library takes as no limit."""
 
-_INSTALLING = threading.Lock()
+_installing = threading.Lock()
 
 
 class CountingMeter(CounterMeter):
@@ -112,21 +115,36 @@ def cpu_meter() -> CounterMeter:
 
 def counting_meter() -> CountingMeter | None:
     """Install the counting allocator, once, and return its meter, or None where there is none."""
-    with _INSTALLING:
+    with _installing:
         return _counting_meter()
 
 
 @cache
 def _counting_meter() -> CountingMeter | None:
     library = load_library()
-    if library is None or not library.fxckpt_install():
+    if library is None:
+        return None
+    if not library.fxckpt_install():
+        log.warning(
+            "memory in use on the CPU is not counted to the byte: the CPU allocator that is set "
+            "has no raw_deleter(), and its blocks cannot be told apart."
+        )
         return None
     # New blocks are counted from here on; those of the tensors that exist are added.
     for address in storage_addresses():
         library.fxckpt_adopt(address)
-    meter = CountingMeter(library)
-    os.register_at_fork(after_in_child=meter.renew_lock)
-    return meter
+    return CountingMeter(library)
+
+
+def _renew_locks() -> None:
+    """Forget who holds a lock: threads of the parent that are not in a forked child."""
+    global _installing
+    _installing = threading.Lock()
+    if cpu_meter.cache_info().currsize:
+        cpu_meter().renew_lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _process_meter() -> ProcessMeter | None:

@@ -50,18 +50,22 @@ def load_library() -> ctypes.PyDLL | None:
 def _kept_or_temporary() -> ctypes.PyDLL:
     try:
         return _open(cache_dir() / "native")
-    except OSError as error:  # the folder cannot be written, or its library is damaged
+    except OSError as error:
         log.info("the memory meter is compiled in a temporary folder (%s)", error)
     with tempfile.TemporaryDirectory() as folder:
         return _open(Path(folder))
 
 
 def _open(folder: Path) -> ctypes.PyDLL:
-    """Load the library of ``folder``, and compile it first if it is not there."""
+    """Load the library of ``folder``, and compile it first if it is missing or damaged."""
     path = folder / f"counting_allocator-{_key()}.so"
-    if not path.exists():
-        _compile(path)
-    # The calls take less time than releasing Python's lock would.
+    # Such calls keep Python's lock: giving it back would take longer than they do.
+    if path.exists():
+        try:
+            return ctypes.PyDLL(str(path))
+        except OSError as error:
+            log.info("the memory meter is compiled again (%s)", error)
+    _compile(path)
     return ctypes.PyDLL(str(path))
 
 

@@ -110,6 +110,7 @@ class _CounterWatch(Watch):
     def __init__(self, meter: CounterMeter) -> None:
         self._meter = meter
         self._earlier = 0
+        self._is_open = False
         self.reset()
 
     @property
@@ -119,9 +120,7 @@ class _CounterWatch(Watch):
     def peak(self) -> int:
         meter = self._meter
         with meter._lock:
-            if self not in meter._watches:
-                return self._earlier
-            return max(self._earlier, meter._counter.peak())
+            return max(self._earlier, meter._counter.peak()) if self._is_open else self._earlier
 
     def reset(self) -> None:
         meter = self._meter
@@ -129,10 +128,10 @@ class _CounterWatch(Watch):
             earlier = meter._counter.take_peak()
             for watch in meter._watches:
                 watch._earlier = max(watch._earlier, earlier)
-            self._earlier = 0
+            self._earlier, self._is_open = 0, True
             meter._watches.add(self)
 
     def close(self) -> None:
         with self._meter._lock:
-            self._earlier = self.peak()
+            self._earlier, self._is_open = self.peak(), False
             self._meter._watches.discard(self)

@@ -29,32 +29,32 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def storage_addresses() -> Iterator[int]:
-    """Yield the address of the storage of every tensor that Python can see, each once.
+def storage_addresses() -> set[int]:
+    """Return the addresses of the storages of all tensors that Python can see.
 
     Gradients of these tensors are among them; what only autograd or C++ holds is not.
     """
-    seen: set[int] = set()
-    # A subclass must not run code of its own here.
+    untyped_storage, addresses = torch.Tensor.untyped_storage, set[int]()
+    # No code of a subclass must run here.
     with torch._C.DisableTorchFunctionSubclass():
         for found in _tensors_and_storages():
-            try:
-                address = int(getattr(found, "untyped_storage", lambda found=found: found)()._cdata)
-            except (NotImplementedError, RuntimeError):  # sparse and opaque layouts
-                continue
-            if address not in seen:
-                seen.add(address)
-                yield address
+            is_tensor = issubclass(type(found), torch.Tensor)
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # has no storage
+                addresses.add(int((untyped_storage(found) if is_tensor else found)._cdata))
+    return addresses
 
 
 def _tensors_and_storages() -> Iterator[Any]:
+    # The properties of the base, which a subclass may override.
+    base: Any = torch._C.TensorBase
+    is_leaf, grad = base.is_leaf.__get__, base.grad.__get__
     for found in gc.get_objects():
         # The type, as `isinstance` would ask a lazy proxy for its class.
         kind = type(found)
         if issubclass(kind, torch.Tensor):
             yield found
-            if found.is_leaf and found.grad is not None:
-                yield found.grad
+            if is_leaf(found) and (gradient := grad(found)) is not None:
+                yield gradient
         elif issubclass(kind, torch.UntypedStorage):
             yield found
 
