@@ -26,7 +26,8 @@ from fxckpt.passes.meta import RECOMPUTE_OF
 from fxckpt.solver.program import IntArray, Program
 from fxckpt.torch_private import size_hint, storage_id
 from fxckpt.torch_private.inductor.layouts import is_convolution, laid_out, may_donate
-from fxckpt.torch_private.inductor.lowered import LoweredHalf, live_bytes
+from fxckpt.torch_private.inductor.lowered import LoweredHalf
+from fxckpt.utils.intervals import last_uses, live_bytes
 
 Lower = Callable[[fx.GraphModule, Sequence[int] | None, Mapping[str, tuple[int, ...]]], LoweredHalf]
 """Lowers a half.
@@ -44,7 +45,7 @@ def forward_bytes(
     Memory allocated before the step does not count. ``workspace`` measures extern kernels;
     ``facts`` knows the workspace of all other ops.
     """
-    return live_bytes(lowered) + _workspace(lowered, forward, facts, workspace)
+    return lowered.live_bytes() + _workspace(lowered, forward, facts, workspace)
 
 
 def lower_backward(
@@ -104,7 +105,7 @@ def backward_bytes(
                 held.until(buffers[node.name], tensor, last)
             elif not str(node.target).startswith("primals"):
                 held.until(storage_id(tensor), tensor, last)
-    own = live_bytes(lowered) + _workspace(lowered, backward, facts, workspace)
+    own = lowered.live_bytes() + _workspace(lowered, backward, facts, workspace)
     own[-1] += facts.program.backward[-1].workspace_bytes if facts.program.backward else 0
     return own + held.bytes(inputs_of_step)
 
@@ -139,7 +140,7 @@ def calibrate(
 def _overwritten_bytes(facts: Facts, lowered: LoweredHalf) -> dict[int, int]:
     """Return the bytes of inputs that each backward op overwrites, by the op's index."""
     program = facts.program
-    last = {s: k for k, op in enumerate(program.backward) for s in op.reads}
+    last = last_uses(op.reads for op in program.backward)
     owned = _overwritable(program)
     by_node: dict[str, list[int]] = {}
     for k, op in enumerate(program.backward):
@@ -173,7 +174,7 @@ def optimistic_program(
     when Inductor recomputes no convolution, and the expected one.
     """
     program = facts.program
-    last = {s: k for k, op in enumerate(program.backward) for s in op.reads}
+    last = last_uses(op.reads for op in program.backward)
     owned = _overwritable(program)
     backward = []
     for k, op in enumerate(program.backward):
@@ -317,9 +318,9 @@ class _HeldStorages:
 
     def bytes(self, excluded: Collection[int | str]) -> IntArray:
         """Return the bytes held during each kernel, and at the end, without excluded storages."""
-        change = np.zeros(self.kernels + 2, dtype=np.int64)
-        for storage, nbytes in self.size.items():
-            if storage not in excluded:
-                change[0] += nbytes
-                change[int(min(self.last[storage], self.kernels)) + 1] -= nbytes
-        return np.cumsum(change)[:-1]
+        intervals = (
+            (0, int(min(self.last[storage], self.kernels)), nbytes)
+            for storage, nbytes in self.size.items()
+            if storage not in excluded
+        )
+        return live_bytes(intervals, self.kernels + 1)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxckpt.errors import InvalidOption
 from fxckpt.policies.base import SAVE, BoundPolicy, Policy, Value, decide_all
 from fxckpt.policies.selectors import matched_module, refuse_unmatched_modules
+from fxckpt.utils.intervals import last_uses, live_bytes
 
 SAVED, RECOMPUTED = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -137,22 +138,15 @@ class BlockBoundaries(_SequencePolicy):
 
 def last_reads(values: Sequence[Value]) -> list[int]:
     """Return, per value, the position of its last reader; its own position if it has none."""
-    last = list(range(len(values)))
-    for i, value in enumerate(values):
-        for read in value.reads:
-            last[read] = i
-    return last
+    last = last_uses(value.reads for value in values)
+    return [last.get(i, i) for i in range(len(values))]
 
 
 def crossing_bytes(values: Sequence[Value], last_read: Sequence[int]) -> list[int]:
     """Return, per position, the bytes of the values made before it and read at it or later."""
-    change = [0] * (len(values) + 2)
-    for i, last in enumerate(last_read):
-        if last > i:
-            change[i + 1] += values[i].bytes
-            change[last + 1] -= values[i].bytes
-    width, live = [], 0
-    for step in change[: len(values) + 1]:
-        live += step
-        width.append(live)
-    return width
+    intervals = (
+        (i + 1, last, value.bytes)
+        for i, (value, last) in enumerate(zip(values, last_read, strict=True))
+    )
+    crossing: list[int] = live_bytes(intervals, len(values) + 1).tolist()
+    return crossing

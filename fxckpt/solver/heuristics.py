@@ -16,6 +16,7 @@ from fxckpt.solver.program import BoolArray, IntArray, Program
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit
 from fxckpt.solver.staged_cut import Layout, StagedCut
 from fxckpt.solver.stages import StageBoundaries, deepest, persistence
+from fxckpt.utils.intervals import live_bytes
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,6 @@ class Heuristics:
     def _forward_depth(self) -> dict[int, int]:
         """:attr:`StageBoundaries.depth` of the forward."""
         storage, written, read = self._crossing
-        change = np.zeros(len(self.program.ops) + 1, dtype=np.int64)
-        np.add.at(change, written + 1, self.program.tables.bytes[storage])
-        np.subtract.at(change, read + 1, self.program.tables.bytes[storage])
-        return persistence(np.cumsum(change)[:-1])
+        nbytes = self.program.tables.bytes[storage]
+        intervals = zip((written + 1).tolist(), read.tolist(), nbytes.tolist(), strict=True)
+        return persistence(live_bytes(intervals, len(self.program.ops)))

@@ -7,12 +7,12 @@ profile, byte for byte. It serves reports, not the search: one pass over the ops
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fxckpt.solver.program import Op, Program
 from fxckpt.solver.schedule import Schedule, forward_ops
+from fxckpt.utils.intervals import live_bytes
 
 NO_STORAGE = -1
 
@@ -135,11 +135,10 @@ def _state_bytes(program: Program, op: Op) -> int:
 
 def stacked(intervals: Iterable[LiveInterval], length: int) -> dict[Holder, list[int]]:
     """Return the live bytes at each of ``length`` positions, by holder."""
-    change = {holder: [0] * (length + 1) for holder in Holder}
+    found: dict[Holder, list[tuple[int, int, int]]] = {holder: [] for holder in Holder}
     for interval in intervals:
-        change[interval.holder][interval.first] += interval.bytes
-        change[interval.holder][interval.last + 1] -= interval.bytes
-    return {holder: list(itertools.accumulate(steps[:-1])) for holder, steps in change.items()}
+        found[interval.holder].append((interval.first, interval.last, interval.bytes))
+    return {holder: live_bytes(of, length).tolist() for holder, of in found.items()}
 
 
 def aligned(order: Sequence[Moment], other: Sequence[Moment], profile: Sequence[int]) -> list[int]:

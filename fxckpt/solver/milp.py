@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from fxckpt.solver.program import IN_BACKWARD, Program, Side
@@ -90,6 +89,9 @@ class _Model:
 
     def solve(self, seconds: float, nodes: int) -> Optimum:
         """Build and solve the program."""
+        # scipy.optimize takes 0.2 s to import, and few programs are small enough for this.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         self.present(-1, 0)  # at least one column
         self._constrain_forward()
         self._constrain_backward()
@@ -105,7 +107,7 @@ class _Model:
             cost / scale,
             integrality=integral,
             bounds=Bounds(0, upper),
-            constraints=self._constraint(size),
+            constraints=LinearConstraint(*self._constraint(size)),
             options={"time_limit": seconds, "mip_rel_gap": 0, "node_limit": nodes},
         )
         if answer.status == 2:
@@ -121,16 +123,14 @@ class _Model:
         schedule = with_runs(self.program, tuple(i for _, i in runs), tuple(j for j, _ in runs))
         return Optimum(self.limit, float(answer.fun) * scale, bound, schedule)
 
-    def _constraint(self, size: int) -> LinearConstraint:
-        """Return the rows as one constraint over ``size`` columns."""
+    def _constraint(self, size: int) -> tuple[csr_array, list[float], list[float]]:
+        """Return the rows over ``size`` columns as a matrix, with their lower and upper limits."""
         entries = [(r, c, v) for r, (row, _, _) in enumerate(self.rows) for c, v in row.items()]
         matrix = csr_array(
             ([v for *_, v in entries], ([r for r, *_ in entries], [c for _, c, _ in entries])),
             shape=(len(self.rows), size),
         )
-        return LinearConstraint(
-            matrix, [row[1] for row in self.rows], [row[2] for row in self.rows]
-        )
+        return matrix, [row[1] for row in self.rows], [row[2] for row in self.rows]
 
     def _constrain_backward(self) -> None:
         """Add the memory, the reads and the presences at every point of the backward."""

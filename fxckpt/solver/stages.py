@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.signal import argrelmin, peak_prominences
 
 from fxckpt.solver.program import IN_BACKWARD, IntArray, Program
+from fxckpt.utils.intervals import live_bytes
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,14 @@ def crossing_bytes(program: Program) -> IntArray:
         if program.backward
         else set()
     )
-    change = np.zeros(len(program.backward) + 1, dtype=np.int64)
-    for s, j in first.items():
-        if s not in returned:
-            change[j + 1] += program.storages[s].bytes
-            change[last[s] + 1] -= program.storages[s].bytes
-    return np.cumsum(change)[:-1]
+    return live_bytes(
+        (
+            (j + 1, last[s], program.storages[s].bytes)
+            for s, j in first.items()
+            if s not in returned
+        ),
+        len(program.backward),
+    )
 
 
 def persistence(heights: IntArray) -> dict[int, int]:
@@ -97,6 +99,9 @@ def persistence(heights: IntArray) -> dict[int, int]:
     The global minimum has the climb to the maximum. Of equal minima the later one climbs to the
     earlier; the first position of a level stretch stands for all of it.
     """
+    # scipy.signal takes 0.3 s to import, and a program that only imports fxckpt needs no plan.
+    from scipy.signal import argrelmin, peak_prominences
+
     if not len(heights):
         return {}
     rank = np.empty(len(heights), dtype=np.int64)

@@ -24,6 +24,7 @@ from fxckpt.passes.analysis.placement import graph_outputs
 from fxckpt.passes.inductor.fusion_model import is_extern_kernel
 from fxckpt.passes.meta import NEVER_STORED
 from fxckpt.torch_private import storage_id
+from fxckpt.utils.intervals import last_uses
 
 ADD, PRODUCT = torch.ops.aten.add.Tensor, torch.ops.aten.mm.default
 
@@ -78,14 +79,14 @@ class _LiveIntervals:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.place = {node: i for i, node in enumerate(graph.nodes)}
-        self.last: dict[int, int] = {}
         self.made_by: dict[int, fx.Node] = {}
-        for node, i in self.place.items():
+        for node in self.place:
             for storage, _ in self.storages(node):
                 self.made_by.setdefault(storage, node)
-            self.last.update(
-                (storage, i) for arg in node.all_input_nodes for storage, _ in self.storages(arg)
-            )
+        self.last = last_uses(
+            [storage for arg in node.all_input_nodes for storage, _ in self.storages(arg)]
+            for node in self.place
+        )
         held = [n for n in graph.find_nodes(op="placeholder") if not self._may_die(n)]
         self.last.update(
             (storage, len(self.place))

@@ -24,7 +24,6 @@ from fxckpt.passes.inductor.execution_order import ORDER
 from fxckpt.planner.planner import Planner
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 from fxckpt.torch_private.inductor.layouts import changes_layout, wants_channels_last
-from fxckpt.torch_private.inductor.lowered import live_bytes
 from fxckpt.torch_private.inductor.lowering import FREES_EARLY, Lowerings, free_early
 from fxckpt.torch_private.inductor.options import _detect_instructions_early
 from tests.inductor.models import (
@@ -68,8 +67,8 @@ def test_freeing_early_never_takes_more_memory() -> None:
     freeing_early = kept.freeing_early
     assert freeing_early is not None
     assert freeing_early.kernels == kept.kernels
-    assert (live_bytes(freeing_early) <= live_bytes(kept)).all() and (
-        live_bytes(freeing_early) < live_bytes(kept)
+    assert (freeing_early.live_bytes() <= kept.live_bytes()).all() and (
+        freeing_early.live_bytes() < kept.live_bytes()
     ).any()
 
 

@@ -18,7 +18,7 @@ from torch._inductor.codegen.wrapper import (
 from torch._inductor.scheduler import NopKernelSchedulerNode, OutputNode, SchedulerNode
 from torch._inductor.virtualized import V
 
-from fxckpt.torch_private.inductor.lowered import LoweredHalf, live_bytes
+from fxckpt.torch_private.inductor.lowered import LoweredHalf
 from fxckpt.torch_private.inductor.options import Layout
 from fxckpt.torch_private.sizes import greatest
 from fxckpt.torch_private.storages import allocated_bytes
@@ -386,7 +386,7 @@ def _body_bytes(body: Any) -> tuple[int, int]:
         body.init_wrapper_code()
         body._update_scheduler()
         found = read_schedule(body)
-    during = live_bytes(found)
+    during = found.live_bytes()
     return int((during + [found.inside.get(i, 0) for i in range(len(during))]).max()), int(
         during[-1]
     )

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fxckpt.torch_private.inductor.options import Layout
+from fxckpt.utils.intervals import live_bytes
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,10 @@ class LoweredHalf:
     freeing_early: LoweredHalf | None = None
     """The same backward if it frees buffers early (:func:`~.lowering.free_early`)."""
 
-
-def live_bytes(half: LoweredHalf) -> npt.NDArray[np.int64]:
-    """Return the bytes of a half's own buffers during each kernel, and at its end."""
-    change = np.zeros(len(half.kernels) + 2, dtype=np.int64)
-    for _, nbytes, first, last in half.allocated:
-        change[first] += nbytes
-        change[last + 1] -= nbytes
-    return np.cumsum(change)[:-1]
+    def live_bytes(self) -> npt.NDArray[np.int64]:
+        """Return the bytes of the half's own buffers during each kernel, and at its end."""
+        intervals = ((first, last, nbytes) for _, nbytes, first, last in self.allocated)
+        return live_bytes(intervals, len(self.kernels) + 1)
 
 
 @dataclass(frozen=True)
