@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import fxckpt
 from fxckpt import CheckpointPolicy as Policy
 from fxckpt import create_selective_checkpoint_contexts as selective
-from tests.eager.test_checkpoint import ops_of_the_backward, plain, step
+from tests.eager.regions import ops_of_the_backward, plain, step
 from tests.steps import differing, outcome
 
 aten = torch.ops.aten

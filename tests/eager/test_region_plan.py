@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import fxckpt
 from fxckpt import policies
 from fxckpt.reason import Decision
-from tests.eager.test_checkpoint import Counting, ops_of_the_backward, plain
+from tests.eager.regions import Counting, ops_of_the_backward, plain
 from tests.steps import differing, outcome
 
 

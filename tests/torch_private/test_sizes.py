@@ -1,0 +1,87 @@
+"""Symbolic and unbacked sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fxckpt.torch_private import (
+    bindings_of,
+    is_surely_equal,
+    is_symbolic,
+    size_hint,
+    unbounded_sizes,
+    upper_bound,
+)
+
+
+@pytest.fixture
+def env() -> ShapeEnv:
+    return ShapeEnv()
+
+
+def unbacked(env: ShapeEnv, most: int | None = None) -> Any:
+    size = env.create_unbacked_symint()
+    torch._check(size >= 0)
+    if most is not None:
+        torch._check(size <= most)
+    return size
+
+
+def test_a_hint_is_the_bound_where_there_is_one(env: ShapeEnv) -> None:
+    """An int is its own hint; a size with an upper bound counts as that; others as 1."""
+    bounded, free = unbacked(env, 12), unbacked(env)
+    assert (size_hint(7), size_hint(bounded), size_hint(free)) == (7, 12, 1)
+    assert size_hint(bounded * 2 + 1) == 25
+    assert (upper_bound(bounded), upper_bound(free)) == (12, None)
+
+
+def test_asking_adds_no_guard(env: ShapeEnv) -> None:
+    """Hints and equalities are read without a guard."""
+    size = unbacked(env, 12)
+    before = len(env.guards)
+    assert is_surely_equal(size + 1, size + 1) and not is_surely_equal(size, 3)
+    size_hint(size)
+    assert len(env.guards) == before
+
+
+def graph_of(function: Any, *inputs: Tensor) -> fx.Graph:
+    traced: fx.Graph = make_fx(function, tracing_mode="symbolic")(*inputs).graph
+    return traced
+
+
+def test_sizes_found_by_looking_are_bound_where_they_begin() -> None:
+    """The op that finds a size binds it; a reader of its result binds nothing."""
+    graph = graph_of(lambda x: x.nonzero().sum(1), torch.ones(4))
+    found, summed = (
+        next(n for n in graph.nodes if n.op == "call_function" and name in str(n.target))
+        for name in ("nonzero", "sum")
+    )
+    assert len(bindings_of(found)) == 1 and bindings_of(summed) == {}
+
+
+def test_unbounded_sizes_of_a_graph() -> None:
+    """Sizes with a bound are not among them."""
+
+    def unbounded(x: Tensor) -> Tensor:
+        return torch.ones(int(x.sum().item())) if False else x.new_ones(x.sum().int().item())
+
+    def bounded(x: Tensor) -> Tensor:
+        size = x.sum().int().item()
+        torch._check(size <= 9)
+        return x.new_ones(size)
+
+    assert len(unbounded_sizes(graph_of(unbounded, torch.ones(4)))) == 1
+    assert unbounded_sizes(graph_of(bounded, torch.ones(4))) == []
+
+
+def test_sizes_are_told_from_tensors() -> None:
+    """A size and a plain number are symbolic to AOTAutograd; a tensor is not."""
+    graph = graph_of(lambda x: x * x.shape[0], torch.ones(5))
+    assert [is_symbolic(n) for n in graph.nodes if "sym_size" in str(n.target)] == [True]
+    assert not is_symbolic(next(n for n in graph.nodes if n.op == "placeholder"))
