@@ -45,7 +45,7 @@ class IsolatedOp:
     def of(cls, node: fx.Node) -> IsolatedOp | None:
         """Return a node's op and arguments, or None if it is unsafe to run on synthetic inputs.
 
-        Unsafe are ops other than torch's own functional ones, collectives, ops in :data:`OPAQUE`,
+        Unsafe are ops other than torch's own, collectives, ops in :data:`OPAQUE`,
         and calls whose symbolic sizes allow more than :data:`MOST_BYTES`.
         """
         if (

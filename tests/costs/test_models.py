@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxckpt
 from fxckpt.costs import models, roofline
-from fxckpt.costs.isolated_op import IsolatedOp
 from fxckpt.costs.measured import MeasuredSeconds, Records, cpu_figures
+from tests.costs.nodes import node_of
 
 CPU = torch.device("cpu")
 
@@ -23,12 +21,6 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def records(tmp_path: Path) -> Records:
     return Records(tmp_path / "kept" / "timings.sqlite3")
-
-
-def node_of(function: object, *inputs: torch.Tensor) -> fx.Node:
-    """Return the last op of a traced function."""
-    graph = make_fx(function, tracing_mode="fake")(*inputs).graph
-    return next(n for n in reversed(graph.nodes) if n.op == "call_function")
 
 
 def count(records: Records) -> int:
@@ -73,13 +65,6 @@ def test_invalid_record_is_replaced(records: Records) -> None:
     assert records.keep("time", 3.0) == 2.0
 
 
-def test_roofline_counts_random_numbers() -> None:
-    """An op that draws takes the time of the generator."""
-    slow = roofline.Roofline(1e12, 1e12, 0.0, draws_per_second=1e3)
-    assert slow.seconds(node_of(lambda a: torch.rand_like(a), torch.ones(100))) == 0.1
-    assert slow.seconds(node_of(lambda a: a + a, torch.ones(100))) < 0.1
-
-
 def test_op_is_timed_once(records: Records) -> None:
     """An op is timed once and then read from disk."""
     node = node_of(lambda a: a @ a, torch.ones(64, 64))
@@ -114,13 +99,6 @@ def test_custom_op_is_estimated(records: Records) -> None:
     model = models.MeasuredCost(MeasuredSeconds(records, CPU), roofline.GENERIC_GPU)
     assert MeasuredSeconds(records, CPU)(node) is None
     assert model.seconds(node) == roofline.GENERIC_GPU.seconds(node)
-
-
-def test_private_layouts_get_no_synthetic_inputs() -> None:
-    """Kernels with buffers in a private layout are not run on synthetic inputs."""
-    graph = fx.Graph()
-    assert IsolatedOp.of(graph.call_function(torch.ops.aten.mkldnn_rnn_layer.default)) is None
-    assert IsolatedOp.of(graph.call_function(torch.ops.aten._cudnn_rnn.default)) is None
 
 
 def test_measuring_preserves_the_generator(records: Records) -> None:

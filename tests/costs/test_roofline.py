@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from fxckpt.costs import calibration, models, roofline
 from fxckpt.costs.devices import DEVICES, LAUNCH_SECONDS
 from fxckpt.costs.measured import Records, machine
 from fxckpt.costs.roofline import DeviceRoofline, Roofline
+from tests.costs import nodes
 
 H100 = DEVICES["H100"]
 SIDE = 4096
@@ -146,3 +148,28 @@ def test_calibration_replaces_the_table(tmp_path: Path, monkeypatch: pytest.Monk
     assert isinstance(found, DeviceRoofline)
     assert found.device.bf16 == figures.bf16
     assert found.device.name == "NVIDIA H100 80GB HBM3, calibrated"
+
+
+@pytest.mark.parametrize(
+    ("rates", "seconds"),
+    [((1e3, math.inf, 0.0), 2 * 8**3 / 1e3), ((math.inf, 1e3, 0.0), 3 * 4 * 64 / 1e3)],
+    ids=["arithmetic", "memory"],
+)
+def test_the_slower_rate_counts(rates: tuple[float, float, float], seconds: float) -> None:
+    """A product takes its FLOPs or its bytes, whichever takes longer."""
+    node = nodes.node_of(lambda a, b: a @ b, torch.ones(8, 8), torch.ones(8, 8))
+    assert Roofline(*rates).seconds(node) == pytest.approx(seconds)
+
+
+def test_every_op_is_launched() -> None:
+    """The launch is added to the time, also of an op without bytes."""
+    node = nodes.node_of(lambda a: a + a, torch.ones(0))
+    assert Roofline(1.0, 1.0, 0.5).seconds(node) == 0.5
+
+
+def test_random_numbers_take_time() -> None:
+    """An op that draws takes the time of the generator."""
+    slow = Roofline(1e12, 1e12, 0.0, draws_per_second=1e3)
+    drawing = nodes.node_of(lambda a: torch.rand_like(a), torch.ones(100))
+    assert slow.seconds(drawing) == 0.1
+    assert slow.seconds(nodes.node_of(lambda a: a + a, torch.ones(100))) < 0.1

@@ -1,0 +1,73 @@
+"""FLOPs, bytes and random numbers of single ops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxckpt.costs.op_counts import formula_call, node_bytes, node_draws, node_flops
+from tests.costs.nodes import node_of
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (lambda a, b: a @ b, [(3, 5), (5, 7)]),
+        (lambda a, b, c: torch.baddbmm(a, b, c), [(2, 3, 7), (2, 3, 5), (2, 5, 7)]),
+        (lambda a, b: F.conv2d(a, b), [(2, 3, 8, 8), (4, 3, 3, 3)]),
+        (lambda a: a.sin(), [(3, 5)]),
+    ],
+    ids=["mm", "baddbmm", "convolution", "pointwise"],
+)
+def test_flops_are_those_of_torch(function: object, shapes: list[tuple[int, ...]]) -> None:
+    """torch's own counter, which runs the op, counts the same."""
+    inputs = [torch.ones(shape) for shape in shapes]
+    with FlopCounterMode(display=False) as counter:
+        function(*inputs)  # type: ignore[operator]
+    assert node_flops(node_of(function, *inputs)) == counter.get_total_flops()
+
+
+def test_cpu_attention_counts_both_products() -> None:
+    """CPU flash attention, which torch's counter lacks, counts its two products."""
+    inputs = [torch.ones(2, 4, 8, 16) for _ in range(3)]
+    graph = node_of(F.scaled_dot_product_attention, *inputs).graph
+    flash = [n for n in graph.nodes if "flash_attention_for_cpu" in str(n.target)]
+    assert [node_flops(n) for n in flash] == [2 * 2 * (2 * 4 * 8 * 8 * 16)]
+
+
+def test_broadcast_storages_count_once() -> None:
+    """An expanded operand counts the bytes it holds, and one read twice counts once."""
+    x, row = torch.ones(8, 4), torch.ones(1, 4)
+    assert node_bytes(node_of(lambda x, r: x + r.expand(8, 4), x, row)) == 4 * (32 + 4 + 32)
+    assert node_bytes(node_of(lambda x: x * x, x)) == 4 * (32 + 32)
+
+
+def test_a_slice_counts_what_is_read() -> None:
+    """A view of a part counts the part, not its storage."""
+    assert node_bytes(node_of(lambda x: x[:2].sin(), torch.ones(8, 4))) == 4 * (8 + 8)
+
+
+def test_random_numbers_of_an_op() -> None:
+    """An op that draws has one number per element; dropout without probability draws none."""
+    x = torch.ones(8, 4)
+    assert node_draws(node_of(lambda x: torch.rand_like(x), x)) == 32
+    assert node_draws(node_of(lambda x: x + 1, x)) == 0
+
+
+def test_symbolic_sizes_count_by_their_hints() -> None:
+    """A product of symbolic sizes has the FLOPs and bytes of the sizes at hand."""
+    node = node_of(lambda a, b: a @ b, torch.ones(3, 5), torch.ones(5, 7), mode="symbolic")
+    assert (node_flops(node), node_bytes(node)) == (2 * 3 * 5 * 7, 4 * (15 + 35 + 21))
+    assert formula_call(node) is None, "its sizes are not fixed"
+
+
+def test_equal_calls_have_equal_keys() -> None:
+    """The key of a formula's call tells shapes apart, and is none where there is no formula."""
+
+    def key(n: int) -> object:
+        return formula_call(node_of(lambda a: a @ a, torch.ones(n, n)))
+
+    assert key(3) == key(3) != key(4)
+    assert formula_call(node_of(lambda a: a.sin(), torch.ones(2))) is None

@@ -1,0 +1,75 @@
+"""The backend with Inductor inside: values, caches, a missing compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fxckpt
+from fxckpt.backend import _InductorPartitioner
+from fxckpt.torch_private.inductor.lowering import Lowerings
+from tests.models.blocks import Net, gradients
+
+
+def test_uuid_changes_with_options() -> None:
+    def uuid(**options: Any) -> str:
+        return _InductorPartitioner(fxckpt.Backend(**options), Lowerings(None)).uuid()
+
+    assert uuid(budget=0.5) == uuid(budget=0.5)
+    assert len({uuid(), uuid(budget=0.5), uuid(budget=0.6), uuid(cost="flops")}) == 4
+
+
+def test_inductor_inside() -> None:
+    model, x = Net(2), torch.randn(512, 32)
+    model.eval()  # Inductor draws other random numbers than eager
+    expected = gradients(model, model, x)
+    backend = fxckpt.Backend(budget=0.7)
+    got = gradients(model, torch.compile(model, backend=backend), x)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, got, strict=True))
+    assert backend.plans[0].schedule
+
+
+INDUCTOR_STEP = """
+import torch, fxckpt
+from torch._dynamo.utils import counters
+torch.manual_seed(0)
+from torch import nn
+block = lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+model = nn.Sequential(*(block() for _ in range(3)))
+backend = fxckpt.Backend(budget={budget})
+torch.compile(model, backend=backend)(torch.randn(64, 8)).sum().backward()
+print(len(backend.plans), counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def run_inductor(
+    folder: str, budget: float, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", INDUCTOR_STEP.format(budget=budget)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, **environment},
+        timeout=300,
+    )
+
+
+def test_inductor_cache_across_processes(tmp_path: Path) -> None:
+    """Inductor's cache serves a second process with the same budget, and no other."""
+    first, second, other = (run_inductor(str(tmp_path), budget) for budget in (1.0, 1.0, 0.9))
+    assert (first.stdout.split(), second.stdout.split(), other.stdout.split()) == (
+        ["1", "0"],
+        ["1", "2"],
+        ["1", "0"],
+    )
+
+
+def test_no_compiler_names_two_ways_out(tmp_path: Path) -> None:
+    failed = run_inductor(str(tmp_path), 1.0, CXX="/nonexistent")
+    assert "InnerCompilerMissing" in failed.stderr
+    assert "install a compiler" in failed.stderr and "aot_eager" in failed.stderr

@@ -1,0 +1,95 @@
+"""The pipeline: passes in order, and the hook between them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import fx
+
+from fxckpt.errors import VerifyError
+from fxckpt.passes.graphs import Joint
+from fxckpt.planner.pipeline import (
+    EMIT,
+    EMIT_INDUCTOR,
+    PREPARE,
+    PREPARE_INDUCTOR,
+    Emission,
+    OnBackward,
+    OnJoint,
+    emit_halves,
+    prepare,
+)
+from tests.passes.graphs import chain, planned, traced
+
+
+def joint() -> fx.GraphModule:
+    return traced(chain, torch.ones(4), torch.ones(4))
+
+
+def emission() -> Emission:
+    module = joint()
+    return Emission(Joint(module, 1), *planned(module))
+
+
+def test_passes_run_in_order_and_are_timed(caplog: pytest.LogCaptureFixture) -> None:
+    """The log names each pass of a tuple, in its order."""
+    with caplog.at_level(logging.DEBUG, "fxckpt"):
+        prepare(Joint(joint(), 1))
+        emit_halves(emission())
+    names = [r.message.split(" took ")[0] for r in caplog.records if " took " in r.message]
+    assert names == [step.name for step in (*PREPARE, *EMIT)]
+
+
+def test_inductor_has_the_plain_passes_and_more() -> None:
+    """The plain passes keep their order among Inductor's, but for the copies of storages."""
+    for plain, more in ((PREPARE[:-1], PREPARE_INDUCTOR), (EMIT, EMIT_INDUCTOR)):
+        names = [step.name for step in more]
+        assert [name for name in names if name in {step.name for step in plain}] == [
+            step.name for step in plain
+        ]
+
+
+def test_the_hook_lints_between_passes() -> None:
+    """A rewrite that leaves a reader before its value is refused at once."""
+
+    def misplace(graph: fx.Graph) -> None:
+        first, *_, last = [n for n in graph.nodes if n.op == "call_function"]
+        first.prepend(last)
+
+    with pytest.raises(RuntimeError, match="used before it has been defined"):
+        prepare(Joint(joint(), 1), (OnJoint(misplace),))
+
+
+def test_the_hook_verifies_the_halves() -> None:
+    """A pass that drops a recompute breaks the plan and is refused."""
+
+    def save_more(backward: fx.GraphModule) -> None:
+        recomputed = next(n for n in backward.graph.nodes if n.op == "call_function")
+        with backward.graph.inserting_before():
+            recomputed.replace_all_uses_with(backward.graph.placeholder("sin_saved"))
+        backward.graph.erase_node(recomputed)
+
+    with pytest.raises(VerifyError):
+        emit_halves(emission(), (*EMIT, OnBackward(save_more)))
+
+
+def test_a_rewrite_that_does_not_apply_is_left_out() -> None:
+    """A pass of the backward runs only for emissions to which it applies."""
+    seen: list[str] = []
+
+    @dataclass(frozen=True)
+    class Noting:
+        label: str
+        __name__ = "noting"
+
+        def __call__(self, backward: fx.GraphModule) -> None:
+            seen.append(self.label)
+
+    emit_halves(
+        emission(),
+        (*EMIT, OnBackward(Noting("never"), lambda _: False), OnBackward(Noting("always"))),
+    )
+    assert seen == ["always"]
