@@ -81,6 +81,7 @@ def compare(
         tick(name)
         _clear(leaves)
         peaks.append(measure_peak(partial(_step, target, call)))
+    # torch.utils.benchmark times one way in a block; in turns, load on the machine falls on all.
     for _ in range(steps):
         for name, call, times in zip(names, calls, seconds, strict=True):
             tick(name)

@@ -71,6 +71,7 @@ def step_seconds(
     steps = [_Step(forward, backward, compile_half) for forward, backward in halves]
     devices = [device] if device.type == "cuda" else []
     synchronize = torch.get_device_module(device).synchronize if devices else lambda: None
+    # torch.utils.benchmark times one step in a block; in turns, load on the machine falls on all.
     times: list[list[float]] = [[] for _ in steps]
     with outside_trace(), torch.no_grad(), torch.random.fork_rng(devices=devices):
         for _ in range(1 + ROUNDS):

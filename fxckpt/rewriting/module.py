@@ -327,5 +327,5 @@ def _summary(plan: Plan) -> str:
     )
     return (
         f"# saved for the backward: {', '.join(plan.saved) or 'nothing'}\n"
-        f"# runs again in the backward: {runs or 'nothing'}\n"
+        f"# recomputed in the backward: {runs or 'nothing'}\n"
     )

@@ -7,7 +7,7 @@ fx.STATES = [
   { key: "saved", label: "saved", color: "#0072b2", text: "#ffffff" },
   { key: "recomputed", label: "recomputed", color: "#e69f00", text: "#222222" },
   { key: "output", label: "output", color: "#56b4e9", text: "#222222" },
-  { key: "unneeded", label: "not needed again", color: "#e3e7eb", text: "#2b3036" },
+  { key: "unneeded", label: "not needed in the backward", color: "#e3e7eb", text: "#2b3036" },
   { key: "gradient", label: "the backward's own", color: "#c9b8d8", text: "#2b3036" },
 ];
 fx.SAVED = 0; fx.RECOMPUTED = 1; fx.OUTPUT = 2; fx.UNNEEDED = 3; fx.GRADIENT = 4;
@@ -95,7 +95,7 @@ fx.Model = class {
     return best;
   }
 
-  // The parts of an op that runs again are made again with it, where the backward asks for them.
+  // The parts of a recomputed op are recomputed with it, where the backward reads them.
   partState(i, plan) {
     const parent = this.nodes.inputs[i][0];
     const row = parent === undefined ? undefined : plan.rows[this.name(parent)];
@@ -107,14 +107,14 @@ fx.Model = class {
     for (const name of this.decidedAs(i)) {
       const row = plan.rows[name];
       if (row === undefined) continue;
-      return this.kind(i) === fx.VIEW ? `a view of ${name}, made again for free; ${name} is ${row[2]}` : row[2];
+      return this.kind(i) === fx.VIEW ? `a view of ${name}, recomputed for free; ${name} is ${row[2]}` : row[2];
     }
     if (this.kind(i) === fx.INPUT) return "an input of the graph: not the step's memory";
     if (this.kind(i) === fx.SIZE) return "a size or scalar: no memory";
     if (this.isBackward(i)) return "made by the backward";
     if (state === fx.OUTPUT) return "a forward output, alive to the end; the backward does not read it";
-    if (state === fx.RECOMPUTED) return `made again with ${this.name(this.nodes.inputs[i][0])}`;
-    if (this.kind(i) === fx.VIEW) return `a view: no memory of its own; ${this.isReadAgain(i, plan) ? "made again for free where the backward reads it" : "the backward does not need it"}`;
+    if (state === fx.RECOMPUTED) return `recomputed with ${this.name(this.nodes.inputs[i][0])}`;
+    if (this.kind(i) === fx.VIEW) return `a view: no memory of its own; ${this.isReadAgain(i, plan) ? "recomputed for free where the backward reads it" : "the backward does not need it"}`;
     return "not needed by the backward: freed after its last read in the forward";
   }
 
@@ -132,7 +132,7 @@ fx.Model = class {
     return { forward: found.filter((u) => !this.isBackward(u)), backward: found.filter((u) => this.isBackward(u)) };
   }
 
-  // Whether the backward reads a node's value, itself or through what it runs again.
+  // Whether the backward reads a node's value, itself or through what it recomputes.
   isReadAgain(i, plan) {
     const { forward, backward } = this.readers(i);
     return backward.length > 0 || forward.some((u) => plan.rows[this.name(u)]?.[0]);

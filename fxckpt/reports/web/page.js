@@ -82,14 +82,14 @@ fx.start = async function () {
     const pairs = [["op", fx.escape(model.op(i))], ["value", fx.escape(model.text("type", i))], ["bytes", nodes.bytes[i] ? fx.formatBytes(nodes.bytes[i]) : model.kind(i) === fx.VIEW ? "none of its own (a view)" : "none of its own"]];
     if (model.kind(i) === fx.OP) pairs.push(["one run", `${fx.formatSeconds(nodes.seconds[i])}${nodes.flops[i] ? `, ${fx.formatFlops(nodes.flops[i])}` : ""}`]);
     const runs = plan.rows[model.name(i)]?.[1];
-    if (runs) pairs.push(["runs again", runs === 1 ? "once" : `${runs} times`]);
+    if (runs) pairs.push(["recomputed", runs === 1 ? "once" : `${runs} times`]);
     pairs.push(["module", fx.escape(model.module(i) || "(model)")], ["source", fx.escape(model.text("source", i) || "not recorded")]);
     const drawn = plan.rows[`${model.name(i)}_rng_state`];
     return `<h2>${fx.escape(model.name(i))}</h2>
       <p class="why" style="--tag: ${state.color}">${fx.escape(model.why(i, plan, states[i]))}</p>
       ${drawn ? `<p class="why" style="--tag: ${fx.STATES[fx.SAVED].color}">generator state ${fx.escape(drawn[2])}</p>` : ""}${rows(pairs)}
       <h3>read in the backward by</h3>${list(readers.backward)}
-      ${again.length ? `<h3>read again in the backward by</h3>${list(again)}` : ""}
+      ${again.length ? `<h3>read by recomputed ops</h3>${list(again)}` : ""}
       <h3>read in the forward by</h3>${list(readers.forward)}
       <h3>made from</h3>${list(nodes.inputs[i])}`;
   }
@@ -107,7 +107,7 @@ fx.start = async function () {
 
   function tickPanel(tick, live) {
     const op = plan.ops[tick];
-    const when = tick < plan.forward ? "forward" : plan.again[tick] === "1" ? "runs again in the backward" : "backward";
+    const when = tick < plan.forward ? "forward" : plan.again[tick] === "1" ? "recomputed in the backward" : "backward";
     const name = (l) => (l.storage < 0 ? "workspace of the kernel" : link(model.nodes.owner[l.storage], model.nodes.storage_names[l.storage]));
     const line = (l) => `<tr><td>${name(l)}</td><td>${model.holders[l.holder].label}</td><td class="number">${fx.formatBytes(l.bytes)}</td></tr>`;
     const shown = live.filter((l) => l.bytes).slice(0, 2 * fx.MOST_LISTED);
