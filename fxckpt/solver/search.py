@@ -7,7 +7,8 @@ stages. Cuts flip whole classes of identical layers at once, so the most promisi
 the budget or under it, are then repaired by single moves: :mod:`~fxckpt.solver.evict` lowers the
 peak until it fits, :mod:`~fxckpt.solver.retain` removes recomputes that the slack pays for. The
 best schedule is perturbed a few times: evicted to less than the budget and repaired. Small programs
-have random restarts too, and the smallest are solved by an integer program. The simulator evaluates
+have random restarts too, and the smallest are solved exactly, by a dynamic program over sets of
+live values or by an integer program. The simulator evaluates
 every schedule. The search ends after a fixed number of steps and reads neither a clock nor true
 randomness, so that the same graph always has the same plan.
 """
@@ -17,13 +18,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, product
 from random import Random
 
+from fxckpt.solver.dynamic_program import DynamicProgram
 from fxckpt.solver.evict import Evict
 from fxckpt.solver.heuristics import Heuristics
 from fxckpt.solver.lower_bounds import Bound, LowerBounds
-from fxckpt.solver.milp import in_forward, optimum
+from fxckpt.solver.milp import Optimum, in_forward, optimum
 from fxckpt.solver.program import Program
 from fxckpt.solver.retain import Retain
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit, save_all, with_runs
@@ -115,8 +118,12 @@ class PriceSearch:
     """Standard deviation of the logarithm of the random factors on the ops' seconds."""
     depths: tuple[float, ...] = (0.9, 0.7, 0.5, 0.97)
     """Shares of the budget that restarts evict to, in turn."""
+    exact_states: int = 2**24
+    """Most states for which a dynamic program is solved: about half a second and 100 MB."""
+    exact_states_along: int = 2**22
+    """``exact_states`` for each budget of a frontier of more than ``short_frontier`` points."""
     exact_size: int = 320
-    """Most forward ops times backward ops for which an integer program is solved."""
+    """Most forward ops times backward ops for which an integer program is solved otherwise."""
     exact_nodes: int = 2000
     """Most nodes of the integer program's search tree."""
     bisections: int = 10
@@ -139,7 +146,7 @@ class PriceSearch:
         least_peak = search.least_peak()
         if limit is not None and search.bounds.peak_bytes <= limit < fastest.simulation.peak_bytes:
             search.fit(limit, self.factors)
-            search.refine(limit, self.refined, self.perturbations)
+            search.refine(limit, self.refined, self.perturbations, self.exact_states)
         return search.result(limit, least_peak)
 
     def least_memory(self, program: Program, most_seconds: float) -> SearchResult:
@@ -192,12 +199,13 @@ class PriceSearch:
         chosen = sorted(limits(least_peak, search.baseline))
         # The plan of one limit is a good start for the next.
         refined, perturbations, factors = self.refined, self.perturbations, self.factors
+        exact_states = self.exact_states
         if len(chosen) > self.short_frontier:
             refined, factors = self.refined_along, self.factors_along
-            perturbations = self.perturbations[:1]
+            perturbations, exact_states = self.perturbations[:1], self.exact_states_along
         for limit in reversed(chosen):
             search.fit(limit, factors)
-            search.refine(limit, refined, perturbations)
+            search.refine(limit, refined, perturbations, exact_states)
             tick()
         return tuple(search.result(limit, least_peak) for limit in chosen)
 
@@ -232,6 +240,11 @@ class _Search:
         self.baseline = self.evaluate(save_all(program))
         for schedule in Heuristics(program, self.boundaries)():
             self.evaluate(schedule)
+
+    @cached_property
+    def exact(self) -> DynamicProgram:
+        """The dynamic program, solved if it is small."""
+        return DynamicProgram(in_forward(self.program))
 
     def evaluate(self, schedule: Schedule) -> Candidate:
         """Return the candidate of ``schedule``, and remember it."""
@@ -361,7 +374,9 @@ class _Search:
             # All stage counts of a price before the next price: of equal candidates the first wins.
             self.evaluate_all(chain.from_iterable(zip(*assignments, strict=True)))
 
-    def refine(self, limit: int, count: int, perturbations: Sequence[float]) -> None:
+    def refine(
+        self, limit: int, count: int, perturbations: Sequence[float], exact_states: int
+    ) -> None:
         """Repair the most promising schedules, then perturb the best, up to near the bound.
 
         Small programs are solved exactly, or have random restarts.
@@ -376,18 +391,21 @@ class _Search:
             if best is None or best.simulation.extra_seconds <= target:
                 return
             self._repair(best, int(limit * share), limit)
-        if len(self.program.ops) * len(self.program.backward) <= self.options.exact_size:
-            self._solve_exactly(limit, target)
+        if self._least_seconds(limit) <= target:
+            return
+        if self.exact.size <= exact_states:
+            self._evaluate_optimum(self.exact.optimum(limit))
+        elif len(self.program.ops) * len(self.program.backward) <= self.options.exact_size:
+            nodes = self.options.exact_nodes
+            self._evaluate_optimum(
+                optimum(self.exact.program, limit, seconds=math.inf, nodes=nodes)
+            )
         else:
             self._restart(limit, target)
 
-    def _solve_exactly(self, limit: int, target: float) -> None:
-        """Evaluate the schedule of the integer program."""
-        if self._least_seconds(limit) <= target:
-            return
-        schedule = optimum(
-            in_forward(self.program), limit, seconds=math.inf, nodes=self.options.exact_nodes
-        ).schedule
+    def _evaluate_optimum(self, optimum: Optimum) -> None:
+        """Evaluate the schedule of an exact solver, if it has one."""
+        schedule = optimum.schedule
         if schedule is not None:
             # An op on either side takes no extra time if the forward does not depend on it.
             self.evaluate(with_runs(self.program, schedule.runs, schedule.before))

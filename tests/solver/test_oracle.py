@@ -36,7 +36,9 @@ def test_order_within_stages_only_restricts(program: Program, share: float) -> N
 
 
 @pytest.mark.parametrize(
-    "search", [PriceSearch(), PriceSearch(exact_size=0)], ids=["exact", "heuristic"]
+    "search",
+    [PriceSearch(), PriceSearch(exact_states=0), PriceSearch(exact_states=0, exact_size=0)],
+    ids=["dynamic program", "integer program", "heuristic"],
 )
 @given(program=programs(max_ops=5), share=st.floats(0.0, 1.0))
 def test_search_finds_optima_of_tiny_programs(
