@@ -121,7 +121,7 @@ class PriceSearch:
     exact_states: int = 2**24
     """Most states for which a dynamic program is solved: about half a second and 100 MB."""
     exact_states_along: int = 2**22
-    """``exact_states`` for each budget of a frontier of more than ``short_frontier`` points."""
+    """``exact_states`` for each of many limits: those of a long frontier, or of a given time."""
     exact_size: int = 320
     """Most forward ops times backward ops for which an integer program is solved otherwise."""
     exact_nodes: int = 2000
@@ -160,14 +160,19 @@ class PriceSearch:
         least_peak = search.least_peak()
         if math.isinf(most_seconds):  # as a limit of the least peak is searched
             search.fit(least_peak.simulation.peak_bytes, self.factors)
-            search.refine(least_peak.simulation.peak_bytes, self.refined, self.perturbations)
+            search.refine(
+                least_peak.simulation.peak_bytes,
+                self.refined,
+                self.perturbations,
+                self.exact_states,
+            )
             return search.result(least_peak.simulation.peak_bytes, least_peak)
         low = search.bounds.peak_bytes - 1  # the greatest limit known, or found, to take too long
         limit = least_peak.simulation.peak_bytes
         for _ in range(self.bisections):
             if search.bound(limit).seconds <= most_seconds:
                 search.fit(limit, self.factors_along)
-                search.refine(limit, self.refined, self.perturbations)
+                search.refine(limit, self.refined, self.perturbations, self.exact_states_along)
             found = search.least_within(most_seconds)
             if found is None:
                 return search.result(fastest.simulation.peak_bytes, least_peak)

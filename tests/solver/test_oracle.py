@@ -58,7 +58,9 @@ def test_search_finds_optima_of_tiny_programs(
 
 
 @pytest.mark.parametrize(
-    "search", [PriceSearch(), PriceSearch(exact_size=0)], ids=["exact", "heuristic"]
+    "search",
+    [PriceSearch(), PriceSearch(exact_states=0, exact_size=0)],
+    ids=["dynamic program", "heuristic"],
 )
 @given(program=programs(max_ops=5), share=st.floats(0.0, 1.0))
 def test_least_memory_is_near_the_optimum(
