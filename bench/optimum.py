@@ -96,7 +96,7 @@ class Tally:
 
 
 def compare(graphs: int, ops: int) -> Iterator[tuple[str, ...]]:
-    """Yield a row for the planner, one without its integer program, and one for the optimum."""
+    """Yield a row for the planner, one without its exact solvers, and one for the optimum."""
     searches = {
         "planner": PriceSearch(),
         "planner, no exact solver": PriceSearch(exact_states=0, exact_size=0),

@@ -89,7 +89,7 @@ class _Model:
 
     def solve(self, seconds: float, nodes: int) -> Optimum:
         """Build and solve the program."""
-        # scipy.optimize takes 0.2 s to import, and few programs are small enough for this.
+        # scipy.optimize is slow to import, and few programs are small enough for this.
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         self.present(-1, 0)  # at least one column

@@ -99,7 +99,7 @@ def persistence(heights: IntArray) -> dict[int, int]:
     The global minimum has the climb to the maximum. Of equal minima the later one climbs to the
     earlier; the first position of a level stretch stands for all of it.
     """
-    # scipy.signal takes 0.3 s to import, and a program that only imports fxckpt needs no plan.
+    # scipy.signal is slow to import, and a process that only imports fxckpt needs no plan.
     from scipy.signal import argrelmin, peak_prominences
 
     if not len(heights):
