@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,8 +270,8 @@ def whole(least: int) -> Callable[[str], int]:
     return parse
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the demo and print its table."""
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -291,10 +291,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.width % 64:
         parser.error(f"--width must be a multiple of 64, got {options.width}")
-    warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
-    hf_logging.set_verbosity_error()
-    torch.manual_seed(0)
-    torch.set_num_threads(2)
+    return options
+
+
+def runs(options: argparse.Namespace) -> tuple[list[Result], fxckpt.Plan]:
+    """Train in every way; return the results and the plan for the tightest budget."""
     model = Language(options.layers, options.width, options.length)
     data = batches(options.length, options.batch, options.steps)
     with tqdm(total=8 * options.steps, file=sys.stderr, smoothing=0) as bar:
@@ -306,21 +307,22 @@ def main(arguments: list[str] | None = None) -> int:
             results.append(
                 train(f"torch budget {value:g}", model, data, torch_compiled(value), bar)
             )
-        plans = []
+        backends: list[fxckpt.Backend] = []
         for share in (0.7, 0.5, 0.3):
             budget = int(share * results[0].peak)
-            backends: list[fxckpt.Backend] = []
 
-            def prepare(
-                m: Language, budget: int = budget, backends: list[fxckpt.Backend] = backends
-            ) -> Any:
+            def prepare(m: Language, budget: int = budget) -> Any:
                 run = with_fxckpt(budget)(m)
                 backends.append(run.fxckpt_backend)
                 return run
 
             results.append(train(f"fxckpt {budget / MIB:.0f} MiB", model, data, prepare, bar))
-            plans.append(backends[0].plans[0])
         bar.set_description("done")
+    return results, backends[-1].plans[0]
+
+
+def table(results: Sequence[Result], steps: int) -> str:
+    """Return the results as text."""
     rows = [
         (
             r.name,
@@ -337,16 +339,25 @@ def main(arguments: list[str] | None = None) -> int:
         "peak MiB",
         "predicted",
         "x eager",
-        f"loss after {options.steps}",
+        f"loss after {steps}",
         "loss and gradients",
     )
-    print(
-        tabulate(
-            rows, headers=head, disable_numparse=True, colalign=("left", *["right"] * 4, "left")
-        )
+    return tabulate(
+        rows, headers=head, disable_numparse=True, colalign=("left", *["right"] * 4, "left")
     )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo and print its table."""
+    options = options_of(arguments)
+    warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
+    hf_logging.set_verbosity_error()
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    results, tightest = runs(options)
+    print(table(results, options.steps))
     print("\nThe plan for the tightest budget:\n")
-    print(plans[-1].explain().top(25))
+    print(tightest.explain().top(25))
     picture(results, options.out)
     print(f"\nwrote {options.out / 'demo.svg'} and demo.png: peak against time")
     return 0
