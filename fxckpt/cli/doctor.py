@@ -21,6 +21,7 @@ import torch
 
 from fxckpt import __version__
 from fxckpt.budgets import format_bytes, free_bytes
+from fxckpt.memory_meter import meter_of
 from fxckpt.torch_private.versions import TESTED, is_tested
 from fxckpt.utils.cache_folder import cache_dir
 from fxckpt.utils.tables import Column, Table
@@ -107,6 +108,7 @@ def examine(*, self_test: bool = True) -> Diagnosis:
         ("torch", _torch),
         ("backend", _entry_point),
         ("C++ compiler", _compiler),
+        ("memory meter", _memory_meter),
         ("CUDA", _cuda),
         ("triton", _triton),
         (
@@ -179,6 +181,14 @@ def _compiler() -> Finding:
         "ok",
         'inner="inductor" works on the CPU',
     )
+
+
+def _memory_meter() -> Finding:
+    meter = meter_of("cpu")
+    if meter.exact:
+        effect = "fxckpt.measure_peak() is exact on the CPU"
+        return Finding("memory meter", "counts every block", "ok", effect)
+    return Finding("memory meter", "counts no blocks", "note", meter.describes)
 
 
 def _cuda() -> Finding:

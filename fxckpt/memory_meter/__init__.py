@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from fxckpt.memory_meter.accelerator import AcceleratorMeter, accelerator_meter
@@ -40,11 +38,4 @@ def meter_of(device: torch.device | str) -> Meter:
     device = torch.device(device)
     if device.type == "cpu":
         return cpu_meter()
-    if device.index is None:
-        device = torch.device(device.type, torch.get_device_module(device).current_device())
-    return _accelerator_meter(device)
-
-
-@cache
-def _accelerator_meter(device: torch.device) -> AcceleratorMeter:
     return accelerator_meter(device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -118,24 +120,28 @@ class _AcceleratorWatch(Watch):
 
 
 def accelerator_meter(device: torch.device) -> AcceleratorMeter:
-    """Return a meter of an accelerator.
+    """Return the meter of an accelerator, one for each device.
 
     Raises
     ------
     FxckptError
         torch has no statistics of the memory of such a device.
     """
-    module = torch.get_device_module(device)
-    statistics = getattr(module, "memory_stats_as_nested_dict", None)
-    if statistics is None:
+    module = getattr(torch, device.type, None)
+    if not hasattr(module, "memory_stats_as_nested_dict"):
         raise FxckptError(
             f"The memory in use on {device} was asked for, and torch has no statistics of it: "
-            f"{module.__name__} has no memory_stats_as_nested_dict(). Ask for a CPU, CUDA or XPU "
-            "device."
+            f"torch.{device.type}.memory_stats_as_nested_dict() does not exist. "
+            "Ask for a CPU, CUDA or XPU device."
         )
+    index = module.current_device() if device.index is None else device.index
+    return _meter(module, torch.device(device.type, index))
 
+
+@cache
+def _meter(module: Any, device: torch.device) -> AcceleratorMeter:
     def read() -> tuple[int, int]:
-        figures = statistics(device).get("allocated_bytes")
+        figures = module.memory_stats_as_nested_dict(device).get("allocated_bytes")
         # Before its first block, a device has no statistics.
         return (figures["all"]["current"], figures["all"]["peak"]) if figures else (0, 0)
 

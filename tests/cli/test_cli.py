@@ -363,6 +363,7 @@ def test_doctor_runs_self_tests(
     """The doctor tests both inner compilers, and a failing probe becomes a finding."""
     assert main(["doctor", "--json"]) == 0
     found = {f["what"]: f for f in json.loads(capsys.readouterr().out)}
+    assert found["memory meter"]["found"] == "counts every block"
     assert found["self-test"]["state"] == "ok" and "bitwise" in found["self-test"]["found"]
     assert (
         found["self-test, default"]["state"] == "ok"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fxckpt import measure_peak
 from fxckpt.errors import FxckptError
 from fxckpt.memory_meter import AcceleratorMeter, meter_of
 
@@ -77,6 +78,36 @@ def test_foreign_reset_makes_a_lower_bound() -> None:
     assert (watch.peak(), watch.exact) == (300, True)
 
 
-def test_device_without_statistics_is_refused() -> None:
-    with pytest.raises(FxckptError, match="The memory in use on mps:0 was asked for"):
-        meter_of(torch.device("mps", 0))
+def test_figures_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meter reads torch's own statistics, of the device that was asked for."""
+    asked: list[object] = []
+
+    def statistics(device: torch.device) -> dict[str, object]:
+        asked.append(device)
+        return {"allocated_bytes": {"all": {"current": 512, "peak": 1024}}} if asked[1:] else {}
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", statistics)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 6)
+    meter = meter_of("cuda")
+    assert meter is meter_of("cuda:6") and meter is not meter_of("cuda:5")
+    assert [meter.allocated() for _ in range(2)] == [0, 512]
+    assert set(asked) == {torch.device("cuda", 6)}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_peak_of_a_real_device() -> None:
+    """A peak measured inside a watch is reset by it, and the watch keeps its own."""
+    meter = meter_of("cuda")
+    torch.cuda.reset_peak_memory_stats()
+    start = meter.allocated()
+    with meter.watch() as watch:
+        torch.empty(1 << 20, device="cuda", dtype=torch.uint8)
+        inner = measure_peak(lambda: torch.empty(1 << 19, device="cuda", dtype=torch.uint8))
+    assert (watch.peak() - start, watch.exact, inner) == (1 << 20, True, 1 << 19)
+
+
+@pytest.mark.parametrize("name", ["mps:0", "meta"])
+def test_device_without_statistics_is_refused(name: str) -> None:
+    with pytest.raises(FxckptError, match=f"The memory in use on {name} was asked for"):
+        meter_of(name)
