@@ -24,17 +24,22 @@ from fxckpt.torch_private import (
 )
 
 
-def captured(function: object, *inputs: Tensor) -> fx.GraphModule:
-    found: list[fx.GraphModule] = []
-    capture_whole(function, inputs, {}, lambda gm, given: found.append(gm))  # type: ignore[arg-type]
-    return found[0]
+def captured(function: object, *inputs: Tensor) -> list[str]:
+    """Return the kinds of nodes of a captured graph, which Dynamo may clear after the capture."""
+    found: list[str] = []
+
+    def receive(gm: fx.GraphModule, given: object) -> None:
+        found.extend(node.op for node in gm.graph.nodes)
+
+    capture_whole(function, inputs, {}, receive)  # type: ignore[arg-type]
+    return found
 
 
 def test_capture_runs_nothing_and_leaves_the_module() -> None:
     """A module keeps its parameters and its buffers; one on the meta device is captured too."""
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    assert captured(net, torch.ones(4, 2)).graph.find_nodes(op="output")
+    assert captured(net, torch.ones(4, 2))[-1] == "output"
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     with torch.device("meta"):
         assert captured(nn.Linear(2, 2), torch.ones(4, 2))
