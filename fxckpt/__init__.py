@@ -33,6 +33,7 @@ from fxckpt.eager.api import (
     set_device_states,
 )
 from fxckpt.eager.huggingface import patch_transformers
+from fxckpt.eager.patch import TorchPatch, patch_torch
 from fxckpt.eager.region_report import Region, RegionRow, record_regions
 from fxckpt.errors import (
     BudgetInfeasible,
@@ -98,6 +99,7 @@ __all__ = [
     "Row",
     "SelectiveCheckpointContext",
     "SlowdownInfeasible",
+    "TorchPatch",
     "VerifyError",
     "check_backward_validity",
     "checkpoint",
@@ -109,6 +111,7 @@ __all__ = [
     "measure_peak",
     "name",
     "noop_context_fn",
+    "patch_torch",
     "patch_transformers",
     "plan",
     "policies",

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.utils.checkpoint as torchs
 from torch import nn
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
@@ -47,14 +46,18 @@ from fxckpt.policies import as_policy
 from fxckpt.policies.base import Policy
 from fxckpt.policies.torch_form import AskedByOp
 from fxckpt.torch_private import (
+    TAKES_HOOKS_OPTION,
     calling_line,
     debug_override,
+    is_called_by_compiler,
     is_traced,
     is_transformed,
     modules_of,
     policy_context,
     selective_policy,
     surrounding_hooks,
+    torch_checkpoint,
+    torch_selective_contexts,
 )
 
 __all__ = [
@@ -104,7 +107,7 @@ WHERE = {
 
 
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None = None,
     *args: Any,
     use_reentrant: bool | None = None,
     preserve_rng_state: bool = True,
@@ -112,6 +115,7 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     engine: str = "replay",
     policy: Any = None,
     budget: Budget = None,
@@ -123,7 +127,8 @@ def checkpoint(
     replaying the recorded *ops* that they depend on. Side effects, buffer updates and random draws
     therefore happen once, and the backward gets the same bits. Repeated backwards,
     ``autograd.grad``, double backward and ``retain_graph`` work, no input has to require a
-    gradient, and regions nest. Without grad mode this is a plain call.
+    gradient, and regions nest. Without grad mode this is a plain call. Without a function, this
+    returns a decorator: ``checkpoint(budget=0.5)(function)``.
 
     Parameters
     ----------
@@ -143,6 +148,9 @@ def checkpoint(
         Accepted for compatibility. A replay runs only the ops it needs, with the same shapes.
     debug:
         Name the line of the region in errors. Slows the region down.
+    respect_saved_tensors_hooks:
+        False: keep results that a policy selects out of the saved-tensor hooks that surround the
+        region, such as ``save_on_cpu``. None and True: pass them through.
     engine:
         ``"replay"``, or ``"rerun"`` for torch's own implementation. Choose ``"rerun"`` if kernels
         unknown to PyTorch write into tensors that already hold values. Memory from
@@ -174,16 +182,25 @@ def checkpoint(
     >>> block[0].weight.grad.shape
     torch.Size([8, 8])
     """
-    if torch.compiler.is_compiling() or engine == "rerun":
+    is_torchs = torch.compiler.is_compiling() or engine == "rerun" or is_called_by_compiler()
+    if is_torchs or (function is None and not args):
         options = {
-            "use_reentrant": bool(use_reentrant) and engine == "rerun",
+            "use_reentrant": use_reentrant,
             "preserve_rng_state": preserve_rng_state,
+            "context_fn": context_fn,
             "determinism_check": determinism_check,
             "debug": debug,
             "early_stop": early_stop,
-            **_torch_contexts(context_fn, engine, policy, budget),
+            "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
+            "engine": engine,
+            "policy": policy,
+            "budget": budget,
         }
-        return torchs.checkpoint(function, *args, **options, **kwargs)
+        if function is None and not args:
+            return _decorator(options, kwargs)
+        return torch_checkpoint(function, *args, **_torch_options(**options), **kwargs)
+    if function is None:
+        raise InvalidOption("checkpoint(None, ...): give a function or module, then its arguments.")
     _check_options(function, engine, determinism_check)
     planner = None if policy is None and budget is None else planner_of(budget, policy, "roofline")
     if not torch.is_grad_enabled():
@@ -210,6 +227,7 @@ def checkpoint(
                 else None
             ),
             around=surrounding_hooks(),
+            hooks_see_chosen=respect_saved_tensors_hooks is not False,
             # A traced graph cannot hold the state of a generator.
             keep_draws=not preserve_rng_state or is_traced(),
             check_versions=selective is None or not selective.allows_writes,
@@ -228,24 +246,59 @@ def checkpoint(
         return _record(recorder, contexts[0], function, args, kwargs, end)
 
 
-def _torch_contexts(
-    context_fn: Callable[[], Any], engine: str, policy: Any, budget: Budget
+def _decorator(options: dict[str, Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a decorator that makes every call of a function a region with ``options``.
+
+    Raises :class:`InvalidOption` for ``kwargs``, of which no function is known yet.
+    """
+    if kwargs:
+        raise InvalidOption(
+            f"checkpoint(...) without a function does not know {', '.join(sorted(kwargs))}. "
+            f"Its options are {', '.join(_options())}; the function's own go to its calls."
+        )
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        _check_options(function, options["engine"], options["determinism_check"])
+
+        @functools.wraps(function)
+        def region(*args: Any, **kwargs: Any) -> Any:
+            return checkpoint(function, *args, **options, **kwargs)
+
+        return region
+
+    return decorate
+
+
+def _torch_options(
+    engine: str, policy: Any, budget: Budget, respect_saved_tensors_hooks: bool | None, **same: Any
 ) -> dict[str, Any]:
-    """Return the ``context_fn`` option of torch's own implementation, if it needs one.
+    """Return the options of torch's own implementation for those of :func:`checkpoint`.
 
     Dynamo recognizes torch's function by identity and tags the region; it rejects an explicit
-    ``context_fn`` that is the default. Raises :class:`InvalidOption` for a budget.
+    ``context_fn`` that is the default. A compiled region saves nothing outside its graph, so that
+    ``respect_saved_tensors_hooks`` matters to ``engine="rerun"`` alone. Raises
+    :class:`InvalidOption` for what torch's implementation cannot do.
     """
-    if budget is not None and engine == "rerun":
+    is_rerun = engine == "rerun"
+    if budget is not None and is_rerun:
         raise InvalidOption(
             f"budget={budget!r} and engine='rerun': torch's implementation knows no budget. "
             "Use engine='replay'."
         )
+    context_fn = same.pop("context_fn")
     if policy is not None:
         context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
-    if context_fn is noop_context_fn:
-        return {}
-    return {"context_fn": functools.partial(_called, context_fn)}
+    if context_fn is not noop_context_fn:
+        same["context_fn"] = functools.partial(_called, context_fn)
+    same["use_reentrant"] = bool(same["use_reentrant"]) and is_rerun
+    if is_rerun and TAKES_HOOKS_OPTION:
+        same["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
+    elif is_rerun and respect_saved_tensors_hooks:
+        raise InvalidOption(
+            f"respect_saved_tensors_hooks=True and engine='rerun': the implementation of torch "
+            f"{torch.__version__} knows no such option. Use engine='replay'."
+        )
+    return same
 
 
 def _check_options(function: Any, engine: str, determinism_check: str) -> None:
@@ -388,9 +441,7 @@ def create_selective_checkpoint_contexts(
                 "or to the backend of torch.compile: fxckpt.Backend(policy=...)."
             )
         policy = AskedByOp(found)
-    contexts: tuple[Any, Any] = torchs.create_selective_checkpoint_contexts(
-        policy, allow_cache_entry_mutation
-    )
+    contexts: tuple[Any, Any] = torch_selective_contexts(policy, allow_cache_entry_mutation)
     return contexts
 
 

@@ -87,9 +87,9 @@ class Recorder(TorchDispatchMode):
 
     ``keep`` selects the results to keep. ``around`` are the saved-tensor hooks that enclose the
     region: tensors held by the tape go through them, so that offloading and an outer region see
-    them. ``keep_draws`` keeps random results in place of the generator's state. With
-    ``check_versions``, a write to a tensor that the tape holds is an error at the replay.
-    ``locate`` returns the line and module of an op.
+    them; without ``hooks_see_chosen``, results kept by choice do not. ``keep_draws`` keeps random
+    results in place of the generator's state. With ``check_versions``, a write to a tensor that the
+    tape holds is an error at the replay. ``locate`` returns the line and module of an op.
     """
 
     supports_higher_order_operators = True
@@ -99,6 +99,7 @@ class Recorder(TorchDispatchMode):
         *,
         keep: Keep | None = None,
         around: Hooks | None = None,
+        hooks_see_chosen: bool = True,
         keep_draws: bool = False,
         check_versions: bool = True,
         locate: Callable[[], tuple[str, str]] | None = None,
@@ -111,6 +112,7 @@ class Recorder(TorchDispatchMode):
         """Calls to be planned or shown; empty without ``keep`` and ``locate``."""
         self._keep = keep
         self._around = around
+        self._hooks_see_chosen = hooks_see_chosen
         self._keep_draws = keep_draws
         self._check_versions = check_versions
         self._locate = locate
@@ -327,8 +329,10 @@ class Recorder(TorchDispatchMode):
         if self._around is not None:
             pack, unpack = self._around
             for version in slice_of(handle.version for handle in tape.live())[1]:
-                if version.kept is not None and version.unpack is None:
-                    version.kept, version.unpack = pack(version.kept), unpack
+                if version.kept is None or version.unpack is not None:
+                    continue
+                if self._hooks_see_chosen or not version.is_chosen:
+                    version.kept, version.unpack = pack(version.as_given()), unpack
 
     def _with_versions(self, given: Any, reads: bool = True) -> Any:
         """Return an argument with its tensors replaced by their versions."""
@@ -403,6 +407,8 @@ class Recorder(TorchDispatchMode):
         version.is_shared = True
         if version.call is not None:
             self._held.append(version)
+        elif version.geometry and version.kept is not tensor and not tensor.requires_grad:
+            version.original = weakref.ref(tensor)
         if self._check_versions and not tensor.is_inference():
             version.counter = tensor._version
             version.storage_key = storage_key(tensor) if version.kept is tensor else None

@@ -75,7 +75,8 @@ def unpack(handle: Handle) -> Tensor:
     """
     tape, version = handle.tape, handle.version
     if version.kept is not None and version.unpack is None:
-        return fetch(version)
+        tensor = fetch(version)
+        return tensor if version.original is None else version.as_given()  # type: ignore[no-any-return]
     with tape.lock:
         if handle.cached is not None:
             tensor = handle.cached

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fxckpt.eager.region_plan import RegionPlan
+from fxckpt.torch_private import storage_key
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
@@ -55,6 +56,7 @@ class TensorVersion:
         "is_view",
         "kept",
         "needs_grad",
+        "original",
         "snapshot",
         "storage",
         "storage_key",
@@ -85,6 +87,8 @@ class TensorVersion:
         self.storage_key: int | None = None
         """Key of the kept tensor's storage, which ``x.data = ...`` replaces; None: not checked."""
         self.snapshot: Snapshot | None = None
+        self.original: weakref.ref[Tensor] | None = None
+        """The external tensor that ``kept`` is an alias of, if it has no autograd history."""
         self.needs_grad = False
         """Whether an external tensor requires a gradient."""
 
@@ -92,6 +96,25 @@ class TensorVersion:
         """Free the kept tensor."""
         self.kept = self.counter = self.storage_key = None
         self.is_shared = self.is_chosen = False
+
+    def as_given(self) -> Any:
+        """Return the kept tensor: the object that the region was given, if it can be had again.
+
+        A tensor written or rebound since is not that object any more.
+        """
+        given = None if self.original is None else self.original()
+        kept = self.kept
+        if (
+            given is None
+            or given.requires_grad
+            or given.shape != kept.shape
+            or given.stride() != kept.stride()
+            or given.storage_offset() != kept.storage_offset()
+            or given.dtype != kept.dtype
+            or storage_key(given) != storage_key(kept)
+        ):
+            return kept
+        return given
 
     @property
     def is_leaf(self) -> bool:

@@ -67,11 +67,17 @@ from fxckpt.torch_private.name_op import NAME, name_op
 from fxckpt.torch_private.profiler import RECORD_FUNCTION, allocation_events
 from fxckpt.torch_private.rng import fake_rng_state, lower_rng
 from fxckpt.torch_private.selective_checkpoint import (
+    REPLACED,
+    TAKES_HOOKS_OPTION,
     Selective,
     debug_override,
+    is_called_by_compiler,
+    modules_with,
     policy_context,
     policy_output,
     selective_policy,
+    torch_checkpoint,
+    torch_selective_contexts,
 )
 from fxckpt.torch_private.sizes import (
     BINDINGS,
@@ -111,7 +117,9 @@ __all__ = [
     "MOST",
     "NAME",
     "RECORD_FUNCTION",
+    "REPLACED",
     "SWITCHES",
+    "TAKES_HOOKS_OPTION",
     "BackendCompilerFailed",
     "FakeTensor",
     "FakeTensorMode",
@@ -149,6 +157,7 @@ __all__ = [
     "has_effect",
     "holds_python",
     "inline_regions",
+    "is_called_by_compiler",
     "is_cut_short",
     "is_jit_traced",
     "is_recording",
@@ -165,6 +174,7 @@ __all__ = [
     "make_boxed",
     "modules_of",
     "move_fake",
+    "modules_with",
     "name_op",
     "no_whole_graph",
     "not_compiled",
@@ -189,6 +199,8 @@ __all__ = [
     "surrounding_hooks",
     "tag_side",
     "through_dynamo",
+    "torch_checkpoint",
+    "torch_selective_contexts",
     "trace_joint",
     "tracing_lock",
     "unbounded_sizes",

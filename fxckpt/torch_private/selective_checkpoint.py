@@ -1,13 +1,59 @@
-"""Selective activation checkpointing in torch's own form."""
+"""``torch.utils.checkpoint``: its functions, selective policies, and Dynamo's recognition."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch.utils.checkpoint
+from torch._dynamo.variables import builder
 from torch.utils.checkpoint import SelectiveCheckpointContext
+
+torch_checkpoint = torch.utils.checkpoint.checkpoint
+torch_selective_contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
+REPLACED = {
+    "checkpoint": torch_checkpoint,
+    "checkpoint_sequential": torch.utils.checkpoint.checkpoint_sequential,
+    "create_selective_checkpoint_contexts": torch_selective_contexts,
+}
+"""Torch's own functions, also after the names of its module were assigned others."""
+TAKES_HOOKS_OPTION = "respect_saved_tensors_hooks" in inspect.signature(torch_checkpoint).parameters
+"""Whether torch's ``checkpoint`` takes this option, new in torch 2.15."""
+
+# Dynamo compares with whatever torch.utils.checkpoint.checkpoint is at the time. Were it fxckpt's,
+# Dynamo would break the graph at every region of code that imported torch's before.
+builder.is_utils_checkpoint = lambda value: value is torch_checkpoint  # type: ignore[attr-defined]
+
+
+def is_called_by_compiler() -> bool:
+    """Return whether the caller's caller is a higher-order operator that runs a traced region.
+
+    These operators look up ``torch.utils.checkpoint.checkpoint`` when they run, and need torch's
+    own: it tags the nodes of the joint graph.
+    """
+    caller = sys._getframe(1).f_back
+    return caller is not None and caller.f_globals.get("__name__") == "torch._higher_order_ops.wrap"
+
+
+def modules_with(functions: tuple[Any, ...]) -> Iterator[tuple[ModuleType, str, Any]]:
+    """Yield the loaded modules outside fxckpt with a global that is one of ``functions``.
+
+    Each comes with the global's name and value.
+    """
+    found = {id(function) for function in functions}
+    modules = {
+        id(module): module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and name.partition(".")[0] != "fxckpt"
+    }
+    for module in modules.values():
+        for attribute, value in list(vars(module).items()):
+            if id(value) in found:
+                yield module, attribute, value
 
 
 def policy_context(output: Any) -> SelectiveCheckpointContext:

@@ -50,6 +50,7 @@ def test_every_option_of_torchs_checkpoint_is_taken() -> None:
         "determinism_check": "none",
         "debug": True,
         "early_stop": False,
+        "respect_saved_tensors_hooks": True,
     }
     assert torch.equal(
         fxckpt.checkpoint(torch.sin, x, context_fn=torchs.noop_context_fn, **options), x.sin()
@@ -66,6 +67,9 @@ def test_every_option_of_torchs_checkpoint_is_taken() -> None:
         ),
         (lambda x: fxckpt.checkpoint(torch.sin, x, engine="tape"), "'replay', 'rerun'"),
         (lambda x: fxckpt.checkpoint(lambda x: x.sin(), x, budegt=0.5), "did you mean budget"),
+        (lambda x: fxckpt.checkpoint(None, x), "give a function"),
+        (lambda x: fxckpt.checkpoint(budegt=0.5), "does not know budegt"),
+        (lambda x: fxckpt.checkpoint(budget=0.5)(3), "int is neither"),
         (lambda x: fxckpt.checkpoint(torch.sin, x, budget=-1), "budget"),
         (lambda x: fxckpt.checkpoint(torch.sin, x, budget=0.5, engine="rerun"), "engine='replay'"),
         (lambda x: fxckpt.checkpoint(torch.sin, x, policy=3), "not a policy"),
@@ -126,6 +130,94 @@ def test_an_unbound_variable_raises_its_own_error() -> None:
 
 def test_a_functions_own_keywords_reach_it() -> None:
     assert fxckpt.checkpoint(lambda x, *, cost: cost, torch.zeros(1), cost=3.0) == 3.0
+
+
+def test_without_a_function_it_is_a_decorator() -> None:
+    """``checkpoint(**options)`` decorates a function, every call of which is a region."""
+
+    @fxckpt.checkpoint(use_reentrant=False, policy=[aten.mm.default])
+    def region(x: Tensor, w: Tensor, *, scale: float = 1.0) -> Tensor:
+        """Multiply twice."""
+        return two_products(x, w) * scale
+
+    assert region.__name__ == "region" and region.__doc__ == "Multiply twice."
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    with fxckpt.record_regions() as regions:
+        torch.manual_seed(0)
+        region(x, w, scale=2.0).sum().backward()
+    assert len(regions) == 1 and x.grad is not None
+    found, x.grad = x.grad, None
+    torch.manual_seed(0)
+    (two_products(x, w) * 2.0).sum().backward()
+    assert torch.equal(found, x.grad)
+
+
+def test_a_decorated_function_compiles_as_a_region() -> None:
+    """Dynamo captures a decorated function's call as one graph with the region's tags."""
+    region = fxckpt.checkpoint(use_reentrant=False)(lambda x, w: (x @ w).sin() @ w)
+    backend = fxckpt.Backend(inner="aot_eager")
+    torch._dynamo.reset()
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    torch.compile(region, backend=backend, fullgraph=True)(x, w).sum().backward()
+    assert "mm" in {item.op for item in backend.plans[0].recompute}
+
+
+@pytest.mark.parametrize("respects, count", [(None, 1), (True, 1), (False, 0)])
+def test_hooks_around_see_chosen_results_if_asked(respects: bool | None, count: int) -> None:
+    """The hooks around a region get its chosen result, unless told not to."""
+    x = torch.randn(4, 4, requires_grad=True)
+    seen: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = fxckpt.checkpoint(
+            lambda x: x.exp().sin(),
+            x,
+            context_fn=functools.partial(selective, [aten.exp.default]),
+            respect_saved_tensors_hooks=respects,
+        )
+    assert len(seen) == count
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(gradient, x.exp().cos() * x.exp())
+
+
+class SavesInput(torch.autograd.Function):
+    """Function that shows the input that its backward gets."""
+
+    seen: tuple[Tensor, ...] = ()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(x, mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        SavesInput.seen = ctx.saved_tensors
+        return gradient * ctx.saved_tensors[1], None
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_saved_input_comes_back_as_the_same_object(depth: int) -> None:
+    """An input without a gradient that an autograd.Function saves is that object again."""
+    x, mask = torch.randn(4, requires_grad=True), torch.ones(4)
+    function: Callable[..., Tensor] = SavesInput.apply
+    for _ in range(depth):
+        function = functools.partial(fxckpt.checkpoint, function)
+    function(x, mask).sum().backward()
+    assert SavesInput.seen[1] is mask
+
+
+def test_saved_input_with_new_data_keeps_the_old() -> None:
+    """An input that was given other data since comes back with the data it had."""
+    x, mask = torch.randn(4, requires_grad=True), torch.ones(4)
+    out = fxckpt.checkpoint(SavesInput.apply, x, mask)
+    mask.data = torch.zeros(4)
+    out.sum().backward()
+    assert torch.equal(SavesInput.seen[1], torch.ones(4))
 
 
 # --- selective policies of torch's form ---
