@@ -176,6 +176,16 @@ class Partitioner(CustomPartitionerFn):
         self._plans.append(plan)
         return forward, backward
 
+    def replan(self, joint: fx.GraphModule, *, num_fwd_outputs: int, inner: str | None) -> Plan:
+        """Return the plan of a joint graph, which is used up.
+
+        A defect raises its own error. ``inner`` is ``"inductor"`` where Inductor compiles halves.
+        """
+        lowerings = Lowerings(None) if inner == "inductor" else None
+        if self.planner.budget is not None:
+            guard_sizes(joint)
+        return self._planned(joint, num_fwd_outputs=num_fwd_outputs, lowerings=lowerings)[2]
+
     def _planned(
         self,
         joint: fx.GraphModule,
@@ -214,7 +224,7 @@ class Partitioner(CustomPartitionerFn):
         cause = failed.__cause__
         if os.environ.get(STRICT) == "1" or self.planner.is_fixed:
             raise failed from cause
-        path = self._save_repro(joint, num_fwd_outputs, failed)
+        path = self._save_repro(joint, num_fwd_outputs, failed, inner)
         try:
             halves = partition_by_default(
                 copied(joint), joint_inputs, num_fwd_outputs=num_fwd_outputs, inner=inner, **given
@@ -231,15 +241,22 @@ class Partitioner(CustomPartitionerFn):
         ignored = "" if self.planner.policy is None else ", which ignores the policy"
         warnings.warn(
             f"{failed}\nGraph {graph} takes torch's own partition, unplanned{ignored}. Repro: "
-            f"{path}; 'fxckpt doctor FILE' prints it. {STRICT}=1 makes this an error.",
+            f"{path}; 'fxckpt doctor FILE' plans it again. {STRICT}=1 makes this an error.",
             stacklevel=2,
         )
         return halves
 
-    def _save_repro(self, joint: fx.GraphModule, num_fwd_outputs: int, failed: FxckptError) -> str:
+    def _save_repro(
+        self, joint: fx.GraphModule, num_fwd_outputs: int, failed: FxckptError, inner: str | None
+    ) -> str:
         """Return the path of the repro, or why there is none: a full disk must not end the run."""
         try:
-            return str(repro.save(joint, num_fwd_outputs, repr(self), failed))
+            settings = dict(zip(OPTIONS, self.options, strict=True))
+            return str(
+                repro.save(
+                    joint, num_fwd_outputs, repr(self), failed, settings=settings, inner=inner
+                )
+            )
         except OSError as error:
             return f"not written ({error})"
 

@@ -1,4 +1,4 @@
-"""Repro files: a joint graph that could not be planned, as text that any machine reads."""
+"""Repro files: a joint graph that could not be planned, as text that any machine plans again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from torch import fx
 
 from fxckpt.errors import InvalidOption
 from fxckpt.ops.properties import tensors
+from fxckpt.planner.graph_json import NotWritable, from_json, to_json
 from fxckpt.torch_private import size_hint
 from fxckpt.utils.cache_folder import cache_dir
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,14 @@ class Repro:
     """The graph's inputs, a line each: name, dtype, shape, strides and device."""
     graph: str
     """The graph as code, with the shape of every value."""
+    settings: dict[str, Any]
+    """Arguments of the planner that are numbers and text; other ones are in ``options`` alone."""
+    inner: str | None
+    """Inner compiler, if it is Inductor."""
+    nodes: list[dict[str, Any]]
+    """The graph in the form of :mod:`fxckpt.planner.graph_json`; empty if it has none."""
+    no_nodes: str
+    """What the graph holds that has no such form."""
     version: int = VERSION
     """Version of this form."""
 
@@ -50,9 +60,33 @@ class Repro:
             f"{inputs}\n\n{self.graph}"
         )
 
+    def joint(self) -> fx.GraphModule:
+        """Return the joint graph, on fake tensors.
 
-def save(joint: fx.GraphModule, num_fwd_outputs: int, options: str, error: Exception) -> Path:
+        Raises :class:`~fxckpt.errors.InvalidOption` if the file lacks it, or if the graph calls an
+        op that is not registered here.
+        """
+        if not self.nodes:
+            raise InvalidOption(
+                f"the graph cannot be planned again from its file: {self.no_nodes}."
+            )
+        return from_json(self.nodes)
+
+
+def save(
+    joint: fx.GraphModule,
+    num_fwd_outputs: int,
+    options: str,
+    error: Exception,
+    *,
+    settings: Mapping[str, Any],
+    inner: str | None,
+) -> Path:
     """Write the repro of a joint graph to the cache folder; return its path."""
+    try:
+        nodes, no_nodes = to_json(joint.graph), ""
+    except NotWritable as reason:
+        nodes, no_nodes = [], str(reason)
     written = Repro(
         error="".join(traceback.format_exception(error)),
         options=options,
@@ -61,6 +95,14 @@ def save(joint: fx.GraphModule, num_fwd_outputs: int, options: str, error: Excep
         num_fwd_outputs=num_fwd_outputs,
         inputs=tuple(_line(node) for node in joint.graph.find_nodes(op="placeholder")),
         graph=joint.print_readable(print_output=False, include_stride=True),
+        settings={
+            name: value
+            for name, value in settings.items()
+            if value is None or isinstance(value, (int, float, str))
+        },
+        inner=inner,
+        nodes=nodes,
+        no_nodes=no_nodes,
     )
     text = json.dumps(asdict(written), indent=1)
     folder = cache_dir() / "repros"

@@ -20,7 +20,9 @@ from torch._dynamo.backends.common import aot_autograd
 import fxckpt
 from fxckpt import repro
 from fxckpt.cli import main
+from fxckpt.planner.graph_json import from_json
 from fxckpt.policies import save_matmuls
+from fxckpt.torch_private.inductor.default_partitioner import copied
 
 
 class Net(nn.Module):
@@ -188,8 +190,64 @@ def test_defect_ends_no_run_without_budget(
     assert fallback.repro in str(backend.report()) and fallback.peak_bytes > 0
     written = repro.load(Path(fallback.repro))
     assert "index -2" in written.error and "aten.mm" in written.graph
+    assert main(["doctor", fallback.repro]) == 3
+    assert "the defect still shows" in capsys.readouterr().out
+    monkeypatch.undo()
     assert main(["doctor", fallback.repro]) == 0
-    assert "index -2" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "index -2" in told and told.splitlines()[-1].startswith("Planned again by fxckpt")
+
+
+@pytest.mark.parametrize("budget", [None, 0.9])
+def test_plan_of_a_repro_is_the_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, budget: float | None
+) -> None:
+    """The graph of a repro file is planned as the graph was: views, dropout and checkpoint tags."""
+    monkeypatch.setenv("FXCKPT_CACHE_DIR", str(tmp_path))
+    weight = torch.randn(16, 16, requires_grad=True)
+
+    def block(x: Tensor) -> Tensor:
+        heads = (x @ weight).view(8, 4, 4).transpose(0, 1)
+        return torch.nn.functional.dropout(heads.softmax(-1), 0.1).transpose(0, 1).reshape(8, 16)
+
+    def step(x: Tensor) -> Tensor:
+        x = fxckpt.checkpoint(block, x)
+        return block(x.sin()).split([4, 12], dim=1)[1].sum()
+
+    joints: list[tuple[fx.GraphModule, int]] = []
+    partitioner = fxckpt.Partitioner(budget=budget)
+
+    def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **given: Any) -> Any:
+        joints.append((copied(joint), num_fwd_outputs))
+        return partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+
+    backend = aot_autograd(fw_compiler=run, partition_fn=partition)
+    torch._dynamo.reset()
+    torch.compile(step, backend=backend, fullgraph=True)(torch.randn(8, 16)).backward()
+    ((joint, count),) = joints
+    path = repro.save(joint, count, "", ValueError(), settings={"budget": budget}, inner=None)
+    found = repro.load(path)
+    again = fxckpt.Partitioner(**found.settings).replan(
+        found.joint(), num_fwd_outputs=found.num_fwd_outputs, inner=found.inner
+    )
+    (plan,) = partitioner.plans
+    assert (again.saved, again.recomputed) == (plan.saved, plan.recomputed)
+    assert again.peak_bytes == plan.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ({"target": "ops.nowhere.op.default"}, "not registered here"),
+        ({"target": "torch.load"}, "not registered here"),
+        ({"target": "os.system"}, "not registered here"),
+    ],
+)
+def test_repro_calls_registered_ops_alone(change: dict[str, str], told: str) -> None:
+    """A file from elsewhere runs no Python function but those of sizes."""
+    node = {"op": "call_function", "name": "a", "args": [], "kwargs": {}, **change}
+    with pytest.raises(fxckpt.InvalidOption, match=told):
+        from_json([node])
 
 
 def test_defect_under_a_budget_raises_unless_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:

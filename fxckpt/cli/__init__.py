@@ -364,11 +364,16 @@ def _calibrate(options: argparse.Namespace) -> Answer:
 
 
 def _doctor(options: argparse.Namespace) -> Answer:
-    from fxckpt.cli.doctor import examine
+    from fxckpt.cli.doctor import examine, replan
 
     if options.repro is not None:
         found = repro.load(options.repro)
-        return _json_answer(asdict(found)) if options.json else Answer(str(found))
+        with _stdout_to_stderr():
+            verdict, is_mended = replan(found)
+        code = DONE if is_mended else FAILED
+        if options.json:
+            return Answer(_json_answer({**asdict(found), "replanned": verdict}).text, code)
+        return Answer(f"{found}\n\n{verdict}", code)
     with _stdout_to_stderr():
         diagnosis = examine(self_test=not options.quick)
     text = _json_answer(diagnosis.table().records()).text if options.json else str(diagnosis)

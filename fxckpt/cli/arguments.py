@@ -270,7 +270,7 @@ def _add_doctor(commands: _Subparsers) -> None:
         "repro",
         nargs="?",
         type=Path,
-        help="print this repro file, which a warning named, instead of looking at the machine",
+        help="print this repro file, which a warning named, and plan its graph again",
     )
 
 

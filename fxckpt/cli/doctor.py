@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,9 @@ import torch
 from fxckpt import __version__
 from fxckpt.budgets import format_bytes, free_bytes
 from fxckpt.memory_meter import meter_of
+from fxckpt.errors import FxckptError, InvalidOption
+from fxckpt.partitioner import OPTIONS, Partitioner
+from fxckpt.repro import Repro
 from fxckpt.torch_private.versions import TESTED, is_tested
 from fxckpt.utils.cache_folder import cache_dir
 from fxckpt.utils.tables import Column, Table
@@ -273,3 +277,27 @@ def _self_test(name: str, inner: str) -> Finding:
         "ok",
         f"inner={inner!r}",
     )
+
+
+def replan(repro: Repro) -> tuple[str, bool]:
+    """Plan the graph of a repro file again.
+
+    Returns what came of it, and whether the defect is gone.
+    """
+    heading = f"Planned again by fxckpt {__version__} with torch {torch.__version__}"
+    lacking = [name for name in OPTIONS if name not in repro.settings]
+    if lacking:
+        heading += f", without its {' and '.join(lacking)}"
+    try:
+        plan = Partitioner(**repro.settings).replan(
+            repro.joint(), num_fwd_outputs=repro.num_fwd_outputs, inner=repro.inner
+        )
+    except InvalidOption as error:
+        return f"Not planned again: {error}", False
+    except Exception as error:
+        # Whatever planning raises is what the file is about.
+        shown = "".join(traceback.format_exception(error)).strip()
+        kind = "stops with" if isinstance(error, FxckptError) else "the defect still shows"
+        return f"{heading}: {kind}\n{shown}", False
+    peak = format_bytes(plan.peak_bytes)
+    return f"{heading}: the graph is planned, with a peak of {peak}.", True

@@ -119,9 +119,8 @@ def test_compiled_region_follows_its_policy(how: str, is_selective: bool) -> Non
     backend = fxckpt.Backend(inner="aot_eager")
     torch._dynamo.reset()
     assert same(step(torch.compile(function, backend=backend, fullgraph=True)), step(region))
-    assert {"mm"} & {item.op for item in backend.plans[0].recompute} == (
-        set() if is_selective else {"mm"}
-    )
+    products = [name for name in backend.plans[0].recomputed if name.startswith("mm")]
+    assert bool(products) is not is_selective
 
 
 @pytest.mark.usefixtures("replaced")
