@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import aot_function, make_boxed_func
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import fxckpt
@@ -89,9 +91,9 @@ SWEPT = [(name, "inductor") for name in GRAPHS if name not in FEW]
 ENTRIES["inductor"] = by_backend("inductor")
 
 
-def check(name: str, entry: str) -> None:
+def check(function: Callable[[Tensor], Any], entry: str) -> None:
     """Compare a step at no budget, at the floor and between with the step as it is."""
-    function, compiled = GRAPHS[name], ENTRIES[entry]
+    compiled = ENTRIES[entry]
     expected = outcome(function)
     budgets: list[Any] = [None, 1.0]
     try:
@@ -110,14 +112,70 @@ def check(name: str, entry: str) -> None:
 @pytest.mark.parametrize("name, entry", CASES)
 def test_degenerate_graph_keeps_its_values(name: str, entry: str) -> None:
     """Values and gradients are those of the step as it is, at every budget."""
-    check(name, entry)
+    check(GRAPHS[name], entry)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name, entry", SWEPT)
 def test_degenerate_graph_under_inductor(name: str, entry: str) -> None:
     """The rest of the graphs under Inductor, whose compiles take seconds each."""
-    check(name, entry)
+    check(GRAPHS[name], entry)
+
+
+def floats(a: Tensor, op: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply an op to a tensor of floats, and leave others as they are."""
+    return op(a) if a.is_floating_point() else a
+
+
+OPS: tuple[Callable[[Tensor], Tensor], ...] = (
+    torch.sin,
+    lambda a: a * 2,
+    lambda a: a.transpose(0, -1) if a.dim() else a,
+    lambda a: a.reshape(-1),
+    lambda a: a.reshape(-1)[:0],
+    lambda a: a.reshape(-1)[:1],
+    lambda a: a.unsqueeze(0).expand(2, *a.shape),
+    lambda a: a.clone().mul_(3),
+    lambda a: a.detach(),
+    lambda a: torch.complex(a, a.cos()) if a.is_floating_point() else a.abs(),
+    lambda a: floats(a, lambda a: a.reshape(-1).sort()[0]),
+    lambda a: floats(a, lambda a: (a > 0).sum()),
+    lambda a: floats(a, lambda a: torch.nn.functional.dropout(a, 0.5)),
+    lambda a: floats(a, lambda a: torch.var_mean(a.reshape(-1))[1] if a.numel() > 1 else a),
+    lambda a: a.reshape(-1).chunk(2)[-1] if a.numel() > 1 else a,
+    lambda a: a.sum(),
+    lambda a: torch.zeros_like(a),
+    lambda a: a.reshape(-1, 1) @ a.reshape(1, -1),
+)
+"""Ops that fit any tensor, among them views, writes, odd types and ops of several results."""
+STEP = st.tuples(st.integers(0, len(OPS) - 1), st.integers(0, 5))
+PROGRAMS = st.tuples(
+    st.lists(STEP, max_size=6), st.lists(st.integers(0, 6), min_size=1, max_size=4)
+)
+
+
+def program(steps: list[tuple[int, int]], returned: list[int]) -> Callable[[Tensor], Any]:
+    """Return a function that applies ops to its input or earlier values, and returns some."""
+
+    def function(a: Tensor) -> list[Tensor]:
+        values = [a]
+        for op, i in steps:
+            values.append(OPS[op](values[i % len(values)]))
+        return [values[-1 - i % len(values)] for i in returned]
+
+    return function
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("entry", ["aot_eager", "partition_fn", "checkpoint"])
+def test_small_graphs_keep_their_values(entry: str) -> None:
+    """Generated graphs of up to six ops, whose outputs repeat and alias values and the input."""
+
+    @given(PROGRAMS)
+    def generated(drawn: tuple[list[tuple[int, int]], list[int]]) -> None:
+        check(program(*drawn), entry)
+
+    generated()
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
