@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -23,44 +22,28 @@ INNER = {
 }
 """Inner compiler of the backend that replaces each of torch's."""
 PARTITIONERS = ("default_partition", "min_cut_rematerialization_partition")
-ATTEMPTS = 3
-"""Budgets tried for one graph: what is least may be greater for its copy as it is lowered."""
 
 
-def at_floor(run: Callable[[Any], Any]) -> Any:
-    """Return ``run(budget)`` with the least budget that is feasible."""
-    budget: int | None = 1
-    for _ in range(ATTEMPTS):
-        try:
-            return run(budget)
-        except fxckpt.BudgetInfeasible as error:
-            budget = error.floor_bytes
-    return run(None)
-
-
-def backend(inner: str, *, floor: bool, options: Any = None) -> Callable[..., Any]:
-    """Return a backend for every graph of a process, at no budget or at each graph's least."""
+def backend(inner: str, *, budget: str | None, options: Any = None) -> Callable[..., Any]:
+    """Return a backend that makes one of fxckpt for every graph of a process."""
 
     def compile_graph(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        def run(budget: Any) -> Any:
-            made = fxckpt.Backend(budget=budget, inner=inner, options=options or None)
-            return made(copy.deepcopy(gm) if budget else gm, inputs)
-
-        return at_floor(run) if floor else run(None)
+        made = fxckpt.Backend(budget=budget, inner=inner, options=options or None)
+        return made(gm, inputs)
 
     return compile_graph
 
 
-def swap_backends(*, floor: bool) -> None:
+def swap_backends(*, budget: str | None) -> None:
     """Replace torch's backends, by name and as the default of ``torch.compile``."""
     registry.lookup_backend("aot_eager")  # loads all of torch's backends
     for name, inner in INNER.items():
         registry._BACKENDS[name] = None
-        registry._COMPILER_FNS[name] = backend(inner, floor=floor)
+        registry._COMPILER_FNS[name] = backend(inner, budget=budget)
 
     class Wrapper(torch._TorchCompileInductorWrapper):  # type: ignore[name-defined,misc]
         def __call__(self, gm: torch.fx.GraphModule, inputs: Any) -> Any:
-            return backend("inductor", floor=floor, options=self.config)(gm, inputs)
+            return backend("inductor", budget=budget, options=self.config)(gm, inputs)
 
     torch._TorchCompileInductorWrapper = Wrapper  # type: ignore[attr-defined]
 
@@ -96,8 +79,8 @@ def _swap_defaults(function: FunctionType, torchs: set[int]) -> None:
 WAYS: dict[str, Callable[[], Any]] = {
     "stock": lambda: None,
     "checkpoint": fxckpt.patch_torch,
-    "backend": functools.partial(swap_backends, floor=False),
-    "floor": functools.partial(swap_backends, floor=True),
+    "backend": functools.partial(swap_backends, budget=None),
+    "floor": functools.partial(swap_backends, budget="min"),
     "partitioner": swap_partitioners,
 }
 """What each way replaces before torch's tests are imported; ``stock`` is torch alone."""
