@@ -8,8 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 INSTALLED := rm -rf build/installed && mkdir -p build/installed && cp -r fxckpt build/installed/fxckpt \
     && cp -r passes build/installed/fxckpt/passes
 
-.PHONY: demo test sweep gpu gpu-wheels notebooks docs web lint type format clean
-.PHONY: demo test sweep torch-tests notebooks docs web lint type format clean
+.PHONY: demo test sweep gpu gpu-wheels torch-tests notebooks docs web lint type format clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -60,6 +59,7 @@ gpu-wheels:  ## collect, with a network, what a machine with a GPU may lack
 gpu:  ## on a machine with a GPU: its tests, and bench/gpu.py; results in $$OUT or bench/out
 	$(PYTHON) bench/gpu_setup.py $(GPU_VENV) build/wheels $(GPU_PACKAGES)
 	$(GPU_VENV)/bin/python bench/gpu.py --tests --only '$(ONLY)' --seconds $(SECONDS) --out $(GPU_OUT)
+
 # FILES="test/test_autograd.py:checkpoint" and WAYS="checkpoint,floor" choose; ON_CPU=cuda runs that device's cases on the CPU.
 torch-tests: $(VENV)/.test  ## torch's own tests, from a checkout in TORCH_SRC, with fxckpt in place of parts of torch
 	@test -n "$(TORCH_SRC)" || { echo "give a checkout of torch: make torch-tests TORCH_SRC=path/to/pytorch"; exit 1; }

@@ -115,7 +115,8 @@ def _encode(value: Any) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return size_hint(value) if isinstance(value, (int, torch.SymInt)) else float(value)
+        is_whole = isinstance(value, (int, torch.SymInt))
+        return size_hint(value) if is_whole else float(value)  # type: ignore[arg-type]
     if isinstance(value, (list, tuple)):
         return [_encode(item) for item in value]
     if isinstance(value, dict):

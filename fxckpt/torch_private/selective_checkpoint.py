@@ -26,7 +26,7 @@ TAKES_HOOKS_OPTION = "respect_saved_tensors_hooks" in inspect.signature(torch_ch
 
 # Dynamo compares with whatever torch.utils.checkpoint.checkpoint is at the time. Were it fxckpt's,
 # Dynamo would break the graph at every region of code that imported torch's before.
-builder.is_utils_checkpoint = lambda value: value is torch_checkpoint  # type: ignore[attr-defined]
+builder.is_utils_checkpoint = lambda obj: obj is torch_checkpoint  # type: ignore[attr-defined]
 
 
 def is_called_by_compiler() -> bool:
