@@ -245,7 +245,7 @@ def test_plan_of_a_repro_is_the_plan(
 )
 def test_repro_calls_registered_ops_alone(change: dict[str, str], told: str) -> None:
     """A file from elsewhere runs no Python function but those of sizes."""
-    node = {"op": "call_function", "name": "a", "args": [], "kwargs": {}, **change}
+    node = {"op": "call_function", "name": "a", "args": [], "kwargs": {"dict": []}, **change}
     with pytest.raises(fxckpt.InvalidOption, match=told):
         from_json([node])
 

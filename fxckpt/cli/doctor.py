@@ -22,8 +22,8 @@ import torch
 
 from fxckpt import __version__
 from fxckpt.budgets import format_bytes, free_bytes
+from fxckpt.errors import FxckptError
 from fxckpt.memory_meter import meter_of
-from fxckpt.errors import FxckptError, InvalidOption
 from fxckpt.partitioner import OPTIONS, Partitioner
 from fxckpt.repro import Repro
 from fxckpt.torch_private.versions import TESTED, is_tested
@@ -289,11 +289,13 @@ def replan(repro: Repro) -> tuple[str, bool]:
     if lacking:
         heading += f", without its {' and '.join(lacking)}"
     try:
+        joint = repro.joint()
+    except Exception as error:
+        return f"Not planned again: {type(error).__name__}: {error}", False
+    try:
         plan = Partitioner(**repro.settings).replan(
-            repro.joint(), num_fwd_outputs=repro.num_fwd_outputs, inner=repro.inner
+            joint, num_fwd_outputs=repro.num_fwd_outputs, inner=repro.inner
         )
-    except InvalidOption as error:
-        return f"Not planned again: {error}", False
     except Exception as error:
         # Whatever planning raises is what the file is about.
         shown = "".join(traceback.format_exception(error)).strip()
