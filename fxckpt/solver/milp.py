@@ -95,6 +95,7 @@ class _Model:
         self.present(-1, 0)  # at least one column
         self._constrain_forward()
         self._constrain_backward()
+        self._constrain_saved()
         tables, size = self.program.tables, len(self.column)
         cost, integral, upper = np.zeros(size), np.zeros(size, dtype=np.int64), np.ones(size)
         for (kind, a, b), at in self.column.items():
@@ -177,3 +178,11 @@ class _Model:
                 else:
                     saved[self.present(-1, s)] = float(tables.bytes[s])
             self.rows.append((saved, -np.inf, float(self.limit - live)))
+
+    def _constrain_saved(self) -> None:
+        """Add the limits on the bytes of what is saved."""
+        for limit in self.program.limits:
+            saved = {
+                self.present(-1, s): float(self.program.storages[s].bytes) for s in limit.storages
+            }
+            self.rows.append((saved, -np.inf, float(limit.bytes)))

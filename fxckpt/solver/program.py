@@ -82,6 +82,17 @@ class Op:
 
 
 @dataclass(frozen=True)
+class SavedLimit:
+    """A limit on the bytes of some storages that the forward saves."""
+
+    name: str
+    """The region of the model that the limit is of, for reports."""
+    storages: tuple[int, ...]
+    """Storages that count; the user holds forward outputs in any case, and they never count."""
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Program:
     """A joint graph as plain data."""
 
@@ -95,6 +106,8 @@ class Program:
 
     Each is read by some backward op.
     """
+    limits: tuple[SavedLimit, ...] = ()
+    """Limits on what a plan saves, beside the limit on its peak."""
 
     @cached_property
     def tangent_bytes(self) -> int:

@@ -4,7 +4,8 @@ A cut flips all layers of the same shape at one price, so the best schedule of a
 often stops short of the budget. Here single recomputes are removed, the most seconds per byte
 first: their readers take the copy before, which is retained longer, or the value saved by the
 forward. Recomputes that only served the removed one go with it. A recompute is removed only if the
-profile has room for the longer live interval.
+profile has room for the longer live interval, and the limits on saved values for what the forward
+saves more.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxckpt.solver.program import FloatArray, IntArray, Program
+from fxckpt.solver.saved_limits import SavedRooms
 from fxckpt.solver.schedule import Schedule, forward_ops, with_runs
 from fxckpt.solver.simulate import Simulation, last_accesses
 
@@ -84,6 +86,10 @@ class _Copies:
         self.bytes: list[int] = tables.bytes[storage].tolist()
         self.is_savable: list[bool] = tables.is_savable[storage].tolist()
         self.is_output: list[bool] = tables.is_output[storage].tolist()
+        self.storage: list[int] = storage.tolist()
+        self.saved = set(schedule.saved)
+        self.rooms = SavedRooms(program, schedule.saved)
+        """Bytes that the program's limits on saved values leave."""
         self.readers: list[int] = np.bincount(table.read, minlength=len(run)).tolist()
         """Number of readers of each copy."""
         self.last: list[int] = last.tolist()
@@ -146,13 +152,16 @@ class _Copies:
             for c, b in moves
             if self.run[b] != FORWARD or not self.is_output[c]
         ]
-        if not self._has_room(spans, self.at[i], limit):
+        saved = {self.storage[c] for c, b in moves if self.run[b] == FORWARD} - self.saved
+        if not self._has_room(spans, self.at[i], limit) or not self.rooms.has_room(saved):
             return
         dead = self._dead_with(i)
         if not any(self._costs(r) for r in dead):
             return
         for begin, nbytes in spans:
             self.profile[begin : self.at[i]] += nbytes
+        self.saved |= saved
+        self.rooms.take(saved)
         self._drop(moves, dead)
 
     def _before(self, c: int) -> int:

@@ -8,9 +8,10 @@ the budget or under it, are then repaired by single moves: :mod:`~fxckpt.solver.
 peak until it fits, :mod:`~fxckpt.solver.retain` removes recomputes that the slack pays for. The
 best schedule is perturbed a few times: evicted to less than the budget and repaired. Small programs
 have random restarts too, and the smallest are solved exactly, by a dynamic program over sets of
-live values or by an integer program. The simulator evaluates
-every schedule. The search ends after a fixed number of steps and reads neither a clock nor true
-randomness, so that the same graph always has the same plan.
+live values or by an integer program. The simulator evaluates every schedule. A program with limits
+on saved values is searched in parts, one for each choice of values within the limits
+(:mod:`~fxckpt.solver.saved_limits`). The search ends after a fixed number of steps and reads
+neither a clock nor true randomness, so that the same graph always has the same plan.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from functools import cached_property
 from itertools import chain, product
 from random import Random
 
+import numpy as np
+
+from fxckpt.errors import BudgetInfeasible
 from fxckpt.solver.dynamic_program import DynamicProgram
 from fxckpt.solver.evict import Evict
 from fxckpt.solver.heuristics import Heuristics
@@ -29,6 +33,7 @@ from fxckpt.solver.lower_bounds import Bound, LowerBounds
 from fxckpt.solver.milp import Optimum, in_forward, optimum
 from fxckpt.solver.program import Program
 from fxckpt.solver.retain import Retain
+from fxckpt.solver.saved_limits import Choice, SavedLimits, exceeded
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit, save_all, with_runs
 from fxckpt.solver.simulate import Simulation, simulate
 from fxckpt.solver.staged_cut import Layout, StagedCut
@@ -75,6 +80,8 @@ class SearchResult:
     """Lower bound for a limit that is greater by ``NEXT_BYTES``."""
     peak_bound_bytes: int
     """Lower bound on the peak of any plan."""
+    binds: tuple[bool, ...] = ()
+    """Whether each limit of the program on saved values binds."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ class PriceSearch:
 
         A budget of None asks for no extra time.
         """
-        search = _Search(self, program)
+        search = _search_of(self, program)
         limit = budget(search.baseline.simulation.peak_bytes)
         fastest = search.least_time()
         # The least peak is searched before the budget's schedules and without the budget, so that a
@@ -198,7 +205,7 @@ class PriceSearch:
         All limits choose among all schedules seen, so that the time never rises with the limit.
         ``tick`` is called once per limit.
         """
-        search = _Search(self, program)
+        search = _search_of(self, program)
         search.least_time()
         least_peak = search.least_peak()
         chosen = sorted(limits(least_peak, search.baseline))
@@ -236,7 +243,7 @@ class _Search:
         self.layouts: dict[int, Layout] = {}
         self.seen: dict[Schedule, Candidate] = {}
         self.legal: list[Candidate] = []
-        """Candidates that save only savable values; the uncheckpointed schedule may save others."""
+        """Candidates that save what may be saved; the uncheckpointed schedule may save more."""
         self.low, self.high = price_range(program)
         self.bounds = LowerBounds(program, self.low, self.high)
         self.tried: set[int] = set()
@@ -255,7 +262,9 @@ class _Search:
         """Return the candidate of ``schedule``, and remember it."""
         if schedule not in self.seen:
             candidate = self.seen[schedule] = Candidate(schedule, simulate(self.program, schedule))
-            if self.program.tables.is_savable[list(schedule.saved)].all():
+            if self.program.tables.is_savable[list(schedule.saved)].all() and not exceeded(
+                self.program, schedule.saved
+            ):
                 self.legal.append(candidate)
         return self.seen[schedule]
 
@@ -283,11 +292,23 @@ class _Search:
         """Return the best candidate within ``limit`` bytes, with its bounds."""
         best = self.best(limit)
         bound = next_bound = Bound(0.0, 0.0)
-        if best is not None and limit is not None and best.simulation.extra_seconds > 0:
-            bound, next_bound = self.bound(limit), self.bound(limit + NEXT_BYTES)
+        if best is not None and best.simulation.extra_seconds > 0:
+            bound = self.bound(limit)
+            next_bound = bound if limit is None else self.bound(limit + NEXT_BYTES)
         return SearchResult(
-            limit, best, least_peak, self.baseline, bound, next_bound, self.bounds.peak_bytes
+            limit,
+            best,
+            least_peak,
+            self.baseline,
+            bound,
+            next_bound,
+            self.bounds.peak_bytes,
+            self.binds(bound),
         )
+
+    def binds(self, bound: Bound) -> tuple[bool, ...]:
+        """Return whether each limit of the program binds at the price of a bound."""
+        return ()
 
     def layout(self, count: int) -> Layout:
         """Return the layout of about ``count`` stages."""
@@ -446,8 +467,10 @@ class _Search:
         """Return the least extra time within ``limit`` bytes, infinite if nothing fits."""
         return min((c.simulation.extra_seconds for c in self.within(limit)), default=math.inf)
 
-    def bound(self, limit: int) -> Bound:
+    def bound(self, limit: int | None) -> Bound:
         """Return the lower bound on the extra time within ``limit`` bytes."""
+        if limit is None:
+            return Bound(0.0, 0.0)
         if limit not in self.bound_at:
             self.bound_at[limit] = self.bounds.seconds(limit)
         return self.bound_at[limit]
@@ -502,6 +525,146 @@ class _Search:
             ):
                 return candidate
             candidate = retained
+
+
+class _LimitedSearch(_Search):
+    """All candidates seen for one program with limits on saved values.
+
+    Each part is a search in which only a choice of values within the limits may be saved. The
+    first choices do not depend on the budget; more are made at its price.
+    """
+
+    def __init__(self, options: PriceSearch, program: Program) -> None:
+        super().__init__(options, program)
+        self.limits = SavedLimits(program, self.low, self.high)
+        self.parts: dict[frozenset[int], _Search] = {}
+        self.prices: dict[float, tuple[float, ...]] = {}
+        """Prices of the limits found, by the price of all saved values."""
+
+    def _open(self, price: float) -> None:
+        """Add the part of the choice at a price of all saved values."""
+        if price in self.prices:
+            return
+        allowed = self.limits.choose(price)
+        self.prices[price] = (0.0,) * len(self.program.limits)
+        if allowed is not None:
+            self.prices[price] = allowed.prices
+            self._add(allowed.choice)
+
+    def _add(self, choice: Choice) -> None:
+        """Add the part of a choice, with what else its recomputes leave room for."""
+        candidate = self.evaluate(choice.schedule(self.program))
+        if candidate in self.legal:
+            candidate = self._retained(candidate, candidate.simulation.peak_bytes, None)
+            candidate = self._retained(candidate, self._no_limit, None)
+        saved = frozenset(candidate.schedule.saved)
+        if saved in self.parts or exceeded(self.program, saved):
+            return
+        mask = np.zeros(len(self.program.storages), dtype=bool)
+        mask[list(saved)] = True
+        self.parts[saved] = _Search(self.options, self.limits.restricted(mask))
+
+    @property
+    def _no_limit(self) -> int:
+        """A peak that no schedule exceeds."""
+        tables = self.program.tables
+        return int(tables.bytes.sum() + tables.workspace_bytes.sum() + tables.written_bytes.sum())
+
+    def _gather(self) -> None:
+        """Take over the candidates of all parts."""
+        for part in self.parts.values():
+            for candidate in part.legal:
+                if candidate.schedule not in self.seen:
+                    self.seen[candidate.schedule] = candidate
+                    self.legal.append(candidate)
+
+    def least_time(self) -> Candidate:
+        """Return the candidate of least extra time, and of least peak among those."""
+        self._open(0.0)
+        self._add(self.limits.fewest())
+        if not self.parts:
+            raise infeasible_together(self.program, self.limits.fewest())
+        for part in self.parts.values():
+            part.least_time()
+        self._gather()
+        self._solve_if_small(self._no_limit)
+        return min(self.legal, key=lambda c: c.rank)
+
+    def least_peak(self) -> Candidate:
+        """Return the candidate of least peak."""
+        self._open((self.low * self.high) ** 0.5)
+        for part in self.parts.values():
+            part.least_peak()
+        self._gather()
+        return self._lowest_peak()
+
+    def fit(self, limit: int, factors: Sequence[float]) -> None:
+        """Cut at prices around that of the lower bound at ``limit``."""
+        price = self.bound(limit).price or self.low
+        for factor in (1.0, 4.0):
+            self._open(price * factor)
+        for part in self.parts.values():
+            part.fit(limit, factors)
+        self._gather()
+
+    def refine(
+        self, limit: int, count: int, perturbations: Sequence[float], exact_states: int
+    ) -> None:
+        """Refine each part, then retain what the limits leave room for."""
+        for part in self.parts.values():
+            part.refine(limit, count, perturbations, exact_states)
+        self._gather()
+        if (best := self.best(limit)) is not None:
+            self._retained(best, limit, None)
+        self._solve_if_small(limit)
+
+    def _solve_if_small(self, limit: int) -> None:
+        """Evaluate the schedule of the integer program, which knows the limits."""
+        options, target = self.options, (1 + self.options.tolerance) * self.bound(limit).seconds
+        is_small = len(self.program.ops) * len(self.program.backward) <= options.exact_size
+        if is_small and self._least_seconds(limit) > target:
+            nodes = options.exact_nodes
+            program = in_forward(self.program)
+            self._evaluate_optimum(optimum(program, limit, seconds=math.inf, nodes=nodes))
+
+    def bound(self, limit: int | None) -> Bound:
+        """Return the greatest of the bounds by the peak and by the limits on saved values."""
+        by_peak = super().bound(limit)
+        if limit is None:
+            room = None
+        else:
+            outputs = int(self.program.tables.bytes[self.program.tables.is_output].sum())
+            room = limit - outputs - self.program.tangent_bytes
+        return Bound(max(by_peak.seconds, self.limits.bound(room)), by_peak.price)
+
+    def binds(self, bound: Bound) -> tuple[bool, ...]:
+        """Return whether each limit of the program binds at the price of a bound."""
+        self._open(bound.price)
+        return self.limits.binding(bound.price, self.prices[bound.price])
+
+
+def _search_of(options: PriceSearch, program: Program) -> _Search:
+    """Return the search of a program."""
+    return (_LimitedSearch if program.limits else _Search)(options, program)
+
+
+def infeasible_together(program: Program, fewest: Choice) -> BudgetInfeasible:
+    """Return the error for limits that no plan was found to keep, with the fewest bytes found."""
+    saved = np.flatnonzero(fewest.saved).tolist()
+    over = exceeded(program, saved) or program.limits
+    tables = program.tables
+    parts = []
+    for limit in over:
+        nbytes = sum(int(tables.bytes[s]) for s in {*limit.storages} & {*saved})
+        parts.append(f"{limit.name} allows {limit.bytes} bytes, and {nbytes} are saved")
+    return BudgetInfeasible(
+        "the budgets of these regions cannot be kept together: " + "; ".join(parts) + " in the "
+        "plan that saves the fewest bytes of all of them. Raise them to that.",
+        floor_bytes=sum(
+            int(tables.bytes[s]) for limit in over for s in {*limit.storages} & {*saved}
+        ),
+        budget_bytes=sum(limit.bytes for limit in over),
+    )
 
 
 def price_range(program: Program) -> tuple[float, float]:

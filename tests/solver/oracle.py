@@ -84,6 +84,11 @@ def _starts(program: Program, limit: int) -> Iterator[_State]:
     ]
     for n in range(len(savable) + 1):
         for saved in itertools.combinations(savable, n):
+            if any(
+                sum(program.storages[s].bytes for s in {*saved} & {*each.storages}) > each.bytes
+                for each in program.limits
+            ):
+                continue
             simulation = simulate(program, Schedule(saved, (), ()))
             if max(simulation.profile[: simulation.forward_ops], default=0) <= limit:
                 ran = frozenset(i for i in forward_ops(program, saved) if not tables.is_forward[i])
