@@ -55,11 +55,12 @@ from fxckpt.errors import (
 )
 from fxckpt.measure import measure_peak
 from fxckpt.ops.naming import name
+from fxckpt.ops.region_budgets import budget
 from fxckpt.ops.registry import register_op
 from fxckpt.partitioner import Partitioner
 from fxckpt.planner.capture import plan
 from fxckpt.planner.sweep import frontier
-from fxckpt.plans.types import Plan, Recompute, Row
+from fxckpt.plans.types import Plan, Recompute, RegionBudget, Row
 from fxckpt.reason import Decision, Reason
 from fxckpt.reports.tradeoff import Frontier
 from fxckpt.rewriting.api import rewrite
@@ -95,12 +96,14 @@ __all__ = [
     "Recompute",
     "RecomputeMismatch",
     "Region",
+    "RegionBudget",
     "RegionRow",
     "Row",
     "SelectiveCheckpointContext",
     "SlowdownInfeasible",
     "TorchPatch",
     "VerifyError",
+    "budget",
     "check_backward_validity",
     "checkpoint",
     "checkpoint_sequential",

@@ -89,6 +89,32 @@ def _parse_text(budget: str) -> int | float | str | LeastMemory:
     return nbytes
 
 
+def parse_region(budget: int | float | str) -> int | float:
+    """Return the budget of a region of a model: bytes as int, or a fraction as float.
+
+    Raises
+    ------
+    InvalidBudget
+        The budget is neither.
+
+    >>> parse_region("300MiB"), parse_region(0.0), parse_region("25%")
+    (314572800, 0.0, 0.25)
+    """
+    if isinstance(budget, float) and budget == 0:
+        return 0.0
+    try:
+        parsed = parse(budget)
+    except InvalidBudget:
+        parsed = None
+    if isinstance(parsed, (int, float)):
+        return parsed
+    raise InvalidBudget(
+        f"budget({budget!r}) is no budget of a region. Allowed: bytes to save of its values, as an "
+        "int or a string ('300MiB'), or a fraction in [0, 1] or as '40%': 0.0 saves the least "
+        "possible, 1.0 is no limit."
+    )
+
+
 def within(budget: Budget, max_slowdown: float | None) -> Budget:
     """Return the budget of a user who may have given a target in time in its place.
 

@@ -22,14 +22,25 @@ from fxckpt.costs.models import CostModel
 from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed, VerifyError
 from fxckpt.inductor.plan_cache import PlanCache
 from fxckpt.inductor.planner import InductorPlanner
+from fxckpt.passes.analysis.budget_regions import budget_regions
 from fxckpt.passes.analysis.graph_memory import emitted_peak
 from fxckpt.passes.graphs import Joint
 from fxckpt.planner.planner import device_of, planner_of
 from fxckpt.plans.types import Plan
 from fxckpt.policies.torch_form import FunctionPolicy
 from fxckpt.reports.compile_report import Fallback, Report
-from fxckpt.torch_private import guard_sizes, holds_python, through_dynamo
-from fxckpt.torch_private.inductor.default_partitioner import copied, partition_by_default
+from fxckpt.torch_private import (
+    guard_sizes,
+    holds_python,
+    region_keys,
+    through_dynamo,
+    traced_nodes,
+)
+from fxckpt.torch_private.inductor.default_partitioner import (
+    copied,
+    partition_by_default,
+    remembered,
+)
 from fxckpt.torch_private.inductor.lowering import Lowerings
 from fxckpt.torch_private.inductor.options import CustomPartitionerFn
 
@@ -62,6 +73,8 @@ class Partitioner(CustomPartitionerFn):
     budget, policy, cost, verify, max_slowdown:
         As for :class:`fxckpt.Backend`. ``verify="exact"`` is for inner compilers that call ops as
         they are.
+    scope:
+        What a budget is for: ``"graph"``, each graph, is all that a partitioner sees.
 
     Raises
     ------
@@ -90,7 +103,13 @@ class Partitioner(CustomPartitionerFn):
         cost: str | CostModel = "roofline",
         verify: str | None = None,
         max_slowdown: float | None = None,
+        scope: str = "graph",
     ) -> None:
+        if scope != "graph":
+            raise InvalidOption(
+                f"scope={scope!r}: a Partitioner sees one graph at a time, so that its budget is "
+                "for each graph. Use scope='graph', or fxckpt.Backend for a whole step."
+            )
         if verify not in (None, "exact"):
             raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
         self.planner = planner_of(
@@ -156,7 +175,7 @@ class Partitioner(CustomPartitionerFn):
         ``lowerings`` lowers halves where Inductor compiles them. A defect of the planner ends no
         run that asked for no budget: see :meth:`_fall_back`.
         """
-        original = copied(joint)
+        original = remembered(joint)
         try:
             if self.planner.budget is not None:
                 guard_sizes(joint)
@@ -172,7 +191,7 @@ class Partitioner(CustomPartitionerFn):
             # without a budget.
             failed = _failed(error)
             inner = None if lowerings is None else "inductor"
-            return self._fall_back(original, joint_inputs, failed, num_fwd_outputs, inner, given)
+            return self._fall_back(original(), joint_inputs, failed, num_fwd_outputs, inner, given)
         self._plans.append(plan)
         return forward, backward
 
@@ -218,11 +237,13 @@ class Partitioner(CustomPartitionerFn):
     ) -> Halves:
         """Return torch's own partition of a graph that could not be planned, with one warning.
 
-        Raises ``failed`` under ``FXCKPT_STRICT=1``, where a plan was to be applied, and where the
-        simulated peak of torch's partition is over the budget.
+        Raises ``failed`` under ``FXCKPT_STRICT=1``, where a plan was to be applied, where a region
+        has a budget of its own, and where the simulated peak of torch's partition is over the
+        budget.
         """
         cause = failed.__cause__
-        if os.environ.get(STRICT) == "1" or self.planner.is_fixed:
+        has_region = any(map(region_keys, joint.graph.nodes))
+        if os.environ.get(STRICT) == "1" or self.planner.is_fixed or has_region:
             raise failed from cause
         path = self._save_repro(joint, num_fwd_outputs, failed, inner)
         try:
@@ -277,6 +298,7 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> str | None:
         """Return the key of torch's caches: the options, and the version of fxckpt's own code.
 
+        The budgets of regions belong to the graph that Dynamo compiles; torch's keys lack them.
         None, which leaves the caches out, for options whose repr does not tell them from others: a
         policy or cost model in Python of the user's own, and ``budget="auto"``.
         """
@@ -288,7 +310,8 @@ class Partitioner(CustomPartitionerFn):
         ):
             return None
         applied = " ".join(plan.digest for plan in self.planner.known)
-        return f"{source_digest()} {replace(self.planner, known=())!r} {applied}"
+        regions = " ".join(region.line for region in budget_regions(traced_nodes()))
+        return f"{source_digest()} {replace(self.planner, known=())!r} {applied} {regions}".rstrip()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
         # Inductor copies its configuration; the plans must still reach the object the user holds.

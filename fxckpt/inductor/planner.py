@@ -32,7 +32,6 @@ from fxckpt.inductor.memory import (
     optimistic_program,
 )
 from fxckpt.inductor.plan_cache import PlanCache, key_of
-from fxckpt.passes.analysis.fingerprint import fingerprint
 from fxckpt.passes.analysis.graph_snapshot import snapshot_of
 from fxckpt.passes.analysis.joint import Facts, Workspace
 from fxckpt.passes.graphs import Joint
@@ -40,11 +39,18 @@ from fxckpt.passes.inductor.fusion_model import FusionModel, is_extern_kernel
 from fxckpt.passes.meta import ORDER
 from fxckpt.planner.build_plan import build_plan
 from fxckpt.planner.pipeline import EMIT_INDUCTOR, PREPARE_INDUCTOR, Emission, emit_halves, prepare
-from fxckpt.planner.planner import Planner, device_of, infeasible, warn_of_unbounded_sizes
+from fxckpt.planner.planner import (
+    Planner,
+    device_of,
+    infeasible,
+    is_of_graph,
+    warn_of_unbounded_sizes,
+)
 from fxckpt.plans.log import log_plan
 from fxckpt.plans.snapshot import GraphSnapshot
 from fxckpt.plans.types import Plan
 from fxckpt.solver.program import Program
+from fxckpt.solver.saved_limits import exceeded
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit
 from fxckpt.solver.search import Candidate, SearchResult
 from fxckpt.solver.simulate import simulate
@@ -104,12 +110,14 @@ class InductorPlanner:
         module = joint.module
         # The code that unpacks traced arguments is unused here, and torch warns when it is copied.
         module.graph.set_codegen(fx.graph.CodeGen())
-        lines = fingerprint(module.graph)
-        key = None if self.store is None else key_of(module, planner, self.code, given)
+        lines = planner.lines(module.graph)
+        # Lines of regions tell apart what the graph does not.
+        code = "\n".join((self.code, *(r.line for r in planner.regions(module.graph))))
+        key = None if self.store is None else key_of(module, planner, code, given)
         kept = self.store.get(key) if self.store is not None and key is not None else None
         if kept is not None and kept.graph == lines:
             planner = replace(planner, known=(kept,))
-        if planner.is_fixed or any(plan.graph == lines for plan in planner.known):
+        if planner.is_fixed or any(is_of_graph(plan, lines) for plan in planner.known):
             facts, plan = planner.plan(joint)
             plan = replace(plan, step=snapshot_of(module.graph, facts))
             return emitted(planner, joint, facts, plan)
@@ -223,12 +231,16 @@ class _LoweringSearch:
     """Attempts so far, in order."""
 
     def __post_init__(self) -> None:
-        self.snapshot = snapshot_of(self.joint.module.graph, self.facts)
+        planner, graph = self.options.planner, self.joint.module.graph
+        self.snapshot = snapshot_of(graph, self.facts)
         self.default = (
-            default_candidate(self.snapshot, self.default_saved)
-            if self.options.planner.policy is None
-            else None
+            default_candidate(self.snapshot, self.default_saved) if planner.policy is None else None
         )
+        schedule = None if self.default is None else self.default.schedule
+        self.facts = planner.limited(graph, self.facts, schedule)
+        self.snapshot = replace(self.snapshot, program=self.facts.program)
+        if self.default is not None and exceeded(self.facts.program, self.default.schedule.saved):
+            self.default = None
 
     def run(self) -> Halves:
         """Return the halves of the plan expected, or timed, to be fastest within the budget.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from fxckpt.plans.snapshot import GraphSnapshot, NodeLabel, state_name
-from fxckpt.plans.types import Plan, Recompute, Row
+from fxckpt.plans.types import Plan, Recompute, RegionBudget, Row
 from fxckpt.reason import Decision, Reason
-from fxckpt.solver.program import Side
+from fxckpt.solver.program import Program, Side
 from fxckpt.solver.search import Candidate, SearchResult
 
 
@@ -48,7 +48,27 @@ def build_plan(
         profile=simulation.profile,
         forward_ops=simulation.forward_ops,
         cost=cost,
+        budget_binds=budget_bytes is not None and simulation.extra_seconds > found.least_seconds,
+        regions=_regions(step.program, found, chosen),
         step=step,
+    )
+
+
+def _regions(program: Program, found: SearchResult, chosen: Candidate) -> tuple[RegionBudget, ...]:
+    """Return what the schedule saves of each region with a budget of its own."""
+    saved = frozenset(chosen.schedule.saved)
+    binds = found.binds or (False,) * len(program.limits)
+    return tuple(
+        RegionBudget(
+            limit.name,
+            limit.budget,
+            limit.bytes,
+            sum(program.storages[s].bytes for s in limit.storages if s in saved),
+            limit.least_bytes,
+            limit.default_bytes,
+            does_bind,
+        )
+        for limit, does_bind in zip(program.limits, binds, strict=True)
     )
 
 

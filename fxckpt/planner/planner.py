@@ -21,6 +21,12 @@ from fxckpt.costs.workspace import MeasuredWorkspace
 from fxckpt.errors import BudgetInfeasible, InvalidBudget, InvalidOption, SlowdownInfeasible
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.autograd_liveness import held_by_nodes
+from fxckpt.passes.analysis.budget_regions import (
+    BudgetRegion,
+    budget_regions,
+    saved_limits,
+    without_regions,
+)
 from fxckpt.passes.analysis.fingerprint import fingerprint, refuse_another_graph, refuse_unknown_ops
 from fxckpt.passes.analysis.graph_memory import inner_bytes
 from fxckpt.passes.analysis.graph_snapshot import snapshot_of
@@ -33,9 +39,10 @@ from fxckpt.plans.log import log_frontier, log_known, log_plan
 from fxckpt.plans.types import Plan
 from fxckpt.policies import as_policy
 from fxckpt.policies.base import Policy, decide_all
-from fxckpt.solver.program import Program
+from fxckpt.solver.program import Program, SavedLimit
+from fxckpt.solver.schedule import Schedule, save_all
 from fxckpt.solver.search import Candidate, PriceSearch, SearchResult, evenly_spaced
-from fxckpt.torch_private import unbounded_sizes
+from fxckpt.torch_private import graph_budget, unbounded_sizes
 
 log = logging.getLogger("fxckpt")
 
@@ -70,9 +77,9 @@ class Planner:
         is of this graph.
         """
         begin = time.perf_counter()
-        lines = fingerprint(joint.module.graph)
+        lines = self.lines(joint.module.graph)
         for plan in self.known:
-            if plan.graph == lines:
+            if is_of_graph(plan, lines):
                 fused = frozenset(
                     n for n in joint.module.graph.nodes if n.name in plan.never_stored
                 )
@@ -86,11 +93,13 @@ class Planner:
                 log_known(plan)
                 return facts, plan
         if self.is_fixed:
-            refuse_another_graph(self.known[0], lines)
+            given = self.known[0]
+            refuse_another_graph(replace(given, graph=without_regions(given.graph)), lines)
         device = device_of(joint.module.graph)
         if self.budget is not None:
             warn_of_unbounded_sizes(joint.module.graph, self.budget)
         facts, cost = self.read(joint, bind_preferences=self.budget is None)
+        facts = self.limited(joint.module.graph, facts)
         found = self.searched(facts.program, device)
         budget_bytes, floor = found.limit, found.least_peak.simulation.peak_bytes
         if found.best is None:
@@ -106,6 +115,35 @@ class Planner:
         plan = replace(described, graph=lines)
         log_plan(plan, time.perf_counter() - begin)
         return facts, plan
+
+    def regions(self, graph: fx.Graph) -> tuple[BudgetRegion, ...]:
+        """Return the parts of a joint graph with a budget of their own.
+
+        torch's budget for whole graphs counts where there is none of ours.
+        """
+        if self.is_eager or self.is_fixed:
+            return ()
+        return budget_regions(graph.nodes, graph_budget() if self.budget is None else 1.0)
+
+    def lines(self, graph: fx.Graph) -> tuple[str, ...]:
+        """Return the fingerprint of a joint graph and of the budgets of its regions."""
+        return (*fingerprint(graph), *(region.line for region in self.regions(graph)))
+
+    def limited(self, graph: fx.Graph, facts: Facts, default: Schedule | None = None) -> Facts:
+        """Return the facts with the limits of the graph's regions on what is saved.
+
+        ``default`` is the schedule without a budget; None for that which recomputes nothing. Raises
+        :class:`BudgetInfeasible` for a region of less than the least.
+        """
+        regions = self.regions(graph)
+        if not regions:
+            return facts
+        saved = (default or save_all(facts.program)).saved
+        limits = saved_limits(facts.program, regions, saved)
+        for limit in limits:
+            if limit.bytes < limit.least_bytes:
+                raise infeasible_region(limit)
+        return replace(facts, program=replace(facts.program, limits=limits))
 
     def searched(self, program: Program, device: torch.device) -> SearchResult:
         """Return the result of the search for what the budget asks for.
@@ -141,6 +179,7 @@ class Planner:
         begin = time.perf_counter()
         device = device_of(joint.module.graph)
         facts, cost = self.read(joint, bind_preferences=False)
+        facts = self.limited(joint.module.graph, facts)
 
         def limits(floor: Candidate, baseline: Candidate) -> Sequence[int]:
             if isinstance(points, int):
@@ -158,7 +197,7 @@ class Planner:
             return chosen
 
         found = self.search.frontier(facts.program, limits, tick)
-        step, lines = snapshot_of(joint.module.graph, facts), fingerprint(joint.module.graph)
+        step, lines = snapshot_of(joint.module.graph, facts), self.lines(joint.module.graph)
         made = (
             build_plan(step, f, f.best, budget_bytes=f.limit, cost=cost)
             for f in found
@@ -285,6 +324,26 @@ def infeasible(
         floor_bytes=floor_bytes,
         budget_bytes=budget_bytes,
     )
+
+
+def infeasible_region(limit: SavedLimit) -> BudgetInfeasible:
+    """Return the error for a region with a budget below the fewest bytes that can be saved."""
+    asked, least = budgets.format_apart(limit.bytes, limit.least_bytes)
+    return BudgetInfeasible(
+        f"the budget of region {limit.name!r} is {asked}, below the least that can be saved of its "
+        f"values, {least}: they may not be recomputed, or are what others are recomputed from. "
+        f"Raise it to at least '{limit.least_bytes}B', or leave them out of the region.",
+        floor_bytes=limit.least_bytes,
+        budget_bytes=limit.bytes,
+    )
+
+
+def is_of_graph(plan: Plan, lines: tuple[str, ...]) -> bool:
+    """Return whether a plan was made for a graph, given as :meth:`Planner.lines`.
+
+    A plan that is given, and a graph that was stored, have lost the annotations of regions.
+    """
+    return plan.graph == lines or without_regions(plan.graph) == lines
 
 
 def too_slow(max_slowdown: float, least: float) -> SlowdownInfeasible:

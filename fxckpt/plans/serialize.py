@@ -8,7 +8,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from fxckpt.errors import InvalidPlan
-from fxckpt.plans.types import Plan, Recompute, Row
+from fxckpt.plans.types import Plan, Recompute, RegionBudget, Row
 from fxckpt.reason import Decision, Reason
 
 FORM = "fxckpt plan 1"
@@ -77,6 +77,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         for row in data["rows"]
     )
     schedule = tuple(Recompute(**run) for run in data["schedule"])
+    regions = tuple(RegionBudget(**region) for region in data.get("regions", ()))
     # Fields newer than the version that wrote the text have defaults.
     names = [f.name for f in fields(Plan) if f.name in data and f.name != "step"]
     plain: dict[str, Any] = {
@@ -84,4 +85,4 @@ def _plan(data: dict[str, Any]) -> Plan:
     }
     if unknown := data.keys() - plain.keys():
         raise ValueError(f"unknown field {min(unknown)!r}")
-    return Plan(**(plain | {"rows": rows, "schedule": schedule}))
+    return Plan(**(plain | {"rows": rows, "schedule": schedule, "regions": regions}))

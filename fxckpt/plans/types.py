@@ -63,6 +63,26 @@ class Recompute:
 
 
 @dataclass(frozen=True)
+class RegionBudget:
+    """A part of the model with a budget of its own, and what a plan saves of its values."""
+
+    name: str
+    """The user's name, or the line of the source."""
+    budget: str
+    """The budget as given: bytes, or a fraction."""
+    limit_bytes: int
+    """Most bytes that may be saved."""
+    saved_bytes: int
+    """Bytes that the plan saves."""
+    least_bytes: int
+    """Fewest bytes that can be saved."""
+    default_bytes: int
+    """Bytes that are saved without a budget."""
+    binds: bool
+    """Whether more would be saved without this budget, with the others in force."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """Saved and recomputed forward values of one joint graph, with their memory and time.
 
@@ -143,8 +163,12 @@ class Plan:
 
     It is True only if the plan is over the budget otherwise.
     """
+    budget_binds: bool = False
+    """Whether a plan of a higher peak would take less time."""
+    regions: tuple[RegionBudget, ...] = ()
+    """Parts of the model with a budget of their own, in the order in which they run."""
     graph: tuple[str, ...] = field(default=(), repr=False)
-    """Joint graph that the plan was made for, one line per node."""
+    """Joint graph that the plan was made for, one line per node, then one per budget region."""
     step: GraphSnapshot | None = field(default=None, compare=False, repr=False)
     """Snapshot of that graph for reports, plots and pages; equality of plans ignores it."""
 

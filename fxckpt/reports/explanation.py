@@ -192,7 +192,7 @@ class Explanation:
         plan = self.plan
         if plan.recompute_seconds <= plan.lower_bound_seconds:
             return "this plan is optimal"
-        if plan.budget_bytes is None or not plan.step_seconds:
+        if (plan.budget_bytes is None and not plan.regions) or not plan.step_seconds:
             return "no bound"
         gap = (plan.recompute_seconds - plan.lower_bound_seconds) / plan.step_seconds
         return f"this plan is within {gap:.2%} of the step of it"
@@ -204,6 +204,31 @@ class Explanation:
             return "nothing"
         share = plan.next_seconds / plan.step_seconds
         return f"at most {format_seconds(plan.next_seconds)}, {share:.2%} of the step"
+
+    def binding(self) -> str:
+        """Return the budgets that cost time: that of the graph, and those of regions, by name."""
+        plan = self.plan
+        found = ["the budget"] if plan.budget_binds else []
+        found += [f"region {region.name}" for region in plan.regions if region.binds]
+        return ", ".join(found) or "no budget"
+
+    def regions(self) -> Table:
+        """Return the regions with a budget of their own, one a row, in the order they run."""
+        return Table(
+            REGION_COLUMNS,
+            tuple(
+                (
+                    region.name,
+                    region.budget,
+                    region.limit_bytes,
+                    region.saved_bytes,
+                    region.least_bytes,
+                    region.default_bytes,
+                    "yes" if region.binds else "no",
+                )
+                for region in self.plan.regions
+            ),
+        )
 
     def summary(self) -> list[tuple[str, str]]:
         """Return the plan's figures as (name, text)."""
@@ -218,6 +243,7 @@ class Explanation:
                 else [("peak as compiled", format_bytes(plan.compiled_peak_bytes))]
             ),
             ("budget", budget),
+            *([("binds", self.binding())] if plan.regions else []),
             ("uncheckpointed peak", format_bytes(plan.baseline_peak_bytes)),
             (
                 "floor (least peak found)",
@@ -296,6 +322,7 @@ class Explanation:
         parts = [
             tabulate(self.summary(), tablefmt="plain"),
             memory_bar(self.plan),
+            str(self.regions()) if self.plan.regions else "",
             str(_brief_table(self.rows)),
             self._hidden_note(),
         ]
@@ -340,6 +367,17 @@ COLUMNS = (
 )
 
 _BRIEF_COLUMNS = COLUMNS[:-2]
+
+
+REGION_COLUMNS = (
+    Column("name", "region", lambda v: shorten(v, 48)),
+    Column("budget", "budget"),
+    Column("limit_bytes", "allowed", format_bytes, is_number=True),
+    Column("saved_bytes", "saved", format_bytes, is_number=True),
+    Column("least_bytes", "least", format_bytes, is_number=True),
+    Column("default_bytes", "without a budget", format_bytes, is_number=True),
+    Column("binds", "binds"),
+)
 
 
 def _cells(row: Row) -> tuple[Any, ...]:

@@ -90,6 +90,12 @@ class SavedLimit:
     storages: tuple[int, ...]
     """Storages that count; the user holds forward outputs in any case, and they never count."""
     bytes: int
+    budget: str = ""
+    """The budget that the limit follows from."""
+    least_bytes: int = 0
+    """Fewest bytes that can be saved of the storages."""
+    default_bytes: int = 0
+    """Bytes that are saved of the storages without a budget."""
 
 
 @dataclass(frozen=True)

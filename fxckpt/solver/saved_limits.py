@@ -120,10 +120,10 @@ class SavedCut:
             raise infeasible(self.program, int(values[error.value])) from error
         saved = np.zeros(len(tables.bytes), dtype=bool)
         saved[values[kept]] = True
-        error = float(network.rounding_errors(recompute_cost, keep_cost).sum())
+        rounding = float(network.rounding_errors(recompute_cost, keep_cost).sum())
         spent = float(seconds[runs].sum())
         paid = float((nbytes * prices[values])[kept].sum())
-        return Choice(saved, ops[runs], spent, time * spent + paid - error)
+        return Choice(saved, ops[runs], spent, time * spent + paid - rounding)
 
 
 def least_bytes(program: Program, storages: Sequence[int]) -> int:
@@ -163,6 +163,8 @@ class SavedLimits:
     def __init__(self, program: Program, low: float, high: float) -> None:
         self.program = program
         self.low, self.high = low * 1e-3, high
+        self.tie = low * 1e-6
+        """Price of every saved byte that decides between choices of equal time."""
         self.cut = SavedCut(program)
         self.limits = np.asarray([limit.bytes for limit in program.limits], dtype=np.int64)
         self.member = np.zeros((len(program.limits), len(program.storages)), dtype=bool)
@@ -232,8 +234,9 @@ class SavedLimits:
         )
 
     def _least(self, price: float, prices: FloatArray) -> Choice:
-        choice = self.cut.least(price + prices @ self.member)
-        self.bounds.append((price, choice.value - float(prices @ self.limits)))
+        choice = self.cut.least(price + self.tie + prices @ self.member)
+        most = self.tie * float(self.nbytes.sum())
+        self.bounds.append((price, choice.value - most - float(prices @ self.limits)))
         return choice
 
     def _over(self, choice: Choice) -> BoolArray:

@@ -82,6 +82,8 @@ class SearchResult:
     """Lower bound on the peak of any plan."""
     binds: tuple[bool, ...] = ()
     """Whether each limit of the program on saved values binds."""
+    least_seconds: float = 0.0
+    """Least extra time of the plans seen, whatever their peak."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class PriceSearch:
         Its limit is that peak. With ``math.inf`` it is the fastest of the least peak. If even the
         fastest takes longer, the fastest is returned.
         """
-        search = _Search(self, program)
+        search = _search_of(self, program)
         fastest = search.least_time()
         least_peak = search.least_peak()
         if math.isinf(most_seconds):  # as a limit of the least peak is searched
@@ -304,6 +306,7 @@ class _Search:
             next_bound,
             self.bounds.peak_bytes,
             self.binds(bound),
+            min((c.simulation.extra_seconds for c in self.legal), default=0.0),
         )
 
     def binds(self, bound: Bound) -> tuple[bool, ...]:
@@ -644,8 +647,10 @@ class _LimitedSearch(_Search):
 
 
 def _search_of(options: PriceSearch, program: Program) -> _Search:
-    """Return the search of a program."""
-    return (_LimitedSearch if program.limits else _Search)(options, program)
+    """Return the search of a program; limits that nothing can exceed are none."""
+    nbytes = program.tables.bytes
+    can_exceed = any(nbytes[list(limit.storages)].sum() > limit.bytes for limit in program.limits)
+    return (_LimitedSearch if can_exceed else _Search)(options, program)
 
 
 def infeasible_together(program: Program, fewest: Choice) -> BudgetInfeasible:

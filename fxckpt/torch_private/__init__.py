@@ -65,6 +65,16 @@ from fxckpt.torch_private.gpu_ops import GpuAttention
 from fxckpt.torch_private.graph_modules import GRAPH_FIELDS, MODULE_FIELDS, M, with_code
 from fxckpt.torch_private.name_op import NAME, name_op
 from fxckpt.torch_private.profiler import RECORD_FUNCTION, allocation_events
+from fxckpt.torch_private.region_budgets import (
+    annotate,
+    annotates,
+    constant_in_graph,
+    graph_budget,
+    new_key,
+    region_keys,
+    traced_nodes,
+    without_torch_regions,
+)
 from fxckpt.torch_private.rng import fake_rng_state, lower_rng
 from fxckpt.torch_private.selective_checkpoint import (
     REPLACED,
@@ -133,6 +143,8 @@ __all__ = [
     "after_backward",
     "allocated_bytes",
     "allocation_events",
+    "annotate",
+    "annotates",
     "aot_autograd",
     "below_autograd",
     "bindings_of",
@@ -141,6 +153,7 @@ __all__ = [
     "calling_line",
     "capture_whole",
     "compile_whole",
+    "constant_in_graph",
     "cpp_command",
     "current_backward",
     "debug_override",
@@ -149,6 +162,7 @@ __all__ = [
     "fake_rng_state",
     "forget_storage",
     "frees_incoming_gradients",
+    "graph_budget",
     "greatest",
     "guard_sizes",
     "guards_function",
@@ -176,6 +190,7 @@ __all__ = [
     "modules_with",
     "move_fake",
     "name_op",
+    "new_key",
     "no_whole_graph",
     "not_compiled",
     "outside_trace",
@@ -184,6 +199,7 @@ __all__ = [
     "parts_of",
     "policy_context",
     "policy_output",
+    "region_keys",
     "remember_storage",
     "run_and_save_rng_state",
     "run_with_rng_state",
@@ -202,10 +218,12 @@ __all__ = [
     "torch_checkpoint",
     "torch_selective_contexts",
     "trace_joint",
+    "traced_nodes",
     "tracing_lock",
     "unbounded_sizes",
     "untag_side",
     "upper_bound",
     "with_code",
+    "without_torch_regions",
     "written_after",
 ]

@@ -2,7 +2,7 @@
 
 Merging is classic local value numbering on the joint graph: two calls of one pure op on the same
 arguments are one value. It never merges random, mutating and effectful ops, outputs, reads of
-storages that are written later, or ops of different checkpoint regions or names.
+storages that are written later, or ops of different checkpoint regions, budget regions or names.
 
 Expects a joint graph. Leaves a joint graph that computes the same outputs and draws the same random
 numbers in the same order.
@@ -20,7 +20,7 @@ from fxckpt.ops.properties import has_hidden_effect, is_known_pure, is_mutating,
 from fxckpt.passes.analysis.placement import graph_outputs
 from fxckpt.passes.meta import NAME
 from fxckpt.passes.transforms.storage_copies import share_storages
-from fxckpt.torch_private import OpOverload, name_op, storage_id
+from fxckpt.torch_private import OpOverload, name_op, region_keys, storage_id
 
 
 def take_names(graph: fx.Graph) -> None:
@@ -115,7 +115,12 @@ def _key(node: fx.Node) -> Any:
     typed = tuple(
         (type(leaf), leaf if not isinstance(leaf, float) else repr(leaf)) for leaf in leaves
     )
-    group = (node.meta.get("recompute"), node.meta.get("ac_graph_id"), node.meta.get(NAME))
+    group = (
+        node.meta.get("recompute"),
+        node.meta.get("ac_graph_id"),
+        node.meta.get(NAME),
+        region_keys(node),
+    )
     return node.target, typed, spec, group
 
 

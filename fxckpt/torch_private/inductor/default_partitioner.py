@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
+
+from fxckpt.torch_private.region_budgets import without_torch_regions
 
 INDEXING = frozenset(
     (
@@ -56,13 +59,17 @@ def is_view(node: fx.Node) -> bool:
 def default_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) -> frozenset[str]:
     """Return the names of the values that torch's default partitioner saves.
 
-    The joint graph is not modified.
+    The joint graph is not modified. Budgets of regions and of the graph are left out.
     """
+    from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    forward, _ = min_cut_rematerialization_partition(
-        copied(joint), None, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **given
-    )
+    copy_of = copied(joint)
+    without_torch_regions(copy_of)
+    with config.patch(activation_memory_budget=1.0):
+        forward, _ = min_cut_rematerialization_partition(
+            copy_of, None, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **given
+        )
     (output,) = forward.graph.find_nodes(op="output")
     return frozenset(n.name for n in output.args[0][num_fwd_outputs:] if isinstance(n, fx.Node))
 
@@ -87,6 +94,20 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
         return copy.deepcopy(gm, shared)
     finally:
         gm.graph.set_codegen(codegen)
+
+
+def remembered(gm: fx.GraphModule) -> Callable[[], fx.GraphModule]:
+    """Return a function that makes a graph module of the graph that ``gm`` has now.
+
+    Only the graph is copied, without code; constants and subgraphs are those of ``gm``.
+    """
+    codegen = gm.graph._codegen
+    gm.graph.set_codegen(fx.graph.CodeGen())
+    try:
+        graph = copy.deepcopy(gm.graph)
+    finally:
+        gm.graph.set_codegen(codegen)
+    return lambda: fx.GraphModule(gm, graph)
 
 
 def partition_by_default(

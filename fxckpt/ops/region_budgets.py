@@ -1,0 +1,72 @@
+"""Budgets that a model gives to parts of itself."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from fxckpt.budgets import parse_region
+from fxckpt.errors import InvalidBudget
+from fxckpt.torch_private import annotate, annotates, constant_in_graph, new_key, not_compiled
+
+
+def budget(limit: int | float | str, name: str = "") -> AbstractContextManager[Any]:
+    """Return a context manager that gives the ops under it a budget for what is saved of them.
+
+    In a graph that fxckpt plans, the bytes of their values that the forward saves for the backward
+    are at most ``limit``. What such a region hands on counts as its own, forward outputs and inputs
+    of the graph never count. Regions nest: an inner one has its own budget, and its values count
+    for the outer one too. The peak budget of the graph holds as well. In eager mode, and under
+    another backend, it does nothing.
+
+    Parameters
+    ----------
+    limit:
+        Bytes as an int or a string (``"300MiB"``), or a fraction in [0, 1] (``0.4`` or ``"40%"``)
+        of the way from the fewest bytes that can be saved (0.0) to what is saved without a budget
+        (1.0, which is no limit), as for ``torch.autograd.graph.region_activation_memory_budget``.
+    name:
+        Name in reports; the line of the source if empty.
+
+    Raises
+    ------
+    InvalidBudget
+        For any other ``limit``.
+
+    Examples
+    --------
+    >>> import torch, fxckpt
+    >>> def block(x, w):
+    ...     with fxckpt.budget("1KiB", name="head"):
+    ...         x = (x @ w).sin().exp()
+    ...     return x.sum()
+    >>> w = torch.randn(16, 16, requires_grad=True)
+    >>> plan = fxckpt.plan(block, torch.randn(16, 16), w)
+    >>> [(region.name, region.saved_bytes, region.binds) for region in plan.regions]
+    [('head', 1024, True)]
+    """
+    if problem := _problem(limit):
+        # Not raised by what Dynamo calls as it traces, which would be an internal error of Dynamo.
+        raise InvalidBudget(problem)
+    return annotate(_key(limit, name)) if annotates() else nullcontext()
+
+
+@constant_in_graph
+def _problem(limit: int | float | str) -> str:
+    """Return what is wrong with a budget; empty if nothing is."""
+    try:
+        parse_region(limit)
+    except InvalidBudget as error:
+        return str(error)
+    return ""
+
+
+@constant_in_graph
+def _key(limit: int | float | str, name: str) -> str:
+    """Return the key of a new entry; Dynamo calls it as it traces."""
+    return new_key(parse_region(limit), name)
+
+
+# In eager mode Dynamo would trace each alone, a frame between two graphs.
+for function in (budget, _problem, _key):
+    not_compiled(function)
