@@ -106,8 +106,9 @@ def test_profiler_gives_the_peak_without_compiler(monkeypatch: pytest.MonkeyPatc
 
 
 FRESH_PROCESS = """
-import json, re, threading, torch, fxckpt
+import ctypes, json, re, shutil, sys, threading, torch, fxckpt
 from fxckpt.memory_meter import meter_of
+from fxckpt.memory_meter.library import load_library
 
 def resident(name):
     with open("/proc/self/status") as status:
@@ -136,17 +137,24 @@ with open("/proc/self/clear_refs", "w") as reset:
     reset.write("5")
 start = resident("VmRSS")
 peak = fxckpt.measure_peak(step)
-print(json.dumps([earlier, peak, resident("VmHWM") - start]))
+kernel = resident("VmHWM") - start
+# A second copy of the library is another allocator that somebody sets.
+ctypes.PyDLL(shutil.copy(load_library()._name, sys.argv[1])).fxckpt_install()
+other = meter_of("cpu").exact, fxckpt.measure_peak(lambda: torch.empty(250))
+print(json.dumps([earlier, peak, kernel, other]))
 """
 
 
 @pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel keeps no high-water mark"
 )
-def test_fresh_process_agrees_with_kernel() -> None:
-    """Tensors from before the meter count; a step's peak is the kernel's within 2 %."""
+def test_fresh_process_agrees_with_kernel(tmp_path: Path) -> None:
+    """Tensors from before the meter count; a step's peak is the kernel's within 2 %.
+
+    Once another allocator is set, the profiler gives the peak.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", FRESH_PROCESS],
+        [sys.executable, "-c", FRESH_PROCESS, str(tmp_path / "other.so")],
         check=True,
         capture_output=True,
         text=True,
@@ -155,7 +163,8 @@ def test_fresh_process_agrees_with_kernel() -> None:
             os.environ, PYTHONPATH=os.pathsep.join(sys.path), MALLOC_MMAP_THRESHOLD_=str(1 << 16)
         ),
     )
-    earlier, measured, kernel = json.loads(done.stdout)
+    earlier, measured, kernel, other = json.loads(done.stdout.splitlines()[-1])
     assert earlier == [3 * (16 << 20) + 100, 900]  # weight, gradient and x
     assert measured > 60 << 20
     assert abs(measured - kernel) < 0.02 * measured
+    assert other == [False, 1000]

@@ -24,6 +24,7 @@ constexpr auto kRelaxed = std::memory_order_relaxed;
 std::atomic<int64_t> live{0};  // bytes
 std::atomic<int64_t> peak{0};  // greatest `live` since the last fxckpt_take_peak
 std::atomic<int64_t> limit{kNoLimit};
+std::atomic<bool> missed{false};  // whether a block could not be counted
 
 // Requested bytes of each block, by address, in shards so that threads rarely wait for another.
 class Blocks {
@@ -101,6 +102,7 @@ class CountingAllocator final : public c10::Allocator {
       c10::DataPtr block = wrapped_->allocate(size);
       if (!own(block, bytes)) {
         live.fetch_sub(bytes, kRelaxed);
+        missed.store(true, kRelaxed);
         return block;
       }
       int64_t seen = peak.load(kRelaxed);
@@ -191,8 +193,9 @@ int fxckpt_install() {
   return c10::GetCPUAllocator() == counting;
 }
 
-int fxckpt_is_installed() {
-  return counting != nullptr && c10::GetCPUAllocator() == counting;
+// Return whether every block since then was counted, and the next one will be.
+int fxckpt_is_exact() {
+  return !missed.load(kRelaxed) && c10::GetCPUAllocator() == counting;
 }
 
 int64_t fxckpt_adopt(c10::StorageImpl* storage) {

@@ -33,8 +33,8 @@ class CountingMeter(CounterMeter):
 
     @property
     def exact(self) -> bool:
-        """Whether the counting allocator is still the one that torch asks."""
-        return bool(self._library.fxckpt_is_installed())
+        """Whether the counting allocator is still the one that torch asks, and missed no block."""
+        return bool(self._library.fxckpt_is_exact())
 
     @property
     def describes(self) -> str:
@@ -44,7 +44,7 @@ class CountingMeter(CounterMeter):
             "of shared and mapped files and of libraries with buffers of their own, and blocks "
             "that only autograd or C++ held when the meter was first used."
         )
-        return text if self.exact else f"{text} Another allocator was set since: it is not counted."
+        return text if self.exact else f"{text} Nor are blocks of an allocator that was set since."
 
 
 class _LibraryCounter:
@@ -71,7 +71,7 @@ class ProcessMeter(CounterMeter):
         """What the figures count and what they do not see."""
         return (
             f"{self._describes}, whoever took them. Not seen: a peak between two readings of the "
-            "meter, as this machine has no C++ compiler that could make an exact one."
+            "meter. The allocator that counts every block could not be set; fxckpt's log says why."
         )
 
 
