@@ -208,4 +208,6 @@ class DynamicProgram:
                 else:
                     saved |= self._bit.get(s, 0)
             fits &= self._bytes[self._sets & saved] <= limit - live
+        for bound in program.limits:
+            fits &= self._bytes[self._sets & self._set_of(bound.storages)] <= bound.bytes
         return np.where(fits, 0.0, np.inf)

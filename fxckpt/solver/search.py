@@ -622,13 +622,17 @@ class _LimitedSearch(_Search):
         self._solve_if_small(limit)
 
     def _solve_if_small(self, limit: int) -> None:
-        """Evaluate the schedule of the integer program, which knows the limits."""
+        """Evaluate the schedule of an exact solver; both know the limits."""
         options, target = self.options, (1 + self.options.tolerance) * self.bound(limit).seconds
-        is_small = len(self.program.ops) * len(self.program.backward) <= options.exact_size
-        if is_small and self._least_seconds(limit) > target:
+        if self._least_seconds(limit) <= target:
+            return
+        if self.exact.size <= options.exact_states_along:
+            self._evaluate_optimum(self.exact.optimum(limit))
+        elif len(self.program.ops) * len(self.program.backward) <= options.exact_size:
             nodes = options.exact_nodes
-            program = in_forward(self.program)
-            self._evaluate_optimum(optimum(program, limit, seconds=math.inf, nodes=nodes))
+            self._evaluate_optimum(
+                optimum(self.exact.program, limit, seconds=math.inf, nodes=nodes)
+            )
 
     def bound(self, limit: int | None) -> Bound:
         """Return the greatest of the bounds by the peak and by the limits on saved values."""
