@@ -109,6 +109,8 @@ FRESH_PROCESS = """
 import ctypes, json, re, shutil, sys, threading, torch, fxckpt
 from fxckpt.memory_meter import meter_of
 from fxckpt.memory_meter.library import load_library
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 def resident(name):
     with open("/proc/self/status") as status:
@@ -128,6 +130,8 @@ def step():
     a.sin().cos().sum().backward()
 
 step()  # leaves gradients, and loads what a first call loads
+fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(x[:3])
+assert not isinstance(fake.untyped_storage().nbytes(), int)
 grown = torch.empty(100, dtype=torch.uint8)
 alias = grown[10:]
 before = meter_of("cpu").allocated()

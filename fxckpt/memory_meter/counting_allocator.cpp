@@ -128,7 +128,8 @@ class CountingAllocator final : public c10::Allocator {
     if (storage.allocator() == wrapped_) {
       storage.set_allocator(this);  // the storage may grow
     }
-    const auto bytes = static_cast<int64_t>(storage.nbytes());
+    // A fake tensor's storage may have a symbolic size.
+    const int64_t bytes = storage.sym_nbytes().maybe_as_int().value_or(0);
     if (bytes <= 0 || !own(storage._mutable_data_ptr_no_checks(), bytes)) {
       return 0;
     }
