@@ -91,10 +91,12 @@ def test_cases_of_another_device_run_on_the_cpu() -> None:
     """Device strings and calls are replaced, and what skips without the device goes."""
     source = (
         "@requires_cuda_and_triton\n@unittest.skipIf(not TEST_CUDA, 'no')\n@keep\n"
-        "def test(self):\n    x = torch.ones(2, device='cuda:0').cuda()\n    return 'cudas', x\n"
+        "def test(self, devices=('cpu', 'cuda')):\n"
+        "    x = torch.ones(2, device='cuda:0').cuda()\n    return 'cudas', x\n"
     )
     expected = (
-        "@keep\ndef test(self):\n    x = torch.ones(2, device='cpu').cpu()\n    return ('cudas', x)"
+        "@keep\ndef test(self, devices=('cpu',)):\n"
+        "    x = torch.ones(2, device='cpu').cpu()\n    return ('cudas', x)"
     )
     assert on_cpu(source, "cuda") == expected
 

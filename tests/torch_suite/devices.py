@@ -35,6 +35,19 @@ class _OnCpu(ast.NodeTransformer):
             )
         return node
 
+    def _without_twins(self, node: ast.List | ast.Tuple) -> ast.AST:
+        self.generic_visit(node)
+        # Cases for ["cpu", "cuda"] are the same twice, under one name.
+        seen: set[str] = set()
+        for element in list(node.elts):
+            if isinstance(element, ast.Constant) and element.value == "cpu":
+                if "cpu" in seen and isinstance(node.ctx, ast.Load):
+                    node.elts.remove(element)
+                seen.add("cpu")
+        return node
+
+    visit_List = visit_Tuple = _without_twins
+
     def _without_skips(self, node: ast.FunctionDef | ast.ClassDef) -> ast.AST:
         node.decorator_list = [
             decorator

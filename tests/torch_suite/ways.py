@@ -36,9 +36,8 @@ def backend(inner: str, *, budget: str | None, options: Any = None) -> Callable[
 
 def swap_backends(*, budget: str | None) -> None:
     """Replace torch's backends, by name and as the default of ``torch.compile``."""
-    registry.lookup_backend("aot_eager")  # loads all of torch's backends
     for name, inner in INNER.items():
-        registry._BACKENDS[name] = None
+        registry.lookup_backend(name)  # torch registers it now, not over ours later
         registry._COMPILER_FNS[name] = backend(inner, budget=budget)
 
     class Wrapper(torch._TorchCompileInductorWrapper):  # type: ignore[name-defined,misc]
