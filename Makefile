@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 INSTALLED := rm -rf build/installed && mkdir -p build/installed && cp -r fxckpt build/installed/fxckpt \
     && cp -r passes build/installed/fxckpt/passes
 
-.PHONY: demo test sweep gpu gpu-wheels torch-tests notebooks docs web lint type format clean
+.PHONY: demo test sweep gpu gpu-wheels torch-tests recipes notebooks docs web lint type format clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -64,6 +64,13 @@ gpu:  ## on a machine with a GPU: its tests, and bench/gpu.py; results in $$OUT 
 torch-tests: $(VENV)/.test  ## torch's own tests, from a checkout in TORCH_SRC, with fxckpt in place of parts of torch
 	@test -n "$(TORCH_SRC)" || { echo "give a checkout of torch: make torch-tests TORCH_SRC=path/to/pytorch"; exit 1; }
 	$(BIN)/python -m tests.torch_suite $(TORCH_SRC) $(FILES) $(if $(WAYS),--ways $(WAYS)) $(if $(ON_CPU),--on-cpu $(ON_CPU))
+
+$(VENV)/.recipes: $(VENV)/.base
+	$(PIP) --no-build-isolation --editable '.[recipes]'
+	touch $@
+
+recipes: $(VENV)/.recipes  ## run the scripts of docs/trainers.md against the real packages
+	for recipe in docs/recipes/*.py; do echo $$recipe && $(BIN)/python $$recipe || exit 1; done
 
 notebooks: $(VENV)/.test  ## run the notebooks and keep what they print
 	$(BIN)/python notebooks/run.py

@@ -32,7 +32,6 @@ from fxckpt.eager.api import (
     set_checkpoint_early_stop,
     set_device_states,
 )
-from fxckpt.eager.huggingface import patch_transformers
 from fxckpt.eager.patch import TorchPatch, patch_torch
 from fxckpt.eager.region_report import Region, RegionRow, record_regions
 from fxckpt.errors import (
@@ -53,6 +52,7 @@ from fxckpt.errors import (
     SlowdownInfeasible,
     VerifyError,
 )
+from fxckpt.integrations.transformers import patch_transformers
 from fxckpt.measure import measure_peak
 from fxckpt.ops.naming import name
 from fxckpt.ops.region_budgets import budget

@@ -7,6 +7,7 @@ compiles the forward and the backward half.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -19,6 +20,7 @@ from fxckpt.errors import BudgetInfeasible, FxckptError, InvalidOption
 from fxckpt.partitioner import Partitioner, source_digest
 from fxckpt.passes.meta import ORDER
 from fxckpt.plans.types import Plan
+from fxckpt.policies import policy_named
 from fxckpt.profiling import record_runs
 from fxckpt.reports.compile_report import Break, Report, outputs_bytes
 from fxckpt.torch_private import (
@@ -42,6 +44,8 @@ from fxckpt.torch_private.versions import warn_of_newer
 
 InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 INNER_NAMES = ("inductor", "aot_eager")
+BUDGET, POLICY = "FXCKPT_BUDGET", "FXCKPT_POLICY"
+"""Environment variables of ``backend="fxckpt"``."""
 OPTIONS = ("budget", "policy", "inner", "cost", "verify", "mode", "options", "max_slowdown")
 
 
@@ -246,7 +250,8 @@ def fxckpt_backend(
 ) -> Callable[..., Any]:
     """Compile one captured graph, for ``backend="fxckpt"``.
 
-    ``options`` are the arguments of :class:`Backend`, and Inductor's own.
+    ``options`` are the arguments of :class:`Backend`, and Inductor's own; where they leave out
+    budget and policy, those of :func:`by_environment` hold.
     """
     try:
         if unknown:
@@ -266,10 +271,31 @@ def fxckpt_backend(
         if inductor:
             _refuse_misspelt(inductor)
             ours["options"] = {**(ours.get("options") or {}), **inductor}
-        backend = Backend(**ours)
+        backend = Backend(**by_environment(ours))
     except FxckptError as error:
         raise through_dynamo(error) from error
     return backend(gm, example_inputs)
+
+
+def by_environment(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with the budget and the policy that the environment gives, if they lack one.
+
+    ``FXCKPT_BUDGET`` is a budget, ``FXCKPT_POLICY`` the name of one of :mod:`fxckpt.policies` or
+    ``MODULE:NAME``. They serve programs that pass no options to a backend, such as trainers.
+
+    Raises
+    ------
+    InvalidBudget, InvalidOption
+        A variable is not usable.
+    """
+    given = dict(options)
+    budget, policy = (os.environ.get(name, "") for name in (BUDGET, POLICY))
+    is_planned = isinstance(given.get("policy"), Plan)
+    if budget and not is_planned and not {"budget", "max_slowdown"} & set(given):
+        given["budget"] = budgets.from_text(budget)
+    if policy and "policy" not in given:
+        given["policy"] = policy_named(policy)
+    return given
 
 
 def _refuse_misspelt(options: Mapping[str, Any]) -> None:

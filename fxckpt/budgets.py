@@ -115,6 +115,30 @@ def parse_region(budget: int | float | str) -> int | float:
     )
 
 
+def from_text(text: str) -> Budget:
+    """Return a budget of the Python type that its text has.
+
+    Raises
+    ------
+    InvalidBudget
+        The text is no budget.
+
+    >>> from_text("4096"), from_text("0.6"), from_text("2GiB"), from_text("none")
+    (4096, 0.6, '2GiB', None)
+    """
+    if text.strip().lower() == "none":
+        return None
+    value: int | float | str = text
+    for kind in (int, float):
+        try:
+            value = kind(text)
+            break
+        except ValueError:
+            continue
+    validate(value)
+    return value
+
+
 def within(budget: Budget, max_slowdown: float | None) -> Budget:
     """Return the budget of a user who may have given a target in time in its place.
 

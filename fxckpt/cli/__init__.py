@@ -202,10 +202,7 @@ def _plan(options: argparse.Namespace) -> Answer:
     plan = _make_plan(options)
     if options.json:
         return _json_answer(figures(plan))
-    summary = plan.explain().summary()
-    width = max(len(name) for name, _ in summary)
-    lines = (f"{name:<{width}}  {text}" for name, text in summary)
-    return Answer("\n".join((*lines, "", memory_bar(plan))))
+    return Answer(f"{plan}\n\n{memory_bar(plan)}")
 
 
 def _explain(options: argparse.Namespace) -> Answer:
@@ -345,7 +342,11 @@ def _bench(options: argparse.Namespace) -> Answer:
             cost=options.cost,
             tick=tick,
         )
-    return _json_answer(table(runs).records()) if options.json else Answer(str(table(runs)))
+    text = json.dumps(table(runs).records(), indent=1) if options.json else str(table(runs))
+    refused = [run.infeasible for run in runs if run.infeasible is not None]
+    for error in refused:
+        _print_error(str(error), INFEASIBLE)
+    return Answer(text, INFEASIBLE if refused else DONE)
 
 
 def _calibrate(options: argparse.Namespace) -> Answer:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from fxckpt import __version__
-from fxckpt.budgets import parse as parse_budget
-from fxckpt.budgets import within
+from fxckpt.budgets import Budget, from_text, within
 from fxckpt.cli.factory import FORM
 from fxckpt.costs.devices import DEVICES, device_named
 from fxckpt.errors import InvalidBudget, InvalidOption
@@ -274,22 +273,11 @@ def _add_doctor(commands: _Subparsers) -> None:
     )
 
 
-def _budget(text: str) -> int | float | str | None:
-    """Return a budget of the Python type that its text has: 0.6 is a float, 4096 an int."""
-    if text.lower() == "none":
-        return None
-    value: int | float | str = text
-    for kind in (int, float):
-        try:
-            value = kind(text)
-            break
-        except ValueError:
-            continue
+def _budget(text: str) -> Budget:
     try:
-        parse_budget(value)
+        return from_text(text)
     except InvalidBudget as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return value
 
 
 def _slowdown(text: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from fxckpt.backend import Backend, InnerCompiler
 from fxckpt.budgets import Budget, format_bytes
 from fxckpt.cli.factory import Target
 from fxckpt.costs.models import CostModel
-from fxckpt.errors import CaptureError, InvalidOption
+from fxckpt.errors import BudgetInfeasible, CaptureError, InvalidOption
 from fxckpt.measure import measure_peak
 from fxckpt.utils.tables import Column, Table
 from fxckpt.utils.units import format_seconds
@@ -28,16 +28,18 @@ class Run:
 
     name: str
     """``"uncheckpointed"``, or the budget."""
-    peak_bytes: int
-    """Peak of one step, beyond the bytes allocated before it."""
+    peak_bytes: int | None
+    """Peak of one step, beyond the bytes allocated before it; None for an infeasible budget."""
     predicted_bytes: int | None
     """The plan's peak; None if the step has not exactly one plan."""
-    seconds: float
-    """Median time of a step."""
-    times: float
-    """Median time divided by that of the uncheckpointed step."""
+    seconds: float | None
+    """Median time of a step; None for an infeasible budget."""
+    times: float | None
+    """Median time divided by that of the uncheckpointed step; None for an infeasible budget."""
     gradients: str
     """Comparison with the gradients of the uncheckpointed step; empty for that step itself."""
+    infeasible: BudgetInfeasible | None = None
+    """The error of a budget that is infeasible."""
 
 
 def compare(
@@ -53,9 +55,9 @@ def compare(
     """Run the step uncheckpointed and within each budget, and return the measurements.
 
     Every way runs twice, for its gradients and its peak. Then all run ``steps`` times in turn, for
-    their times. ``tick`` is called with the name of the way before each run. Raises
-    :class:`fxckpt.CaptureError` for a model on the meta device or without a differentiable
-    output, and :class:`fxckpt.InvalidOption` if ``steps`` is 0.
+    their times. An infeasible budget does not run. ``tick`` is called with the name of the way
+    before each run. Raises :class:`fxckpt.CaptureError` for a model on the meta device or without a
+    differentiable output, and :class:`fxckpt.InvalidOption` if ``steps`` is 0.
     """
     if steps < 1:
         raise InvalidOption(f"steps={steps}: at least one step has to be timed.")
@@ -72,29 +74,39 @@ def compare(
         *("fxckpt, no budget" if budget is None else f"fxckpt {budget}" for budget in budgets),
     ]
     calls = [target.model, *(torch.compile(target.model, backend=backend) for backend in backends)]
-    gradients, peaks = [], []
-    seconds: list[list[float]] = [[] for _ in names]
-    for name, call in zip(names, calls, strict=True):
+    expected: list[torch.Tensor] | None = None
+    ways: list[Run] = []
+    for name, call, backend in zip(names, calls, (None, *backends), strict=True):
         tick(name)
-        _seconds(target, call, leaves)
-        gradients.append([leaf.grad.clone() for leaf in leaves if leaf.grad is not None])
+        try:
+            _seconds(target, call, leaves)
+        except BudgetInfeasible as error:
+            ways.append(Run(name, None, None, None, None, "", error))
+            continue
+        gradients = [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+        verdict = "" if expected is None else _verdict(expected, gradients)
+        expected = gradients if expected is None else expected
         tick(name)
         _clear(leaves)
-        peaks.append(measure_peak(partial(_step, target, call)))
+        peak = measure_peak(partial(_step, target, call))
+        plans = () if backend is None else backend.plans
+        ways.append(
+            Run(name, peak, plans[0].peak_bytes if len(plans) == 1 else None, None, None, verdict)
+        )
+    seconds: dict[str, list[float]] = {way.name: [] for way in ways if way.infeasible is None}
     # torch.utils.benchmark times one way in a block; in turns, load on the machine falls on all.
     for _ in range(steps):
-        for name, call, times in zip(names, calls, seconds, strict=True):
-            tick(name)
-            times.append(_seconds(target, call, leaves))
+        for name, call in zip(names, calls, strict=True):
+            if name in seconds:
+                tick(name)
+                seconds[name].append(_seconds(target, call, leaves))
     _clear(leaves)
-    medians = [statistics.median(times) for times in seconds]
-    predicted = [None, *(b.plans[0].peak_bytes if len(b.plans) == 1 else None for b in backends)]
-    verdicts = ["", *(_verdict(gradients[0], other) for other in gradients[1:])]
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
     return tuple(
-        Run(name, peak, predicted_peak, median, median / medians[0], verdict)
-        for name, peak, predicted_peak, median, verdict in zip(
-            names, peaks, predicted, medians, verdicts, strict=True
-        )
+        replace(way, seconds=medians[way.name], times=medians[way.name] / medians[names[0]])
+        if way.name in medians
+        else way
+        for way in ways
     )
 
 
@@ -102,23 +114,29 @@ def table(runs: Sequence[Run]) -> Table:
     """Return the runs as a table."""
     columns = (
         Column("name", "run"),
-        Column("peak_bytes", "peak", format_bytes, is_number=True),
-        Column(
-            "predicted_bytes",
-            "predicted",
-            lambda v: "" if v is None else format_bytes(v),
-            is_number=True,
-        ),
-        Column("seconds", "a step", format_seconds, is_number=True),
-        Column("times", "x", lambda v: f"{v:.2f}", is_number=True),
+        Column("peak_bytes", "peak", _unless_none(format_bytes), is_number=True),
+        Column("predicted_bytes", "predicted", _unless_none(format_bytes), is_number=True),
+        Column("seconds", "a step", _unless_none(format_seconds), is_number=True),
+        Column("times", "x", _unless_none(lambda v: f"{v:.2f}"), is_number=True),
         Column("gradients", "gradients"),
     )
     return Table(
         columns,
         tuple(
-            (r.name, r.peak_bytes, r.predicted_bytes, r.seconds, r.times, r.gradients) for r in runs
+            (r.name, r.peak_bytes, r.predicted_bytes, r.seconds, r.times, r.gradients)
+            if r.infeasible is None
+            else (r.name, None, None, None, None, _least(r.infeasible))
+            for r in runs
         ),
     )
+
+
+def _unless_none(to_text: Callable[[Any], str]) -> Callable[[Any], str]:
+    return lambda value: "" if value is None else to_text(value)
+
+
+def _least(error: BudgetInfeasible) -> str:
+    return f"infeasible: the least is {format_bytes(error.floor_bytes)}"
 
 
 def _leaves(target: Target) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fxckpt.budgets import format_bytes
 from fxckpt.errors import InvalidOption
 from fxckpt.plans.snapshot import GraphSnapshot
 from fxckpt.reason import Decision, Reason
@@ -94,6 +95,8 @@ class Plan:
     >>> plan = fxckpt.plan(model, torch.randn(512, 8), budget=0.8, cost="flops")
     >>> len(plan.saved), len(plan.recomputed)
     (4, 3)
+    >>> print(str(plan).splitlines()[1])
+    budget                     128.0 KiB
     >>> plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes
     True
     >>> fxckpt.Plan.from_json(plan.to_json()) == plan
@@ -171,6 +174,16 @@ class Plan:
     """Joint graph that the plan was made for, one line per node, then one per budget region."""
     step: GraphSnapshot | None = field(default=None, compare=False, repr=False)
     """Snapshot of that graph for reports, plots and pages; equality of plans ignores it."""
+
+    def __str__(self) -> str:
+        from fxckpt.reports.explanation import summary_of
+
+        return summary_of(self)
+
+    def __repr__(self) -> str:
+        # The digest, for caches are keyed by the repr of what a user gave.
+        runs = f"{len(self.saved)} saved, {len(self.schedule)} recomputed"
+        return f"<Plan {self.digest}: peak of {format_bytes(self.peak_bytes)}, {runs}>"
 
     @property
     def digest(self) -> str:

@@ -29,6 +29,8 @@ Policies compose: ``a | b``, ``a & b``, ``~a`` (see :class:`Policy`) and ``first
 from __future__ import annotations
 
 import functools
+import importlib
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -276,6 +278,24 @@ MAKERS: tuple[tuple[Callable[..., Policy], str], ...] = (
 
 
 @coerces
+def policy_named(text: str) -> Any:
+    """Return the policy that a text names: one of this package, or ``MODULE:NAME``.
+
+    Raises :class:`InvalidOption` if there is none.
+
+    >>> policy_named("save_matmuls") == policy_named("fxckpt.policies:save_matmuls") == save_matmuls
+    True
+    """
+    module, _, name = text.rpartition(":")
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module or __name__))
+    except (ImportError, AttributeError) as error:
+        raise InvalidOption(
+            f"there is no policy {text!r}: {error}. Give a name of fxckpt.policies, or "
+            "MODULE:NAME. Examples: 'save_matmuls', 'train:my_policy'."
+        ) from error
+
+
 def as_part(policy: Any) -> Policy:
     """Convert one policy of several, so that a function may leave a value to the others.
 

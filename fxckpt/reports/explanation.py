@@ -343,6 +343,13 @@ class Explanation:
         return f"<table>{figures}</table>\n<pre>{bar}</pre>\n{table}\n<p>{note}</p>"
 
 
+def summary_of(plan: Plan) -> str:
+    """Return a plan's figures, one line each."""
+    figures = Explanation(plan, ()).summary()
+    width = max(len(name) for name, _ in figures)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in figures)
+
+
 def explain(plan: Plan) -> Explanation:
     """Return the explanation of ``plan``, all rows, largest first."""
     inputs = Narrator(plan).backward_inputs() if plan.step is not None else ()

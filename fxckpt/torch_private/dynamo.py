@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch.utils.checkpoint
 from torch import fx
@@ -206,33 +207,43 @@ def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> 
 def no_whole_graph(error: Unsupported) -> CaptureError:
     """Return the error for a model that Dynamo cannot capture as one graph."""
     return CaptureError(
-        f"the model does not capture as one graph: {_without_advice(error)}\n"
+        f"the model does not capture as one graph: {_told(error)}\n"
         "Remove the graph break, or compile with fxckpt.Backend and read backend.plans: "
         "one plan a graph."
     )
 
 
-def _innermost(error: TorchRuntimeError) -> str:
-    """Return the error that an op raised on fake tensors, and the line that called it.
+def _told(error: Exception) -> str:
+    """Return what Dynamo found, the user's lines, its explanation and its first hint."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    more = [
+        line.partition(": ")[2]
+        for kind in ("Explanation: ", "Hint: ")
+        if (line := next((each for each in lines if each.startswith(kind)), ""))
+    ]
+    stack = getattr(error, "real_stack", None)
+    return "\n".join(((lines or [type(error).__name__])[0] + _calling_lines(stack), *more))
 
-    The line is the innermost of the user's code if the stack has one, else the innermost of torch.
-    """
+
+def _innermost(error: TorchRuntimeError) -> str:
+    """Return the error that an op raised on fake tensors, and the lines that called it."""
     cause: BaseException = error
     while (behind := cause.__cause__ or cause.__context__) is not None:
         cause = behind
-    stack = list(error.real_stack or ())
-    own = [
-        frame for frame in stack if not frame.filename.startswith(str(Path(torch.__file__).parent))
-    ]
-    at = (own or stack)[-1:]
-    return f"{type(cause).__name__}: {cause}" + "".join(
-        f"\n  at {frame.filename}:{frame.lineno}: {frame.line}" for frame in at
-    )
+    return f"{type(cause).__name__}: {cause}{_calling_lines(error.real_stack)}"
 
 
-def _without_advice(error: Exception) -> str:
-    """Return the message of a Dynamo error without its advice on debugging Dynamo itself."""
-    return str(error).partition("\nSet TORCHDYNAMO_VERBOSE=1")[0].rstrip()
+def _calling_lines(stack: Any) -> str:
+    """Return the innermost lines of a stack outside torch, and outside installed packages.
+
+    Without any, it is the innermost of torch.
+    """
+    frames = list(stack or ())
+    torch_folder = str(Path(torch.__file__).parent)
+    outside = [frame for frame in frames if not frame.filename.startswith(torch_folder)]
+    own = [frame for frame in outside if "site-packages" not in Path(frame.filename).parts]
+    shown = [*(outside or frames)[-1:], *(frame for frame in own[-1:] if frame != outside[-1])]
+    return "".join(f"\n  at {frame.filename}:{frame.lineno}: {frame.line}" for frame in shown)
 
 
 class _CaptureDone(ShortenTraceback):
@@ -262,26 +273,33 @@ def errors_told_once() -> Iterator[None]:
         log.removeFilter(is_other)
 
 
-class _PlacedFakeTensorMode(FakeTensorMode):
-    """Fake tensor mode that moves tensors from the meta device to one that could run a step.
+@contextlib.contextmanager
+def _placing(place: torch.device | None) -> Iterator[None]:
+    """Move fake tensors from the meta device to one that could run a step.
 
-    With ``place``, it moves every tensor there.
+    With ``place``, every fake tensor moves there.
+    Fake tensors of every mode: Dynamo makes its own of what a function closes over.
     """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+    from_tensor = FakeTensorMode.from_tensor
 
-    def __init__(self, place: torch.device | None, **options: Any) -> None:
-        super().__init__(**options)
-        self.place = place
-
-    def from_tensor(self, tensor: torch.Tensor, **kwargs: Any) -> FakeTensor:
-        fake = super().from_tensor(tensor, **kwargs)
-        if self.place is not None:
-            fake.fake_device = self.place
-        elif fake.fake_device.type == "meta":
-            accelerator = torch.accelerator.current_accelerator(check_available=True)
-            fake.fake_device = (
-                torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
-            )
+    def placed(mode: FakeTensorMode, tensor: torch.Tensor, **kwargs: Any) -> FakeTensor:
+        fake = from_tensor(mode, tensor, **kwargs)
+        if place is not None or fake.fake_device.type == "meta":
+            fake.fake_device = device if place is None else place
         return fake
+
+    with mock.patch.object(FakeTensorMode, "from_tensor", placed):
+        yield
+
+
+def _logging_methods() -> set[Callable[..., Any]]:
+    """Return every method of every class of loggers, such as those that packages add."""
+    classes = [logging.Logger]
+    for each in classes:
+        classes += each.__subclasses__()
+    return {method for each in classes for method in vars(each).values() if callable(method)}
 
 
 def capture_whole(
@@ -299,7 +317,8 @@ def capture_whole(
 
     Tensors on the meta device are treated as tensors on the accelerator, or on the CPU if there is
     none, because torch 2.13 traces some ops (``nll_loss``) without their gradient on meta. With
-    ``place``, all tensors are treated as tensors there.
+    ``place``, all tensors are treated as tensors there. Calls of loggers, at which a compile breaks
+    the graph, are left out.
 
     Raises:
         CaptureError: if Dynamo cannot capture one graph, the function fails on these inputs, or it
@@ -307,6 +326,7 @@ def capture_whole(
     """
     import copy
 
+    from torch._dynamo import config
     from torch._dynamo.exc import TorchDynamoException
     from torch._subclasses.fake_tensor import FakeCopyMode
 
@@ -314,35 +334,38 @@ def capture_whole(
         receive(inline_regions(gm), inputs)
         leave_capture()
 
-    mode = _PlacedFakeTensorMode(place, allow_non_fake_inputs=True)
-    if isinstance(getattr(function, "__self__", function), torch.nn.Module):
-        with FakeCopyMode(mode):
-            function = copy.deepcopy(function)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         return mode.from_tensor(leaf)
 
-    args, kwargs = pytree.tree_map(fake, (args, kwargs))
+    ignored = {*config.ignore_logging_functions, *_logging_methods()}
     try:
-        with mode, _forgetting_sizes(), errors_told_once():
-            torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
+        with _placing(place), config.patch(ignore_logging_functions=ignored):
+            if isinstance(getattr(function, "__self__", function), torch.nn.Module):
+                with FakeCopyMode(mode):
+                    function = copy.deepcopy(function)
+            args, kwargs = pytree.tree_map(fake, (args, kwargs))
+            with mode, _forgetting_sizes(), errors_told_once():
+                torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
     except _CaptureDone:
         return
-    except Unsupported as error:
-        raise no_whole_graph(error) from error
-    except TorchRuntimeError as error:
-        raise CaptureError(
-            f"the model does not run on these inputs: {_innermost(error)}"
-        ) from error
     except TorchDynamoException as error:
         if isinstance(error, FxckptError):
             raise
-        raise CaptureError(
-            f"Dynamo could not capture the model: {_without_advice(error)}"
-        ) from error
+        # Dynamo's own stack, of hundreds of lines, helps those who debug Dynamo.
+        raise _capture_error(error) from (error if config.verbose else None)
     raise CaptureError("nothing to plan: the function was captured without any tensor operation.")
+
+
+def _capture_error(error: Exception) -> CaptureError:
+    if isinstance(error, Unsupported):
+        return no_whole_graph(error)
+    if isinstance(error, TorchRuntimeError):
+        return CaptureError(f"the model does not run on these inputs: {_innermost(error)}")
+    return CaptureError(f"Dynamo could not capture the model: {_told(error)}")
 
 
 @contextlib.contextmanager

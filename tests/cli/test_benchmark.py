@@ -20,6 +20,18 @@ def test_compare_refuses_steps_that_cannot_run() -> None:
         compare(on_meta, [0.5], steps=1)
 
 
+def test_infeasible_budget_keeps_other_rows() -> None:
+    """A budget that is infeasible has a row with the least peak; the others have figures."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+    target = Target(model, (torch.randn(256, 32),), {})
+    runs = compare(target, ["1B", "min"], steps=1)
+    assert [run.infeasible is None for run in runs] == [True, False, True]
+    assert runs[2].gradients == "equal, bitwise" and runs[2].seconds is not None
+    refused = table(runs).records()[1]
+    assert refused["peak_bytes"] is refused["seconds"] is None
+    assert "infeasible: the least is" in str(table(runs))
+
+
 def test_verdict() -> None:
     """Gradients are equal, equal up to rounding, or different."""
     a = torch.ones(3)

@@ -97,7 +97,6 @@ def test_every_option_of_torchs_checkpoint_is_taken() -> None:
             lambda x: fxckpt.checkpoint_sequential([torch.sin] * 4, 2, x, budget=0.5),
             "segments='auto'",
         ),
-        (lambda x: fxckpt.patch_transformers(nn.Linear(2, 2)), "Linear is no transformers model"),
     ],
 )
 def test_senseless_calls_are_refused_with_an_explanation(

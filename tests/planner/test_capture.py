@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 import fxckpt
 from tests.models.blocks import Net
+
+log = logging.getLogger(__name__)
 
 
 def test_plan_function_equals_backend_plan() -> None:
@@ -71,3 +75,55 @@ def test_plans_do_not_affect_later_compiles() -> None:
 
     torch.compile(model, backend=fxckpt.Backend(inner=inner))(torch.randn(48, 32)).sum().backward()
     assert all(type(size) is int for size in shapes)
+
+
+def test_a_function_closes_over_a_meta_model() -> None:
+    """A function that closes over a model on the meta device is planned as the model is."""
+    with torch.device("meta"):
+        model, x = (
+            nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)),
+            torch.empty(8, 64),
+        )
+    plan = fxckpt.plan(lambda x: model(x).sin().sum(), x)
+    real = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    assert (
+        plan.peak_bytes == fxckpt.plan(lambda x: real(x).sin().sum(), torch.empty(8, 64)).peak_bytes
+    )
+
+
+class Logs(nn.Linear):
+    """A layer that logs in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        log.warning("a call")
+        return super().forward(x).sin()
+
+
+def test_log_calls_are_left_out() -> None:
+    """A model that calls a logger is captured whole."""
+    plan = fxckpt.plan(Logs(8, 8), torch.randn(4, 8))
+    plain = fxckpt.plan(nn.Sequential(nn.Linear(8, 8), _Sin()), torch.randn(4, 8))
+    assert plan.peak_bytes == plain.peak_bytes
+
+
+class _Sin(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+class Branches(nn.Linear):
+    """A layer whose forward branches on its values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # the line
+            return x
+        return super().forward(x)
+
+
+def test_capture_error_shows_the_line() -> None:
+    """The error has the user's line and few others, and Dynamo's own stack is left out."""
+    with pytest.raises(fxckpt.CaptureError, match="does not capture as one graph") as error:
+        fxckpt.plan(nn.Sequential(Branches(8, 8)), torch.randn(4, 8))
+    told = str(error.value).splitlines()
+    assert len(told) <= 6 and "if x.sum() > 0:  # the line" in told[1] and __file__ in told[1]
+    assert "torch/_dynamo" not in "".join(traceback.format_exception(error.value))

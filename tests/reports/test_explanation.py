@@ -178,3 +178,14 @@ def test_why_refuses_other_objects(plan: fxckpt.Plan) -> None:
     """The name of a value is a string."""
     with pytest.raises(fxckpt.InvalidOption, match="3 is not the name of a value"):
         plan.explain().why(3)  # type: ignore[arg-type]
+
+
+def test_printed_plan_is_a_summary() -> None:
+    """A printed plan has ten lines of figures at most; its repr has one, with its digest."""
+    plan = fxckpt.plan(
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), torch.ones(4, 8)
+    )
+    lines = str(plan).splitlines()
+    assert 8 <= len(lines) <= 10 and all(len(line) < 120 for line in lines)
+    assert lines[0].split()[0] == "peak" and lines[1].split() == ["budget", "none"]
+    assert plan.digest in repr(plan) and len(repr(plan)) < 100

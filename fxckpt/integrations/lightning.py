@@ -1,0 +1,82 @@
+"""Lightning: a callback that trains the modules inside a LightningModule within a budget.
+
+A LightningModule itself does not compile: its steps log, and talk to the trainer. The modules that
+it calls do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    from pytorch_lightning import Callback
+
+from fxckpt.backend import Backend
+from fxckpt.errors import InvalidOption
+from fxckpt.reports.compile_report import Report
+
+
+class FxckptCallback(Callback):  # type: ignore[misc]
+    """Compiles modules of a LightningModule by :class:`fxckpt.Backend` when a fit begins.
+
+    ``modules`` are names of submodules (``"model"``, ``"encoder.layers"``), by default every child
+    with parameters; ``options`` are those of :class:`fxckpt.Backend`, and a budget holds for each
+    module's graph. ``training_step`` and its ``self.log`` run as they are, so does validation. At
+    the end of the fit the modules run uncompiled again. :meth:`report` prints the plans.
+
+    Raises :class:`fxckpt.InvalidOption` when the fit begins, if there is no such module.
+    """
+
+    def __init__(self, *modules: str, **options: Any) -> None:
+        self.modules = modules
+        self.options = options
+        self.backends: dict[str, Backend] = {}
+        """The backend of each module that was compiled, by name."""
+        Backend(**options)  # Raises for invalid options before a fit begins.
+
+    def report(self) -> dict[str, Report]:
+        """Return the report of each module, by name."""
+        return {name: backend.report() for name, backend in self.backends.items()}
+
+    def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Compile the modules; called by Lightning."""
+        children = {
+            name: child
+            for name, child in pl_module.named_children()
+            if any(p.requires_grad for p in child.parameters())
+        }
+        found = dict(pl_module.named_modules())
+        wanted = self.modules or tuple(children)
+        if not wanted or any(name not in found or not name for name in wanted):
+            raise InvalidOption(
+                f"FxckptCallback{self.modules!r}: {type(pl_module).__name__} has no such modules. "
+                f"Its children with parameters: {', '.join(children) or 'none'}. Keep the model in "
+                "one, as self.model = ..., and call it in training_step."
+            )
+        for name in wanted:
+            self.backends[name] = Backend(**self.options)
+            _compile(found[name], self.backends[name])
+
+    def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """Run the modules uncompiled again; called by Lightning, after errors too."""
+        found = dict(pl_module.named_modules())
+        for name in self.backends:
+            found[name]._compiled_call_impl = None
+
+
+def _compile(module: nn.Module, backend: Backend) -> None:
+    """Compile a module in place, as ``module.compile()`` does, containers of torch included.
+
+    Dynamo compiles no frame of torch's own, such as the forward of ``nn.Sequential``, unless a
+    frame of another file calls it.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(call, backend=backend)

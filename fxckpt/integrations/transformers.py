@@ -1,0 +1,122 @@
+"""Hugging Face ``transformers``: gradient checkpointing by fxckpt, in models and their trainers.
+
+A model's own blocks become regions of :func:`fxckpt.checkpoint`. The one method through which
+``transformers`` turns checkpointing on is replaced in the model, so that a trainer that turns it on
+again gets fxckpt too, with the options that it gives.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
+from types import MethodType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fxckpt import budgets
+from fxckpt.eager.api import checkpoint
+from fxckpt.errors import InvalidOption
+
+M = TypeVar("M", bound=nn.Module)
+
+SETTER = "_set_gradient_checkpointing"
+"""Method of ``PreTrainedModel`` that turns checkpointing on and off; remote code overrides it."""
+OPTIONS = tuple(
+    name
+    for name, parameter in inspect.signature(checkpoint).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+)
+"""Options of a region."""
+
+
+def patch_transformers(model: M, **options: Any) -> M:
+    """Enable gradient checkpointing in a ``transformers`` model by :func:`fxckpt.checkpoint`.
+
+    Every block that the model checkpoints becomes a region with ``options``, those of
+    :func:`fxckpt.checkpoint`; returns the model. Parameter names and saved checkpoints are
+    unchanged. Whoever enables checkpointing in the model later, as a trainer with
+    ``gradient_checkpointing=True`` does, enables fxckpt's; ``gradient_checkpointing_kwargs`` add to
+    ``options`` and override them. ``model.activation_checkpointing_disable()`` (older versions:
+    ``gradient_checkpointing_disable``) turns it off.
+
+    Raises :class:`InvalidOption` for a model without gradient checkpointing, for an unknown option,
+    and, when checkpointing is enabled, for what regions do not have (``offload``).
+
+    Examples
+    --------
+    >>> import transformers, fxckpt
+    >>> sizes = dict(n_layer=2, n_embd=8, n_head=2, vocab_size=11, bos_token_id=0, eos_token_id=0)
+    >>> config = transformers.GPT2Config(**sizes)
+    >>> model = fxckpt.patch_transformers(transformers.GPT2LMHeadModel(config))
+    >>> model.is_gradient_checkpointing
+    True
+    """
+    _check(options)
+    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
+        model, "gradient_checkpointing_enable", None
+    )
+    if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
+        raise InvalidOption(
+            f"{type(model).__name__} is no transformers model with gradient checkpointing. "
+            "Wrap the calls of its blocks yourself: x = fxckpt.checkpoint(block, x)."
+        )
+    for module in model.modules():
+        setter = getattr(type(module), SETTER, None)
+        if setter is not None:
+            is_old = "value" in inspect.signature(setter).parameters
+            # A bound method, so that a copy of the model binds its own.
+            setattr(module, SETTER, MethodType(_set_by_module if is_old else _set, module))
+            module._fxckpt_options = options  # type: ignore[assignment]
+    enable({"use_reentrant": False})
+    return model
+
+
+def _set(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Enable or disable checkpointing in a model, with fxckpt's function in place of torch's."""
+    setter = getattr(type(self), SETTER)
+    given = inspect.signature(setter).bind(self, *args, **kwargs)
+    given.apply_defaults()
+    function = given.arguments["gradient_checkpointing_func"]
+    if not isinstance(function, functools.partial):
+        function = functools.partial(function)
+    if (name := getattr(function.func, "__name__", "")) != "checkpoint":
+        raise InvalidOption(
+            f"gradient checkpointing by {name or function.func!r} was asked for (offload=True, "
+            "say), which regions of fxckpt do not have. Leave it out, or do not patch the model."
+        )
+    merged = {**_options_of(self), **function.keywords}
+    _check(merged)
+    given.arguments["gradient_checkpointing_func"] = functools.partial(checkpoint, **merged)
+    setter(*given.args, **given.kwargs)
+
+
+def _set_by_module(self: nn.Module, module: nn.Module, value: bool = False) -> None:
+    """Enable or disable checkpointing in one module, of a model of the form before 4.35."""
+    getattr(type(self), SETTER)(self, module, value)
+    if hasattr(module, "_gradient_checkpointing_func"):
+        function = functools.partial(checkpoint, **_options_of(self))
+        module._gradient_checkpointing_func = function  # type: ignore[assignment]
+
+
+def _options_of(model: nn.Module) -> dict[str, Any]:
+    options: Any = model.__dict__["_fxckpt_options"]
+    return dict(options)
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    """Raise :class:`InvalidOption` for options that regions do not have, before a step runs.
+
+    A region passes other keywords on to its block, which may ignore them.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            near = get_close_matches(name, OPTIONS, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise InvalidOption(
+                f"{name}={options[name]!r} is no option of fxckpt.checkpoint.{hint} "
+                f"Options: {', '.join(OPTIONS)}."
+            )
+    budgets.validate(options.get("budget"))
