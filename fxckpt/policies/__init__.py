@@ -277,7 +277,6 @@ MAKERS: tuple[tuple[Callable[..., Policy], str], ...] = (
 )
 
 
-@coerces
 def policy_named(text: str) -> Any:
     """Return the policy that a text names: one of this package, or ``MODULE:NAME``.
 
@@ -296,6 +295,7 @@ def policy_named(text: str) -> Any:
         ) from error
 
 
+@coerces
 def as_part(policy: Any) -> Policy:
     """Convert one policy of several, so that a function may leave a value to the others.
 
