@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 from fxckpt.ops.properties import is_collective, is_torchs_own, tensors
 from fxckpt.torch_private import OpOverload, outside_trace, size_hint
 
-OPAQUE = ("mkldnn", "cudnn", "miopen", "thnn", "nested", "sparse")
-"""Prefixes of the names of ops that read buffers in a private layout.
+OPAQUE = ("mkldnn", "cudnn", "miopen", "thnn", "nested", "sparse", "assert", "functional_assert")
+"""Prefixes of the names of ops that read buffers in a private layout, and of assertions.
 
-Synthetic inputs may crash them.
+Synthetic inputs may crash them; a failed assertion on a GPU ends every later call.
 """
 
 MOST_BYTES = 2**32

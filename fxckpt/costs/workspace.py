@@ -1,8 +1,8 @@
 """Workspace: the memory an op's kernel allocates and frees before it returns.
 
 Convolutions reorder their operands, attention keeps blocks, some reductions buffer: no graph shows
-this workspace. Each distinct op of a CPU graph runs once on synthetic inputs while the allocator's
-events are recorded.
+this workspace. Each distinct op runs once on synthetic inputs, on the CPU while the allocator's
+events are recorded, on a GPU twice, between two readings of the caching allocator's statistics.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from fxckpt.costs.isolated_op import REFUSED, IsolatedOp, devices
+from fxckpt.memory_meter import AcceleratorMeter, Meter, meter_of
 from fxckpt.ops.properties import tensors
-from fxckpt.torch_private import allocation_events, size_hint, storage_id
+from fxckpt.torch_private import allocated_bytes, allocation_events, size_hint, storage_id
 
 log = logging.getLogger("fxckpt")
 
@@ -37,16 +38,31 @@ class MeasuredWorkspace:
     def __call__(self, node: fx.Node) -> int:
         """Return the workspace bytes of one run of ``node``.
 
-        Return 0 for an op off the CPU or one that cannot run in isolation.
+        Return 0 for an op of a device that is not here or one that cannot run in isolation.
         """
         isolated = IsolatedOp.of(node)
-        if isolated is None or devices(node) != {"cpu"}:
+        if isolated is None:
             return 0
+        if devices(node) != {"cpu"}:
+            return self._on_gpu(node, isolated)
         operands = [t for arg in node.all_input_nodes for t in tensors(arg.meta.get("val"))]
         if str(isolated.op.overloadpacket) in BLAS_PRODUCTS and all(map(_blas_takes, operands)):
             return 0
         if isolated.key not in self._known:
             self._known[isolated.key] = _measure(isolated, _result_bytes(node))
+        return self._known[isolated.key]
+
+    def _on_gpu(self, node: fx.Node, isolated: IsolatedOp) -> int:
+        """Return the workspace bytes of an op on a GPU; 0 for a pointwise op, which has none."""
+        if (
+            not {"cuda"} <= devices(node) <= {"cuda", "cpu"}
+            or not torch.cuda.is_available()
+            or torch.Tag.pointwise in isolated.op.tags
+        ):
+            return 0
+        if isolated.key not in self._known:
+            meter = meter_of(torch.device("cuda"))
+            self._known[isolated.key] = metered(meter, isolated, _result_bytes(node))
         return self._known[isolated.key]
 
 
@@ -73,10 +89,31 @@ def _result_bytes(node: fx.Node) -> int:
     """Return the bytes of the storages of a node's results, from the graph."""
     return sum(
         {
-            storage_id(t): size_hint(t.untyped_storage().nbytes())
+            storage_id(t): allocated_bytes(size_hint(t.untyped_storage().nbytes()), t.device.type)
             for t in tensors(node.meta.get("val"))
         }.values()
     )
+
+
+def metered(meter: Meter, isolated: IsolatedOp, result_bytes: int) -> int:
+    """Return the workspace bytes of one op by a meter of its device.
+
+    The first run is not counted: libraries take memory once, and keep it.
+    """
+    try:
+        with isolated.call() as call:
+            call()
+            start = meter.allocated()
+            if isinstance(meter, AcceleratorMeter):
+                meter.restart_peak()
+            with meter.watch() as watch:
+                result = call()
+                live, peak = meter.allocated() - start, watch.peak() - start
+    except REFUSED as error:
+        log.info("workspace of %s not measured, planned as none: %s", isolated.op, error)
+        return 0
+    del result
+    return max(0, peak - min(live, result_bytes))
 
 
 def _measure(isolated: IsolatedOp, result_bytes: int) -> int:

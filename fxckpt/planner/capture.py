@@ -133,7 +133,7 @@ def plan(
         budgets.within(budget, max_slowdown),
         policy,
         cost,
-        measure_workspace=not on_meta,
+        measure_workspace=not on_meta and target.named is None,
         device=target.named,
     )
     joint = capture_joint(model_or_fn, args, kwargs, target)

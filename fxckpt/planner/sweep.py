@@ -71,7 +71,11 @@ def frontier(
     on_meta = is_on_meta(model_or_fn, args, kwargs)
     target = target_of(device, is_on_meta=on_meta)
     planner = Planner(
-        None, as_policy(policy), cost, measure_workspace=not on_meta, device=target.named
+        None,
+        as_policy(policy),
+        cost,
+        measure_workspace=not on_meta and target.named is None,
+        device=target.named,
     )
     joint = capture_joint(model_or_fn, args, kwargs, target)
     prepare(joint)

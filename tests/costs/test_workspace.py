@@ -1,13 +1,23 @@
-"""Workspace of kernels, measured by the allocator's events."""
+"""Workspace of kernels, measured by the allocator's events, on a GPU by its statistics."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from fxckpt.costs import workspace
-from fxckpt.costs.workspace import MeasuredWorkspace
+from fxckpt.costs.isolated_op import IsolatedOp
+from fxckpt.costs.workspace import MeasuredWorkspace, metered
+from fxckpt.memory_meter import AcceleratorMeter, meter_of
+from fxckpt.torch_private import FakeTensor, move_fake
 from tests.costs.nodes import node_of
 
 
@@ -61,3 +71,99 @@ def test_an_op_that_refuses_is_planned_as_none(caplog: pytest.LogCaptureFixture)
     with caplog.at_level("INFO", "fxckpt"):
         assert MeasuredWorkspace()(refusing) == 0
     assert "not measured" in caplog.text
+
+
+def first_op(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.Node:
+    """Return the first op of a traced function."""
+    graph = make_fx(function, tracing_mode="fake")(*inputs).graph
+    return next(n for n in graph.nodes if n.op == "call_function")
+
+
+def test_meter_finds_what_events_find() -> None:
+    """By a meter an op has the workspace that the allocator's events show."""
+    meter = meter_of("cpu")
+    if not meter.exact:
+        pytest.skip("needs a C++ compiler")
+    inputs = torch.randn(4, 4, 32, 32), torch.randn(4, 4, 3, 3)
+    for function, given in (
+        (lambda x, w: F.conv2d(x, w, padding=1), inputs),
+        (lambda x, w: torch.sort(x)[0], inputs),
+        (lambda x, w: x.exp(), inputs),
+    ):
+        node = first_op(function, *given)
+        isolated = IsolatedOp.of(node)
+        assert isolated is not None
+        result = workspace._result_bytes(node)
+        assert metered(meter, isolated, result) == MeasuredWorkspace()(node)
+
+
+def on_gpu(node: fx.Node) -> fx.Node:
+    """Say that the values around a node are on a GPU."""
+    for value in (node, *node.all_input_nodes):
+        for leaf in pytree.tree_leaves(value.meta["val"]):
+            if isinstance(leaf, FakeTensor):
+                move_fake(leaf, torch.device("cuda", 0))
+    return node
+
+
+class Statistics:
+    """The statistics of a caching allocator, of calls that take 1536 bytes and keep 1024."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 4096
+
+    def read(self) -> tuple[int, int]:
+        return self.now, self.peak
+
+    def restart(self) -> None:
+        self.peak = self.now
+
+    def call(self) -> object:
+        self.peak = max(self.peak, self.now + 1536)
+        self.now += 1024
+        return object()
+
+
+def test_gpu_is_read_by_its_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the peak of one run, less its result in whole blocks, is the workspace."""
+    statistics = Statistics()
+    meter = AcceleratorMeter(statistics.read, statistics.restart)
+    monkeypatch.setattr(workspace, "meter_of", lambda device: meter)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    class Fake(IsolatedOp):
+        def call(self) -> Any:
+            return contextlib.nullcontext(statistics.call)
+
+    node = on_gpu(first_op(lambda x: torch.sort(x, dim=0), torch.randn(100)))
+    made = IsolatedOp.of(node)
+    assert made is not None
+    fake = Fake(made.op, made.leaves, made.spec, made.key)
+    monkeypatch.setattr(IsolatedOp, "of", classmethod(lambda cls, node: fake))
+    # Values of 400 bytes and indices of 800 take blocks of 512 and 1024.
+    assert workspace._result_bytes(node) == 1536
+    assert MeasuredWorkspace()(node) == 1536 - 1024
+
+
+def test_pointwise_op_is_not_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pointwise op has no workspace on a GPU; without one nothing is run."""
+
+    def never(device: object) -> None:
+        raise AssertionError("no meter is needed")
+
+    monkeypatch.setattr(workspace, "meter_of", never)
+    pointwise = on_gpu(first_op(torch.exp, torch.randn(100)))
+    sort = on_gpu(first_op(lambda x: torch.sort(x), torch.randn(100)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert MeasuredWorkspace()(sort) == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert MeasuredWorkspace()(pointwise) == 0
+
+
+def test_assertions_are_not_run() -> None:
+    """An assertion is not run on synthetic inputs, which would fail it."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.zeros(1)
+    op = torch.ops.aten._assert_async.msg
+    assert IsolatedOp.of(graph.call_function(op, (x, "no"))) is None
