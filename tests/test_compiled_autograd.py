@@ -1,0 +1,88 @@
+"""Compiled autograd around planned graphs: hooks, and graph breaks in the backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+
+import fxckpt
+
+
+def halve_accumulated(net: nn.Module) -> None:
+    """Change each gradient in place once it is accumulated."""
+
+    def hook(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(0.5)
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+
+
+def double_gradients(net: nn.Module) -> None:
+    """Hook every parameter."""
+    for p in net.parameters():
+        p.register_hook(lambda g: g * 2)
+
+
+def break_backward(net: nn.Module) -> None:
+    """Break the graph of the backward at every parameter."""
+
+    def hook(g: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return g * 3
+
+    for p in net.parameters():
+        p.register_hook(hook)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Compile anew."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("inner", "hooks"),
+    [
+        ("aot_eager", halve_accumulated),
+        ("aot_eager", double_gradients),
+        ("inductor", halve_accumulated),
+        ("inductor", break_backward),
+    ],
+)
+def test_hooks_of_parameters_run(inner: str, hooks: Callable[[nn.Module], None]) -> None:
+    """The graph of compiled autograd passes through; the forward's is planned as without it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)))
+    x, twin = torch.randn(128, 32), copy.deepcopy(net)
+    plain = fxckpt.Backend(inner=inner, budget=0.8)
+    torch.compile(copy.deepcopy(net), backend=plain)(x).square().mean().backward()
+    for each in (net, twin):
+        hooks(each)
+    twin(x).square().mean().backward()
+    torch._dynamo.reset()
+    backend = fxckpt.Backend(inner=inner, budget=0.8)
+    compiled = torch.compile(net, backend=backend)
+    passed: list[Any] = []
+
+    def compile_backward(gm: torch.fx.GraphModule) -> Any:
+        passed.append(gm)
+        return torch.compile(gm, backend=backend)
+
+    loss = compiled(x).square().mean()
+    with compiled_autograd._enable(compile_backward):
+        loss.backward()
+    assert len(passed) == 1
+    torch.testing.assert_close(
+        [p.grad for p in net.parameters()], [p.grad for p in twin.parameters()]
+    )
+    assert [plan.digest for plan in backend.plans] == [plan.digest for plan in plain.plans]
