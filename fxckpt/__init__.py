@@ -14,6 +14,7 @@ from fxckpt import (
 # isort: split
 from fxckpt import policies
 from fxckpt.backend import Backend
+from fxckpt.blocks import compile_blocks
 from fxckpt.eager.api import (
     SAC_IGNORED_OPS,
     CheckpointFunction,
@@ -35,6 +36,7 @@ from fxckpt.eager.api import (
 from fxckpt.eager.patch import TorchPatch, patch_torch
 from fxckpt.eager.region_report import Region, RegionRow, record_regions
 from fxckpt.errors import (
+    BudgetExceeded,
     BudgetInfeasible,
     CaptureError,
     CheckpointError,
@@ -71,6 +73,7 @@ sys.modules["fxckpt.checkpoint"] = sys.modules["fxckpt.eager.api"]
 __all__ = [
     "SAC_IGNORED_OPS",
     "Backend",
+    "BudgetExceeded",
     "BudgetInfeasible",
     "CaptureError",
     "CheckpointError",
@@ -107,6 +110,7 @@ __all__ = [
     "check_backward_validity",
     "checkpoint",
     "checkpoint_sequential",
+    "compile_blocks",
     "create_selective_checkpoint_contexts",
     "detach_variable",
     "frontier",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -19,16 +20,23 @@ from fxckpt.costs.models import CostModel
 from fxckpt.errors import BudgetInfeasible, FxckptError, InvalidOption
 from fxckpt.partitioner import Partitioner, source_digest
 from fxckpt.passes.meta import ORDER
+from fxckpt.planner.planner import LevelChooser, device_of
 from fxckpt.plans.types import Plan
 from fxckpt.policies import policy_named
 from fxckpt.profiling import record_runs
 from fxckpt.reports.compile_report import Break, Report, outputs_bytes
+from fxckpt.step.graph import StepGraph
+from fxckpt.step.tracker import StepTracker
 from fxckpt.torch_private import (
+    CaptureDone,
+    KeptGraph,
     aot_autograd,
     boxed,
     break_after,
+    calling_line,
     inline_regions,
     is_cut_short,
+    is_in_a_forward,
     keep_saved_values,
     make_boxed,
     through_dynamo,
@@ -46,7 +54,20 @@ InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 INNER_NAMES = ("inductor", "aot_eager")
 BUDGET, POLICY = "FXCKPT_BUDGET", "FXCKPT_POLICY"
 """Environment variables of ``backend="fxckpt"``."""
-OPTIONS = ("budget", "policy", "inner", "cost", "verify", "mode", "options", "max_slowdown")
+OPTIONS = (
+    "budget",
+    "policy",
+    "inner",
+    "cost",
+    "verify",
+    "mode",
+    "options",
+    "max_slowdown",
+    "scope",
+    "in_flight",
+    "strict",
+)
+SCOPES = ("step", "graph")
 
 
 class Backend:
@@ -55,11 +76,11 @@ class Backend:
     Parameters
     ----------
     budget:
-        Peak of the bytes that one forward and backward allocate beyond those allocated before it,
-        for each compiled graph: an int or a string (``"2GiB"``), a fraction in (0, 1] of the
-        uncheckpointed peak (or ``"60%"``), ``"min"`` (the least peak that is found), or ``"auto"``
-        (the device's free memory, less the optimizer state to come and a margin). None recomputes
-        only what is free to recompute.
+        Peak of the bytes that a step, from its first forward to the end of its last backward,
+        allocates beyond those allocated before it: an int or a string (``"2GiB"``), a fraction in
+        (0, 1] of the uncheckpointed peak (or ``"60%"``), ``"min"`` (the least peak that is found
+        for each graph), or ``"auto"`` (the device's free memory, less the optimizer state to come
+        and a margin). None recomputes only what is free to recompute.
     policy:
         One of :mod:`fxckpt.policies`, a list of them, or torch's own form: a function
         ``policy(ctx, op, *args, **kwargs)`` that returns a ``CheckpointPolicy``, or a list of ops
@@ -85,14 +106,25 @@ class Backend:
         ``torch.compile`` takes them; only with ``inner="inductor"``.
     max_slowdown:
         In place of a budget: the least memory for at most this much extra time, as a share of the
-        uncheckpointed step's (``0.1`` is 10 %), by the cost model.
+        uncheckpointed step's (``0.1`` is 10 %), by the cost model; for each graph.
+    scope:
+        ``"step"``: the budget is that of all graphs which this object compiles, and of what is
+        allocated between them. Each graph has a few plans, compiled when first used; the first step
+        runs cautiously and is measured. ``"graph"``: each graph has the whole budget.
+    in_flight:
+        Most forwards of one graph whose backwards are still to come, such as the micro-batches of a
+        pipeline. All steps but the first learn it; with more than 1 the first runs cautiously.
+    strict:
+        Whether a step whose measured peak is over the budget raises :class:`BudgetExceeded`, at the
+        end of its backward, in place of one warning.
 
     Raises
     ------
     InvalidBudget, InvalidOption
         At construction, for invalid arguments.
     BudgetInfeasible
-        At the first call of the compiled model, if no plan fits.
+        At a call of the compiled model, if the step does not fit at any plan: at the first one if
+        the model is one graph, else when the first step was measured.
     SlowdownInfeasible
         Likewise, if what the policy has recomputed takes longer than ``max_slowdown``.
 
@@ -117,7 +149,18 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
         max_slowdown: float | None = None,
+        scope: str = "step",
+        in_flight: int = 1,
+        strict: bool = False,
     ) -> None:
+        if scope not in SCOPES:
+            raise InvalidOption(
+                f"scope={scope!r} is not a scope of a budget. Use 'step' or 'graph'."
+            )
+        if not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1:
+            raise InvalidOption(
+                f"in_flight={in_flight!r} is not a number of forwards. Give an int from 1 up."
+            )
         if verify not in (None, "exact"):
             raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
         if not callable(inner) and inner not in INNER_NAMES:
@@ -145,7 +188,24 @@ class Backend:
         self.inner = inner
         """The compiler of the halves."""
         self._breaks: list[Break] = []
-        self._options = (budget, policy, inner, cost, verify, mode, options, max_slowdown)
+        budgets.validate(budget)
+        is_of_step = scope == "step" and budgets.is_in_bytes(budget)
+        self.step = StepTracker(budget, in_flight, strict) if is_of_step else None
+        """Runs the calls of a step, if the budget is one of a step."""
+        self._graphs: list[StepGraph] = []
+        self._options = (
+            budget,
+            policy,
+            inner,
+            cost,
+            verify,
+            mode,
+            options,
+            max_slowdown,
+            scope,
+            in_flight,
+            strict,
+        )
         # Dynamo prints this name in its own errors.
         self.__name__ = "fxckpt"
 
@@ -159,8 +219,9 @@ class Backend:
         return self.partitioner.plans
 
     def report(self) -> Report:
-        """Return one table per compiled graph, and where the model broke into graphs; print it."""
-        return Report(self.plans, tuple(self._breaks), self.partitioner.fallbacks)
+        """Return one table per plan, the graph breaks, and the latest step; print it."""
+        step = None if self.step is None else self.step.report()
+        return Report(self.plans, tuple(self._breaks), self.partitioner.fallbacks, step)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one captured graph; called by Dynamo."""
@@ -169,7 +230,11 @@ class Backend:
         if is_cut_short(gm):
             self.partitioner.expect_several_graphs()
         planned = len(self.plans)
-        compiled = self._compile(gm, example_inputs)
+        compiled = (
+            self._compile(gm, example_inputs, self.partitioner.split)
+            if self.step is None
+            else self._compile_for_step(gm, example_inputs, self.step)
+        )
         if is_cut_short(gm):
             reason, source = break_after(gm)
             has_plan = len(self.plans) > planned
@@ -177,12 +242,78 @@ class Backend:
             self._breaks.append(Break(len(self.plans) if has_plan else None, reason, source, held))
         return compiled
 
-    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _compile_for_step(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], step: StepTracker
+    ) -> Callable[..., Any]:
+        """Compile a graph whose calls take their levels from the step."""
+        kept = KeptGraph.of(gm, example_inputs)
+        is_first = True
+
+        def compile_level(chooser: LevelChooser | None) -> tuple[Any, Plan | None]:
+            nonlocal is_first
+            count = len(self.plans)
+
+            def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+                split = partial(self.partitioner.split, level=chooser)
+                return self._compile(module, inputs, split)
+
+            try:
+                if is_first:
+                    is_first = False
+                    run = compile_graph(gm, example_inputs)
+                else:
+                    run = kept.compile(compile_graph)
+            except CaptureDone:
+                run = None
+            return run, self.plans[-1] if len(self.plans) > count else None
+
+        graph = StepGraph(
+            len(self._graphs) + 1,
+            calling_line(),
+            device_of(gm.graph),
+            compile_level,
+            self.partitioner.planner.search,
+        )
+        step.compiling()
+        is_alone = not (self._breaks or self._breaks_before_backward(gm) or is_in_a_forward())
+        run = (
+            graph.compile_alone()
+            if is_alone and step.is_known_alone()
+            else graph.compile_cautiously()
+        )
+        if (misfit := step.misfit(graph)) is not None:
+            raise through_dynamo(misfit)
+        if not graph.entries:
+            return run  # No output has a gradient, or the graph could not be planned.
+        self._graphs.append(graph)
+        return lambda *args: step.forward(graph, args)
+
+    @staticmethod
+    def _breaks_before_backward(gm: fx.GraphModule) -> bool:
+        """Return whether more of the model follows a graph: it ends before the backward call."""
+        return is_cut_short(gm) and "backward" not in break_after(gm)[0].lower()
+
+    def set_budget(self, budget: budgets.Budget) -> None:
+        """Change the budget, from the next forward on.
+
+        Raises :class:`InvalidOption` for a backend without a budget of a step.
+        """
+        budgets.validate(budget)
+        if self.step is None or not budgets.is_in_bytes(budget):
+            raise InvalidOption(
+                f"set_budget({budget!r}): only a budget of a step can be changed, into another one."
+                " Give the backend one to begin with: fxckpt.Backend(budget=0.8)."
+            )
+        self.step.set_budget(budget)
+
+    def _compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], split: Callable[..., Any]
+    ) -> Callable[..., Any]:
         try:
             if self.inner == "inductor":
                 keep_order = KeepExecutionOrder(ORDER)
                 lowerings = Lowerings(keep_order)
-                partitioner = _InductorPartitioner(self, lowerings)
+                partitioner = _InductorPartitioner(self, lowerings, split)
                 run: Callable[..., Any] = inductor_backend(
                     gm, example_inputs, partitioner, keep_order, self._inductor, lowerings.compile
                 )
@@ -201,10 +332,12 @@ class Backend:
                 fw_compiler=compiler,
                 bw_compiler=compile_backward,
                 inference_compiler=compiler,
-                partition_fn=self.partitioner.split,
+                partition_fn=split,
                 keep_inference_input_mutations=True,
             )
             return compile_graph(gm, example_inputs)  # type: ignore[no-any-return]
+        except CaptureDone:
+            raise
         except BudgetInfeasible as error:
             broke = is_cut_short(gm) or self._breaks
             raise through_dynamo(error.among(len(self.plans) + 1) if broke else error) from error
@@ -218,16 +351,17 @@ class _InductorPartitioner(CustomPartitionerFn):
     Two with equal options and equal code have equal uuids.
     """
 
-    def __init__(self, backend: Backend, lowerings: Lowerings) -> None:
-        self._backend, self._lowerings = backend, lowerings
+    def __init__(self, backend: Backend, lowerings: Lowerings, split: Callable[..., Any]) -> None:
+        self._backend, self._lowerings, self._split = backend, lowerings, split
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         kwargs.pop("compiler")
-        return self._backend.partitioner.split(
+        halves: tuple[fx.GraphModule, fx.GraphModule] = self._split(
             gm, joint_inputs, lowerings=self._lowerings, **kwargs
         )
+        return halves
 
     def uuid(self) -> str:
         return f"{source_digest()} {self._backend!r}"
@@ -271,7 +405,7 @@ def fxckpt_backend(
         if inductor:
             _refuse_misspelt(inductor)
             ours["options"] = {**(ours.get("options") or {}), **inductor}
-        backend = Backend(**by_environment(ours))
+        backend = _backend_of(by_environment(ours))
     except FxckptError as error:
         raise through_dynamo(error) from error
     return backend(gm, example_inputs)
@@ -296,6 +430,18 @@ def by_environment(options: Mapping[str, Any]) -> dict[str, Any]:
     if policy and "policy" not in given:
         given["policy"] = policy_named(policy)
     return given
+
+
+_backends: dict[str, Backend] = {}
+"""Backends of ``backend="fxckpt"`` by their options: graphs of equal options are of one step."""
+
+
+def _backend_of(options: Mapping[str, Any]) -> Backend:
+    """Return the backend that all graphs compiled with these options share."""
+    backend = Backend(**options)
+    if backend.step is None:
+        return backend
+    return _backends.setdefault(repr(backend), backend)
 
 
 def _refuse_misspelt(options: Mapping[str, Any]) -> None:

@@ -196,6 +196,15 @@ def resolve(budget: Budget, *, baseline_peak_bytes: int, device: torch.device) -
     return max(1, int((free_bytes(device) - bytes_to_come(device)) * (1 - AUTO_MARGIN)))
 
 
+def is_in_bytes(budget: Budget) -> bool:
+    """Return whether a budget has a value in bytes before a plan is searched.
+
+    >>> is_in_bytes("60%"), is_in_bytes("min"), is_in_bytes(None)
+    (True, False, False)
+    """
+    return not isinstance(parse(budget), (LeastMemory, type(None)))
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the bytes a step may still allocate.
 

@@ -27,6 +27,10 @@ class InnerCompilerMissing(FxckptError):
     """Inductor has no working compiler on this machine."""
 
 
+class BudgetExceeded(FxckptError):
+    """With ``strict=True``, the measured peak of a step was over its budget."""
+
+
 class PolicyConflict(FxckptError, ValueError):
     """Two policies give one value opposite MUST decisions."""
 

@@ -25,11 +25,12 @@ from fxckpt.inductor.planner import InductorPlanner
 from fxckpt.passes.analysis.budget_regions import budget_regions
 from fxckpt.passes.analysis.graph_memory import emitted_peak
 from fxckpt.passes.graphs import Joint
-from fxckpt.planner.planner import device_of, planner_of
+from fxckpt.planner.planner import LevelChooser, Planner, device_of, planner_of
 from fxckpt.plans.types import Plan
 from fxckpt.policies.torch_form import FunctionPolicy
 from fxckpt.reports.compile_report import Fallback, Report
 from fxckpt.torch_private import (
+    CaptureDone,
     guard_sizes,
     holds_python,
     region_keys,
@@ -168,20 +169,27 @@ class Partitioner(CustomPartitionerFn):
         *,
         num_fwd_outputs: int,
         lowerings: Lowerings | None = None,
+        level: LevelChooser | None = None,
         **given: Any,
     ) -> Halves:
         """Return the forward and the backward of a joint graph, which is used up; keep the plan.
 
-        ``lowerings`` lowers halves where Inductor compiles them. A defect of the planner ends no
-        run that asked for no budget: see :meth:`_fall_back`.
+        ``lowerings`` lowers halves where Inductor compiles them. ``level`` chooses the schedule of
+        a graph whose budget is that of a step. A defect of the planner ends no run that asked for
+        no budget: see :meth:`_fall_back`.
         """
         original = remembered(joint)
+        planner = self.planner
+        if level is not None:
+            planner = replace(planner, budget=None, level=level)
         try:
             if self.planner.budget is not None:
                 guard_sizes(joint)
             forward, backward, plan = self._planned(
-                joint, num_fwd_outputs=num_fwd_outputs, lowerings=lowerings, **given
+                planner, joint, num_fwd_outputs=num_fwd_outputs, lowerings=lowerings, **given
             )
+        except CaptureDone:
+            raise
         except Exception as error:
             if isinstance(error, (FxckptError, Warning)) and not isinstance(
                 error, (PlanningFailed, VerifyError)
@@ -203,10 +211,14 @@ class Partitioner(CustomPartitionerFn):
         lowerings = Lowerings(None) if inner == "inductor" else None
         if self.planner.budget is not None:
             guard_sizes(joint)
-        return self._planned(joint, num_fwd_outputs=num_fwd_outputs, lowerings=lowerings)[2]
+        halves = self._planned(
+            self.planner, joint, num_fwd_outputs=num_fwd_outputs, lowerings=lowerings
+        )
+        return halves[2]
 
     def _planned(
         self,
+        planner: Planner,
         joint: fx.GraphModule,
         *,
         num_fwd_outputs: int,
@@ -214,13 +226,14 @@ class Partitioner(CustomPartitionerFn):
         **given: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
         if lowerings is None or holds_python(joint.graph):
-            return self.planner.partition(Joint(joint, num_fwd_outputs))
-        timed = lowerings.compile_alone if self.planner.cost == "measured" else None
+            return planner.partition(Joint(joint, num_fwd_outputs))
+        timed = lowerings.compile_alone if planner.cost == "measured" else None
         holds_order = lowerings.keep_order is not None
+        is_kept = holds_order and planner.level is None
         fused = InductorPlanner(
-            self.planner,
+            planner,
             lowerings.lower if holds_order else _without_early_frees(lowerings),
-            PlanCache.beside_inductor() if holds_order else None,
+            PlanCache.beside_inductor() if is_kept else None,
             source_digest(),
             timed if holds_order else None,
         )

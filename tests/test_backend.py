@@ -45,7 +45,8 @@ def test_inner_callable_gets_forward_then_backward() -> None:
 
     model, x = Net(), torch.randn(512, 32)
     expected = gradients(model, model, x)
-    got = gradients(model, torch.compile(model, backend=fxckpt.Backend(budget=0.6, inner=inner)), x)
+    backend = fxckpt.Backend(budget=0.6, inner=inner, scope="graph")
+    got = gradients(model, torch.compile(model, backend=backend), x)
     assert len(seen) == 2 and seen[1] > seen[0]
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
@@ -126,7 +127,7 @@ def test_infeasible_share_after_graph_break() -> None:
     with pytest.raises(
         fxckpt.BudgetInfeasible, match="This is graph 2 of those that the model broke into"
     ) as error:
-        torch.compile(broken, backend=fxckpt.Backend(budget=0.9, inner="aot_eager"))(
+        torch.compile(broken, backend=fxckpt.Backend(budget=0.9, inner="aot_eager", scope="graph"))(
             torch.randn(512, 32)
         )
     torch._dynamo.reset()

@@ -127,7 +127,7 @@ class InductorPlanner:
         workspace = planner.measured()
         facts, cost = planner.read(
             joint,
-            bind_preferences=planner.budget is None,
+            bind_preferences=planner.budget is None and planner.level is None,
             never_stored=FusionModel(fuses)(module.graph, saved),
             workspace=_expected_workspace(module, workspace),
         )
@@ -248,6 +248,10 @@ class _LoweringSearch:
         Raises :class:`BudgetInfeasible`.
         """
         planner, device = self.options.planner, device_of(self.joint.module.graph)
+        if planner.level is not None:
+            found = planner.level(self.facts.program)
+            assert found.best is not None
+            return self.attempt(found, found.best, None, is_whole=True).halves
         asked = budgets.parse(planner.budget)
         if isinstance(asked, budgets.LeastMemory):
             return self.least_memory(asked.max_slowdown, device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 try:
@@ -17,6 +16,7 @@ except ImportError:
     from pytorch_lightning import Callback
 
 from fxckpt.backend import Backend
+from fxckpt.blocks import compile_module
 from fxckpt.errors import InvalidOption
 from fxckpt.reports.compile_report import Report
 
@@ -60,23 +60,10 @@ class FxckptCallback(Callback):  # type: ignore[misc]
             )
         for name in wanted:
             self.backends[name] = Backend(**self.options)
-            _compile(found[name], self.backends[name])
+            compile_module(found[name], self.backends[name])
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Run the modules uncompiled again; called by Lightning, after errors too."""
         found = dict(pl_module.named_modules())
         for name in self.backends:
             found[name]._compiled_call_impl = None
-
-
-def _compile(module: nn.Module, backend: Backend) -> None:
-    """Compile a module in place, as ``module.compile()`` does, containers of torch included.
-
-    Dynamo compiles no frame of torch's own, such as the forward of ``nn.Sequential``, unless a
-    frame of another file calls it.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
-
-    module._compiled_call_impl = torch.compile(call, backend=backend)

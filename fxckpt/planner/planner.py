@@ -46,6 +46,9 @@ from fxckpt.torch_private import graph_budget, unbounded_sizes
 
 log = logging.getLogger("fxckpt")
 
+LevelChooser = Callable[[Program], SearchResult]
+"""Chooses the schedule of a program, as the best candidate of a search's result."""
+
 
 @dataclass(frozen=True)
 class Planner:
@@ -69,6 +72,8 @@ class Planner:
     exact: bool = False
     """Whether recomputed values are compared with checksums of the forward's."""
     search: PriceSearch = field(default_factory=PriceSearch)
+    level: LevelChooser | None = None
+    """Chooses the schedule in place of the search, where a budget is of a step of many graphs."""
 
     def plan(self, joint: Joint) -> tuple[Facts, Plan]:
         """Return the facts and the plan of a prepared joint graph, and log the plan.
@@ -98,9 +103,10 @@ class Planner:
         device = device_of(joint.module.graph)
         if self.budget is not None:
             warn_of_unbounded_sizes(joint.module.graph, self.budget)
-        facts, cost = self.read(joint, bind_preferences=self.budget is None)
+        is_free = self.budget is None and self.level is None
+        facts, cost = self.read(joint, bind_preferences=is_free)
         facts = self.limited(joint.module.graph, facts)
-        found = self.searched(facts.program, device)
+        found = self.level(facts.program) if self.level else self.searched(facts.program, device)
         budget_bytes, floor = found.limit, found.least_peak.simulation.peak_bytes
         if found.best is None:
             assert budget_bytes is not None

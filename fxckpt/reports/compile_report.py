@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fxckpt.budgets import format_bytes
 from fxckpt.plans.types import Plan
+from fxckpt.reports.step_report import StepReport
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Report:
     """The graph breaks that Dynamo reported."""
     fallbacks: tuple[Fallback, ...] = ()
     """The graphs that could not be planned."""
+    step: StepReport | None = None
+    """The latest step, if the budget is one of a step and one has ended."""
 
     def __str__(self) -> str:
         if not self.plans and self.fallbacks:
@@ -84,7 +87,9 @@ class Report:
         parts = [f"graph {i} of {count}\n{plan.explain()}" for i, plan in enumerate(self.plans, 1)]
         parts.extend(map(str, self.fallbacks))
         parts.extend(map(str, self.breaks))
-        if count > 1 and not self.breaks:
+        if self.step is not None:
+            parts.append(str(self.step))
+        elif count > 1 and not self.breaks:
             parts.append(
                 f"no graph break was seen between these {count} graphs, and each has the whole "
                 "budget. If they are parts of one step, Dynamo left the function that calls them "

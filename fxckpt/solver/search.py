@@ -147,7 +147,7 @@ class PriceSearch:
 
         A budget of None asks for no extra time.
         """
-        search = _search_of(self, program)
+        search = search_of(self, program)
         limit = budget(search.baseline.simulation.peak_bytes)
         fastest = search.least_time()
         # The least peak is searched before the budget's schedules and without the budget, so that a
@@ -164,7 +164,7 @@ class PriceSearch:
         Its limit is that peak. With ``math.inf`` it is the fastest of the least peak. If even the
         fastest takes longer, the fastest is returned.
         """
-        search = _search_of(self, program)
+        search = search_of(self, program)
         fastest = search.least_time()
         least_peak = search.least_peak()
         if math.isinf(most_seconds):  # as a limit of the least peak is searched
@@ -207,7 +207,7 @@ class PriceSearch:
         All limits choose among all schedules seen, so that the time never rises with the limit.
         ``tick`` is called once per limit.
         """
-        search = _search_of(self, program)
+        search = search_of(self, program)
         search.least_time()
         least_peak = search.least_peak()
         chosen = sorted(limits(least_peak, search.baseline))
@@ -232,10 +232,10 @@ def evenly_spaced(count: int, least_peak: Candidate, baseline: Candidate) -> tup
     low, high = least_peak.simulation.peak_bytes, baseline.simulation.peak_bytes
     if high <= low:
         return (low,)
-    return (low, *(round(p) for p in _between(max(low, 1), high, count)[1:-1]), high)
+    return (low, *(round(p) for p in between(max(low, 1), high, count)[1:-1]), high)
 
 
-class _Search:
+class Search:
     """All candidates seen for one program."""
 
     def __init__(self, options: PriceSearch, program: Program) -> None:
@@ -348,7 +348,7 @@ class _Search:
 
         There one sweep mostly has a lower peak than two.
         """
-        prices = _between((self.low * self.high) ** 0.5, self.high, self.options.least_peak_prices)
+        prices = between((self.low * self.high) ** 0.5, self.high, self.options.least_peak_prices)
         for count in self.options.stage_counts:
             self.evaluate_all(
                 self.cut(count, list(product(prices, self.options.least_peak_shares)), sweeps=1)
@@ -530,7 +530,7 @@ class _Search:
             candidate = retained
 
 
-class _LimitedSearch(_Search):
+class _LimitedSearch(Search):
     """All candidates seen for one program with limits on saved values.
 
     Each part is a search in which only a choice of values within the limits may be saved. The
@@ -540,7 +540,7 @@ class _LimitedSearch(_Search):
     def __init__(self, options: PriceSearch, program: Program) -> None:
         super().__init__(options, program)
         self.limits = SavedLimits(program, self.low, self.high)
-        self.parts: dict[frozenset[int], _Search] = {}
+        self.parts: dict[frozenset[int], Search] = {}
         self.prices: dict[float, tuple[float, ...]] = {}
         """Prices of the limits found, by the price of all saved values."""
 
@@ -565,7 +565,7 @@ class _LimitedSearch(_Search):
             return
         mask = np.zeros(len(self.program.storages), dtype=bool)
         mask[list(saved)] = True
-        self.parts[saved] = _Search(self.options, self.limits.restricted(mask))
+        self.parts[saved] = Search(self.options, self.limits.restricted(mask))
 
     @property
     def _no_limit(self) -> int:
@@ -650,11 +650,11 @@ class _LimitedSearch(_Search):
         return self.limits.binding(bound.price, self.prices[bound.price])
 
 
-def _search_of(options: PriceSearch, program: Program) -> _Search:
+def search_of(options: PriceSearch, program: Program) -> Search:
     """Return the search of a program; limits that nothing can exceed are none."""
     nbytes = program.tables.bytes
     can_exceed = any(nbytes[list(limit.storages)].sum() > limit.bytes for limit in program.limits)
-    return (_LimitedSearch if can_exceed else _Search)(options, program)
+    return (_LimitedSearch if can_exceed else Search)(options, program)
 
 
 def infeasible_together(program: Program, fewest: Choice) -> BudgetInfeasible:
@@ -691,7 +691,7 @@ def price_range(program: Program) -> tuple[float, float]:
     return float(rates.min()) / 100, float(rates.max()) * 100
 
 
-def _between(low: float, high: float, count: int) -> list[float]:
+def between(low: float, high: float, count: int) -> list[float]:
     """Return ``count`` prices from low to high, evenly spaced in their logarithm."""
     ratio = (high / low) ** (1 / (count - 1))
     return [low * ratio**i for i in range(count)]

@@ -41,6 +41,7 @@ from fxckpt.torch_private.autograd import (
 from fxckpt.torch_private.cpp_build import cpp_command
 from fxckpt.torch_private.dispatcher import has_effect, holds_python, overloads_of
 from fxckpt.torch_private.dynamo import (
+    CaptureDone,
     break_after,
     calling_line,
     capture_whole,
@@ -63,6 +64,15 @@ from fxckpt.torch_private.dynamo import (
 from fxckpt.torch_private.export import guards_function, guards_module, guards_namespace
 from fxckpt.torch_private.gpu_ops import GpuAttention
 from fxckpt.torch_private.graph_modules import GRAPH_FIELDS, MODULE_FIELDS, M, with_code
+from fxckpt.torch_private.kept_graph import (
+    KeptGraph,
+    after_optimizers,
+    at_engine_exit,
+    backward_node,
+    is_compiled_autograd,
+    is_in_a_forward,
+    keeps_graph,
+)
 from fxckpt.torch_private.name_op import NAME, name_op
 from fxckpt.torch_private.profiler import RECORD_FUNCTION, allocation_events
 from fxckpt.torch_private.region_budgets import (
@@ -131,21 +141,26 @@ __all__ = [
     "SWITCHES",
     "TAKES_HOOKS_OPTION",
     "BackendCompilerFailed",
+    "CaptureDone",
     "FakeTensor",
     "FakeTensorMode",
     "GpuAttention",
     "HigherOrderOperator",
+    "KeptGraph",
     "M",
     "OpOverload",
     "OpOverloadPacket",
     "PyTreeCodeGen",
     "Selective",
     "after_backward",
+    "after_optimizers",
     "allocated_bytes",
     "allocation_events",
     "annotate",
     "annotates",
     "aot_autograd",
+    "at_engine_exit",
+    "backward_node",
     "below_autograd",
     "bindings_of",
     "boxed",
@@ -172,7 +187,9 @@ __all__ = [
     "holds_python",
     "inline_regions",
     "is_called_by_compiler",
+    "is_compiled_autograd",
     "is_cut_short",
+    "is_in_a_forward",
     "is_jit_traced",
     "is_recording",
     "is_surely_equal",
@@ -180,6 +197,7 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "keep_saved_values",
+    "keeps_graph",
     "kernel_switches",
     "laid_out",
     "leave_capture",

@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
 from fxckpt.errors import CaptureError, FxckptError
-from fxckpt.torch_private.dynamo import _CaptureDone, errors_told_once, leave_capture
+from fxckpt.torch_private.dynamo import CaptureDone, errors_told_once, leave_capture
 from fxckpt.torch_private.rng import lower_rng
 
 
@@ -144,7 +144,7 @@ def trace_joint(
     try:
         with errors_told_once():
             compile_graph(gm, list(inputs))
-    except _CaptureDone:
+    except CaptureDone:
         return
     except FxckptError:
         raise

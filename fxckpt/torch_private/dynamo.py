@@ -246,13 +246,13 @@ def _calling_lines(stack: Any) -> str:
     return "".join(f"\n  at {frame.filename}:{frame.lineno}: {frame.line}" for frame in shown)
 
 
-class _CaptureDone(ShortenTraceback):
+class CaptureDone(ShortenTraceback):
     """Signal that the graph was received and the compile can be abandoned."""
 
 
 def leave_capture() -> NoReturn:
     """Raise the signal that ends a capture successfully and abandons its compile."""
-    raise _CaptureDone(first_useful_frame=None)
+    raise CaptureDone(first_useful_frame=None)
 
 
 @contextlib.contextmanager
@@ -350,7 +350,7 @@ def capture_whole(
             args, kwargs = pytree.tree_map(fake, (args, kwargs))
             with mode, _forgetting_sizes(), errors_told_once():
                 torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
-    except _CaptureDone:
+    except CaptureDone:
         return
     except TorchDynamoException as error:
         if isinstance(error, FxckptError):

@@ -81,7 +81,7 @@ def test_raising_policy_or_cost_fails_the_step(
 def test_plan_is_not_used_for_larger_sizes() -> None:
     """A plan is not used for inputs larger than those that it was made for."""
     model = Net()
-    backend = fxckpt.Backend(budget=0.8, inner="aot_eager")
+    backend = fxckpt.Backend(budget=0.8, inner="aot_eager", scope="graph")
     compiled = torch.compile(model, backend=backend, dynamic=True)
 
     def peak(rows: int) -> int:

@@ -118,6 +118,27 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
     return Program(tuple(ops), tuple(backward), tuple(storages), tuple(tangents))
 
 
+def chain(length: int, nbytes: int = 10, seconds: float = 1.0) -> Program:
+    """Return a chain whose backward reads each value, the last first, and frees a gradient each."""
+    values = [Storage(f"v{i}", nbytes, i) for i in range(length)]
+    gradients = [Storage(f"g{i}", nbytes, IN_BACKWARD) for i in range(length)]
+    forward = tuple(
+        Op(f"f{i}", Side.FORWARD, seconds, 1, (i - 1,) if i else (), (i,)) for i in range(length)
+    )
+    backward = tuple(
+        Op(
+            f"b{i}",
+            Side.BACKWARD,
+            seconds,
+            1,
+            (i, *((length + i + 1,) if i + 1 < length else ())),
+            (length + i,),
+        )
+        for i in reversed(range(length))
+    )
+    return Program(forward, backward, (*values, *gradients), ())
+
+
 def two_values() -> Program:
     """Return a program of two values of ten bytes, computed in one and in nine seconds."""
     return Program(

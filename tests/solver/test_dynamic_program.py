@@ -8,46 +8,11 @@ from hypothesis import strategies as st
 
 from fxckpt.solver.dynamic_program import DynamicProgram
 from fxckpt.solver.milp import in_forward, optimum
-from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
-from fxckpt.solver.saved_limits import exceeded
+from fxckpt.solver.program import Op, Program, Side, Storage
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.simulate import simulate
 from tests.solver.oracle import exhaustive
-from tests.solver.programs import interpret, programs, two_values
-from tests.solver.test_saved_limits import limited_programs
-
-
-@given(program=limited_programs(), share=st.floats(0.0, 1.0))
-def test_limits_on_saved_values_are_kept(program: Program, share: float) -> None:
-    """With limits on saved values both exact solvers have the same least extra time."""
-    program = in_forward(program)
-    limit = int(share * simulate(program, save_all(program)).peak_bytes)
-    expected, found = optimum(program, limit), DynamicProgram(program).optimum(limit)
-    assert (found.seconds is None) is (expected.seconds is None)
-    if found.schedule is not None:
-        assert found.seconds == pytest.approx(expected.seconds, rel=1e-6, abs=1e-6)
-        assert not exceeded(program, found.schedule.saved)
-
-
-def chain(length: int, nbytes: int = 10, seconds: float = 1.0) -> Program:
-    """Return a chain whose backward reads each value, the last first, and frees a gradient each."""
-    values = [Storage(f"v{i}", nbytes, i) for i in range(length)]
-    gradients = [Storage(f"g{i}", nbytes, IN_BACKWARD) for i in range(length)]
-    forward = tuple(
-        Op(f"f{i}", Side.FORWARD, seconds, 1, (i - 1,) if i else (), (i,)) for i in range(length)
-    )
-    backward = tuple(
-        Op(
-            f"b{i}",
-            Side.BACKWARD,
-            seconds,
-            1,
-            (i, *((length + i + 1,) if i + 1 < length else ())),
-            (length + i,),
-        )
-        for i in reversed(range(length))
-    )
-    return Program(forward, backward, (*values, *gradients), ())
+from tests.solver.programs import chain, interpret, programs, two_values
 
 
 @pytest.mark.parametrize(("limit", "seconds"), [(21, 0.0), (20, 1.0), (11, 1.0), (10, None)])

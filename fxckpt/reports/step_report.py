@@ -1,0 +1,95 @@
+"""Report of a step: its calls by graph and level, and its predicted and measured peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxckpt.budgets import format_bytes
+from fxckpt.utils.tables import Column, Table
+from fxckpt.utils.units import format_seconds
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """The calls of one graph at one level."""
+
+    graph: int
+    """Number of the graph, from 1."""
+    source: str
+    """Line of the user's code that called it."""
+    calls: int
+    """Number of calls in the step."""
+    level: int
+    """Number of the level, from 1, the fastest first."""
+    levels: int
+    """Number of levels of the graph."""
+    held_bytes: int
+    """Bytes that one call holds from its forward to its backward."""
+    forward_bytes: int
+    """Peak of one forward beyond what was allocated when it began."""
+    backward_bytes: int
+    """Peak of one backward, the held bytes included."""
+    extra_seconds: float
+    """Seconds of recompute that one call takes, by the cost model."""
+
+
+COLUMNS = (
+    Column("graph", "graph", is_number=True),
+    Column("source", "called at"),
+    Column("calls", "calls", is_number=True),
+    Column("level", "level", is_number=True),
+    Column("levels", "of", is_number=True),
+    Column("held_bytes", "held", format_bytes, is_number=True),
+    Column("forward_bytes", "forward peak", format_bytes, is_number=True),
+    Column("backward_bytes", "backward peak", format_bytes, is_number=True),
+    Column("extra_seconds", "recompute", format_seconds, is_number=True),
+)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The latest step that ended; printed, a table of its calls and a summary."""
+
+    rows: tuple[StepRow, ...]
+    budget_bytes: int
+    predicted_peak_bytes: int
+    """Peak of the step at these levels, from planned bytes and the outside bytes measured."""
+    measured_peak_bytes: int
+    """Most bytes allocated beyond those before the step."""
+    peak_at: str
+    """Part of the step that reached the measured peak."""
+    outside_bytes: int
+    """Most bytes allocated outside of the graphs at any time of the step."""
+    steps: int
+    """Number of steps that ended."""
+    settled_at: int | None
+    """Number of the first step whose levels were chosen by what was learned; None before it."""
+    lower_bound_seconds: float
+    """Lower bound on the recompute seconds of any choice of these levels within the budget."""
+    extra_seconds: float
+    """Recompute seconds of the step."""
+    sees: str
+    """What the measured figures see."""
+
+    def table(self) -> Table:
+        """Return the rows as a table with exports."""
+        return Table(
+            COLUMNS,
+            tuple(tuple(getattr(row, column.name) for column in COLUMNS) for row in self.rows),
+        )
+
+    def __str__(self) -> str:
+        settled = (
+            f"settled at step {self.settled_at}"
+            if self.settled_at is not None
+            else "not settled: the next step is planned with what this one showed"
+        )
+        return (
+            f"step {self.steps}, {settled}\n{self.table()}\n"
+            f"budget {format_bytes(self.budget_bytes)}, predicted peak "
+            f"{format_bytes(self.predicted_peak_bytes)}, measured peak "
+            f"{format_bytes(self.measured_peak_bytes)} ({self.peak_at}); outside of the graphs up "
+            f"to {format_bytes(self.outside_bytes)}; recompute "
+            f"{format_seconds(self.extra_seconds)}, at least "
+            f"{format_seconds(self.lower_bound_seconds)} at these levels. {self.sees}"
+        )

@@ -1,0 +1,370 @@
+"""Choice of a level for every call of a step, so that the step's peak fits a budget.
+
+A step is a sequence of moments. At each, the calls in flight hold their saved values, at most one
+call runs and works with more, and other bytes are allocated outside of all graphs. The peak is the
+greatest sum; the time is the sum of the calls' extra seconds. With x[i, l] = 1 where call i takes
+level l this is a multiple-choice knapsack with one row per moment (Kellerer, Pferschy and Pisinger,
+Knapsack Problems, 2004, chapter 11), and its linear relaxation is the Lagrangian bound of one price
+per moment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fxckpt.solver.levels import Level
+from fxckpt.solver.program import FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A stretch of a step during which the same calls are in flight."""
+
+    outside_bytes: int
+    """Most bytes allocated outside of what the calls hold and work with."""
+    held: tuple[int, ...]
+    """Calls whose saved values are live, without the running one."""
+    running: int | None = None
+    """Call whose forward or backward runs; None for code between the calls."""
+    is_backward: bool = False
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """Calls and moments of a step as plain data."""
+
+    calls: tuple[tuple[Level, ...], ...]
+    """Levels that each call may take."""
+    moments: tuple[Moment, ...]
+
+    @cached_property
+    def tables(self) -> StepTables:
+        """The step as arrays."""
+        return StepTables.of(self)
+
+
+@dataclass(frozen=True, eq=False)
+class StepTables:
+    """A step as arrays; rows of levels are padded with the last one."""
+
+    outside: IntArray
+    """Outside bytes of each moment."""
+    is_held: FloatArray
+    """1 where a call, by column, holds its saved values in a moment, by row."""
+    runs_forward: FloatArray
+    """1 where a call runs its forward in a moment."""
+    runs_backward: FloatArray
+    """1 where a call runs its backward in a moment."""
+    held: FloatArray
+    """Held bytes of each level, by column, of each call, by row."""
+    forward: FloatArray
+    """Peaks of the forward."""
+    backward: FloatArray
+    """Peaks of the backward."""
+    seconds: FloatArray
+    """Extra seconds."""
+
+    @classmethod
+    def of(cls, step: StepProgram) -> StepTables:
+        """Return the arrays of ``step``."""
+        calls, moments = step.calls, step.moments
+        shape = (len(moments), len(calls))
+        is_held, forward, backward = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        for k, moment in enumerate(moments):
+            is_held[k, list(moment.held)] = 1
+            if moment.running is not None:
+                (backward if moment.is_backward else forward)[k, moment.running] = 1
+        most = max((len(levels) for levels in calls), default=0)
+        padded = [[*levels, *[levels[-1]] * (most - len(levels))] for levels in calls]
+
+        def table(name: str) -> FloatArray:
+            return np.asarray(
+                [[getattr(level, name) for level in levels] for levels in padded], dtype=np.float64
+            ).reshape(len(calls), most)
+
+        return cls(
+            np.asarray([moment.outside_bytes for moment in moments], dtype=np.int64),
+            is_held,
+            forward,
+            backward,
+            table("held_bytes"),
+            table("forward_bytes"),
+            table("backward_bytes"),
+            table("extra_seconds"),
+        )
+
+    def usage(self, levels: Sequence[int]) -> FloatArray:
+        """Return the bytes of each moment when each call takes one of its levels."""
+        rows, chosen = np.arange(len(levels)), np.asarray(levels, dtype=np.int64)
+        result: FloatArray = (
+            self.outside
+            + self.is_held @ self.held[rows, chosen]
+            + self.runs_forward @ self.forward[rows, chosen]
+            + self.runs_backward @ self.backward[rows, chosen]
+        )
+        return result
+
+    def weighed(self, weights: FloatArray) -> FloatArray:
+        """Return the bytes of every level of every call, summed over moments by weight."""
+        result: FloatArray = (
+            (weights @ self.is_held)[:, None] * self.held
+            + (weights @ self.runs_forward)[:, None] * self.forward
+            + (weights @ self.runs_backward)[:, None] * self.backward
+        )
+        return result
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A level for every call of a step."""
+
+    levels: tuple[int, ...]
+    peak_bytes: int
+    """Peak of the step."""
+    extra_seconds: float
+    """Sum of the calls' extra seconds."""
+
+
+def choice_of(step: StepProgram, levels: Sequence[int]) -> Choice:
+    """Return the choice of these levels, with its peak and its time."""
+    tables = step.tables
+    # The rows of the tables are padded with the last level.
+    levels = [min(level, len(call) - 1) for level, call in zip(levels, step.calls, strict=True)]
+    seconds = tables.seconds[np.arange(len(levels)), np.asarray(levels, dtype=np.int64)]
+    return Choice(
+        tuple(levels),
+        int(tables.usage(levels).max(initial=0)),
+        float(seconds.sum()),
+    )
+
+
+def choose(step: StepProgram, limit: int) -> Choice:
+    """Return the levels of least extra time whose peak is at most ``limit`` bytes.
+
+    If nothing fits, the choice is the one of the least peak that was found. Greedy by the price of
+    a byte over the limit, then by seconds where bytes are left; small steps that end away from the
+    bound are solved as an integer program.
+    """
+    fast = [min(range(len(c)), key=lambda i: (c[i].extra_seconds, i)) for c in step.calls]
+    best = choice_of(step, fast)
+    if best.peak_bytes <= limit or not step.calls:
+        return best
+    best = choice_of(step, _lowered(step, fast, limit))
+    if best.peak_bytes > limit:
+        best = least_peak(step)
+    if best.peak_bytes <= limit:
+        best = choice_of(step, _raised(step, list(best.levels), limit))
+    size = step.tables.seconds.size
+    is_good = best.peak_bytes <= limit and best.extra_seconds <= (1 + TOLERANCE) * bound_seconds(
+        step, limit
+    )
+    if not is_good and size <= EXACT_SIZE and (exact := _exact(step, limit)) is not None:
+        better = choice_of(step, exact)
+        if better.peak_bytes <= limit and (
+            best.peak_bytes > limit or better.extra_seconds < best.extra_seconds
+        ):
+            return better
+    return best
+
+
+def choose_few(
+    step: StepProgram,
+    limit: int,
+    graphs: Sequence[int],
+    ready: Collection[tuple[int, int]] = (),
+    *,
+    most: int = 3,
+) -> Choice:
+    """Return a choice within ``limit`` bytes of few levels for each graph, as each is a compile.
+
+    ``graphs`` is the graph of each call; calls of one graph have the same levels. ``ready`` are the
+    graphs and levels that are compiled already, which are allowed beside the ``most`` others that
+    the best choice takes most often. If that fits nothing, or takes over :data:`FEW_COST` more
+    time, the best choice is returned.
+    """
+    best = choose(step, limit)
+    if best.peak_bytes > limit:
+        return best
+    used = Counter(zip(graphs, best.levels, strict=True))
+    allowed: dict[int, set[int]] = {}
+    for graph in dict.fromkeys(graphs):
+        often = [level for (g, level), _ in used.most_common() if g == graph][:most]
+        allowed[graph] = {*often, *(level for g, level in ready if g == graph)}
+    kept = [sorted(allowed[graph]) for graph in graphs]
+    few = StepProgram(
+        tuple(
+            tuple(levels[i] for i in some) for levels, some in zip(step.calls, kept, strict=True)
+        ),
+        step.moments,
+    )
+    found = choose(few, limit)
+    if found.peak_bytes > limit or found.extra_seconds > (1 + FEW_COST) * best.extra_seconds:
+        return best
+    levels = [some[level] for some, level in zip(kept, found.levels, strict=True)]
+    return choice_of(step, levels)
+
+
+FEW_COST = 0.25
+"""Share of the recompute time that fewer compiles may cost."""
+
+
+def least_peak(step: StepProgram) -> Choice:
+    """Return the choice of least peak that was found, of the fastest such.
+
+    Ever lower limits are tried, each as far below the last peak as the greatest share that worked.
+    """
+    if not step.calls:
+        return choice_of(step, ())
+    least = [
+        min(range(len(c)), key=lambda i: (c[i].held_bytes, c[i].backward_bytes)) for c in step.calls
+    ]
+    best = choice_of(step, _settled(step, least))
+    for _ in range(ROUNDS):
+        lower = choice_of(step, _lowered(step, best.levels, best.peak_bytes - 1))
+        if lower.peak_bytes >= best.peak_bytes:
+            break
+        best = lower
+    return choice_of(step, _raised(step, list(best.levels), best.peak_bytes))
+
+
+ROUNDS = 64
+"""Most rounds of a descent to the least peak."""
+
+
+def _settled(step: StepProgram, levels: list[int]) -> list[int]:
+    """Return levels with each call's own peak lowered where it is the step's peak."""
+    return _lowered(step, levels, 0)
+
+
+def _lowered(step: StepProgram, levels: Sequence[int], limit: int) -> list[int]:
+    """Return levels moved, one call at a time, until the peak fits or no move lowers it.
+
+    A move is rated by the seconds it costs for each byte over the limit that it removes.
+    """
+    tables, chosen = step.tables, list(levels)
+    rows = np.arange(len(chosen))
+    usage = tables.usage(chosen)
+    while True:
+        over = np.maximum(usage - limit, 0.0)
+        if not over.any():
+            return chosen
+        # Only the moments near the worst count at first, so that each move lowers the peak.
+        worst = over.max()
+        weights = np.where(over >= worst * NEAR, over / worst, 0.0)
+        bytes_of = tables.weighed(weights)
+        relief = bytes_of[rows, chosen][:, None] - bytes_of
+        cost = np.maximum(tables.seconds - tables.seconds[rows, chosen][:, None], 0.0)
+        rating = np.where(relief > 0, relief / (cost + 1e-12), -1.0)
+        moved = False
+        for flat in np.argsort(-rating, axis=None, kind="stable")[: 4 * len(chosen)]:
+            call, level = divmod(int(flat), rating.shape[1])
+            if rating[call, level] <= 0:
+                break
+            trial = [*chosen[:call], level, *chosen[call + 1 :]]
+            after = tables.usage(trial)
+            if _excess(after, limit) < _excess(usage, limit):
+                chosen, usage, moved = trial, after, True
+                break
+        if not moved:
+            return chosen
+
+
+NEAR = 0.5
+"""Share of the greatest excess from which a moment counts in the rating of moves."""
+
+
+def _excess(usage: FloatArray, limit: int) -> tuple[float, float]:
+    """Return the greatest excess over the limit, and the sum of all."""
+    over = np.maximum(usage - limit, 0.0)
+    return float(over.max(initial=0.0)), float(over.sum())
+
+
+def _raised(step: StepProgram, levels: list[int], limit: int) -> list[int]:
+    """Return levels moved to faster ones while the peak fits, the greatest gain first."""
+    tables, chosen = step.tables, list(levels)
+    rows = np.arange(len(chosen))
+    while True:
+        gain = tables.seconds[rows, chosen][:, None] - tables.seconds
+        for flat in np.argsort(-gain, axis=None, kind="stable"):
+            call, level = divmod(int(flat), gain.shape[1])
+            if gain[call, level] <= 0:
+                return chosen
+            trial = [*chosen[:call], level, *chosen[call + 1 :]]
+            if tables.usage(trial).max(initial=0) <= limit:
+                chosen = trial
+                break
+        else:
+            return chosen
+
+
+def bound_seconds(step: StepProgram, limit: int) -> float:
+    """Return a lower bound on the extra seconds of any choice within ``limit`` bytes.
+
+    It is the linear relaxation, which one price per moment attains; infinite if nothing fits.
+    """
+    from scipy.optimize import linprog
+
+    cost, rows, once = _linear(step, limit)
+    found = linprog(
+        cost,
+        A_ub=rows[0],
+        b_ub=rows[1],
+        A_eq=once,
+        b_eq=np.ones(len(step.calls)),
+        bounds=(0, 1),
+        method="highs",
+    )
+    return float(found.fun or 0.0) if found.status == 0 else float("inf")
+
+
+def _exact(step: StepProgram, limit: int) -> list[int] | None:
+    """Return the levels of the integer program, or None if it ends without a solution."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    cost, (rows, most), once = _linear(step, limit)
+    found = milp(
+        cost,
+        integrality=np.ones(len(cost), dtype=np.int64),
+        bounds=Bounds(0, 1),
+        constraints=[
+            LinearConstraint(rows, -np.inf, most),
+            LinearConstraint(once, 1, 1),
+        ],
+        options={"node_limit": EXACT_NODES, "mip_rel_gap": TOLERANCE},
+    )
+    if found.x is None:
+        return None
+    return [int(row.argmax()) for row in found.x.reshape(len(step.calls), -1)]
+
+
+EXACT_SIZE = 600
+"""Most calls times levels for which the integer program is solved."""
+EXACT_NODES = 2000
+"""Most nodes of the integer program's search tree."""
+TOLERANCE = 0.002
+"""Relative distance to the bound at which a choice is good enough."""
+
+
+def _linear(step: StepProgram, limit: int) -> tuple[FloatArray, tuple[Any, FloatArray], Any]:
+    """Return the cost, the rows of moments with their right side, and the rows of calls."""
+    from scipy.sparse import csr_matrix
+
+    tables = step.tables
+    calls, most = tables.seconds.shape
+    columns = (
+        tables.is_held[:, :, None] * tables.held
+        + tables.runs_forward[:, :, None] * tables.forward
+        + tables.runs_backward[:, :, None] * tables.backward
+    ).reshape(len(step.moments), calls * most)
+    unit = float(max(1, limit))
+    return (
+        tables.seconds.ravel(),
+        (csr_matrix(columns / unit), (limit - tables.outside) / unit),
+        csr_matrix(np.kron(np.eye(calls), np.ones(most))),
+    )

@@ -1,0 +1,1 @@
+"""One budget for a whole step of many graphs."""

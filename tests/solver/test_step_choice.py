@@ -1,0 +1,99 @@
+"""Levels for the calls of a step, against exhaustive search."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxckpt.solver.levels import Level
+from fxckpt.solver.step_choice import (
+    Moment,
+    StepProgram,
+    bound_seconds,
+    choice_of,
+    choose,
+    choose_few,
+    least_peak,
+)
+
+LEVELS = st.lists(
+    st.builds(
+        Level,
+        st.integers(0, 100),
+        st.integers(0, 150),
+        st.integers(0, 200),
+        st.integers(0, 20).map(float),
+    ),
+    min_size=1,
+    max_size=4,
+).map(tuple)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> StepProgram:
+    """Return forwards of a few calls, then their backwards in some order."""
+    calls = draw(st.lists(LEVELS, min_size=1, max_size=4))
+    numbers = range(len(calls))
+    outside = st.integers(0, 50)
+    moments = [Moment(draw(outside), tuple(numbers[:i]), i) for i in numbers]
+    moments.append(Moment(draw(outside), tuple(numbers)))
+    left = list(numbers)
+    for i in draw(st.permutations(numbers)):
+        left.remove(i)
+        moments.append(Moment(draw(outside), tuple(left), i, True))
+    return StepProgram(tuple(calls), tuple(moments))
+
+
+def every_choice(step: StepProgram) -> list[tuple[int, float]]:
+    """Return the peak and the seconds of every choice, counted moment by moment."""
+    found = []
+    for levels in product(*step.calls):
+        peak = 0
+        for moment in step.moments:
+            nbytes = moment.outside_bytes + sum(levels[i].held_bytes for i in moment.held)
+            if moment.running is not None:
+                running = levels[moment.running]
+                nbytes += running.backward_bytes if moment.is_backward else running.forward_bytes
+            peak = max(peak, nbytes)
+        found.append((peak, sum(level.extra_seconds for level in levels)))
+    return found
+
+
+@given(steps(), st.floats(0, 1))
+def test_choice_is_the_fastest_that_fits(step: StepProgram, share: float) -> None:
+    every = every_choice(step)
+    low, high = min(every)[0], max(every)[0]
+    limit = int(low + share * (high - low))
+    best = min(seconds for peak, seconds in every if peak <= limit)
+    choice = choose(step, limit)
+    assert choice.peak_bytes <= limit
+    assert (choice.peak_bytes, choice.extra_seconds) in every
+    assert choice.extra_seconds <= 1.003 * best
+    assert bound_seconds(step, limit) <= best + 1e-6
+
+
+@given(steps())
+def test_least_peak_is_near_the_least(step: StepProgram) -> None:
+    least = min(every_choice(step))[0]
+    assert choose(step, least).peak_bytes == least or least_peak(step).peak_bytes <= 1.1 * least
+
+
+def test_nothing_fits_gives_the_floor() -> None:
+    step = StepProgram(((Level(5, 10, 20, 0.0), Level(0, 10, 15, 1.0)),), (Moment(1, (), 0, True),))
+    assert choose(step, 3).peak_bytes == 16
+
+
+def test_equal_calls_share_few_levels() -> None:
+    levels = tuple(Level(100 - 10 * i, 120, 130, 0.1 * i * i) for i in range(10))
+    calls = range(8)
+    moments = [
+        *(Moment(0, tuple(calls[:i]), i) for i in calls),
+        *(Moment(0, tuple(calls[:i]), i, True) for i in reversed(calls)),
+    ]
+    step = StepProgram((levels,) * 8, tuple(moments))
+    few = choose_few(step, 600, [0] * 8, most=2)
+    assert few.peak_bytes <= 600 and len(set(few.levels)) <= 2
+    assert few == choice_of(step, few.levels)
+    assert few.extra_seconds <= 1.25 * choose(step, 600).extra_seconds

@@ -1,0 +1,294 @@
+"""One budget for a step of many graphs, from the first step on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxckpt
+
+
+class Block(nn.Module):
+    """A residual MLP behind a norm, with dropout."""
+
+    def __init__(self, width: int = 32, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    """Blocks and a head with a loss, which stay eager."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(32, 200)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.long))
+
+
+X = torch.randn(512, 32)
+
+
+def clear(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def step_of(model: nn.Module, x: Tensor = X) -> Callable[[], None]:
+    def step() -> None:
+        torch.manual_seed(3)
+        model(x).backward()
+
+    return step
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def measured(model: nn.Module, x: Tensor = X) -> int:
+    """Return the peak of a step that frees no gradient."""
+    clear(model)
+    return fxckpt.measure_peak(step_of(model, x))
+
+
+def plain(model: nn.Module) -> tuple[int, list[Tensor]]:
+    """Return the peak of an eager step, and its gradients."""
+    measured(model)
+    return measured(model), gradients(model)
+
+
+def compiled(budget: fxckpt.budgets.Budget, **options: object) -> tuple[Stack, fxckpt.Backend]:
+    model = Stack()
+    backend = fxckpt.compile_blocks(model.blocks, budget, inner="aot_eager", **options)
+    return model, backend
+
+
+def assert_step_is_right(model: nn.Module, limit: int, wanted: list[Tensor]) -> None:
+    assert measured(model) <= limit
+    assert all(map(torch.equal, gradients(model), wanted))
+
+
+@pytest.mark.parametrize("share", [0.45, 0.7])
+def test_blocks_keep_the_step_budget(share: float) -> None:
+    """No step is over the budget, from the first on; later ones use it, bit by bit the same."""
+    model = Stack()
+    peak, wanted = plain(model)
+    limit = int(share * peak)
+    backend = fxckpt.compile_blocks(model.blocks, limit, inner="aot_eager")
+    for _ in range(4):
+        assert_step_is_right(model, limit, wanted)
+    report = backend.report().step
+    assert report is not None and report.settled_at == 2
+    assert report.budget_bytes == limit and report.measured_peak_bytes <= limit
+    assert report.predicted_peak_bytes == pytest.approx(report.measured_peak_bytes, rel=0.01)
+    assert sum(row.calls for row in report.rows) == 4
+    assert report.lower_bound_seconds <= report.extra_seconds
+
+
+def test_a_budget_that_never_binds_recomputes_nothing() -> None:
+    model, backend = compiled("1GiB")
+    for _ in range(3):
+        measured(model)
+    report = backend.report().step
+    assert report is not None and report.extra_seconds == 0
+
+
+def test_small_tail_after_a_graph_break_trains() -> None:
+    """A tail whose floor is above its share runs at its floor."""
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.blocks(x)
+            torch._dynamo.graph_break()
+            return y.pow(2).mean()
+
+    model = Broken()
+    _, wanted = plain(model)
+    backend = fxckpt.Backend(budget=0.85, inner="aot_eager")
+    model.compile(backend=backend)
+    for _ in range(3):
+        measured(model)
+    assert all(map(torch.equal, gradients(model), wanted))
+    report = backend.report().step
+    assert report is not None and report.measured_peak_bytes <= report.budget_bytes
+
+
+def test_step_that_cannot_fit_raises() -> None:
+    """The first step is measured; the next one says what the least is, in bytes and as a share."""
+    peak, _ = plain(Stack())
+    model, _ = compiled(int(0.25 * peak))
+    with pytest.warns(UserWarning, match="step 1 had a peak"):
+        measured(model)
+    with pytest.raises(fxckpt.BudgetInfeasible, match=r"this step of 4 calls") as raised:
+        measured(model)
+    assert 0.25 * peak < raised.value.floor_bytes < 0.4 * peak
+
+
+def test_graph_that_cannot_fit_raises_when_compiled() -> None:
+    model, _ = compiled("1KiB")
+    with pytest.raises(fxckpt.BudgetInfeasible, match="This is graph 1 of those"):
+        measured(model)
+
+
+def test_a_new_budget_takes_effect_at_once() -> None:
+    model = Stack()
+    peak, wanted = plain(model)
+    backend = fxckpt.compile_blocks(model.blocks, int(0.8 * peak), inner="aot_eager")
+    for share in (0.8, 0.8, 0.45, 0.7):
+        backend.set_budget(int(share * peak))
+        assert_step_is_right(model, int(share * peak), wanted)
+    with pytest.raises(fxckpt.InvalidOption, match="set_budget"):
+        fxckpt.Backend().set_budget(0.5)
+
+
+def test_budget_changed_within_a_step() -> None:
+    """Calls in flight stay as they are; the step after it is within the new budget."""
+    model = Stack()
+    peak, wanted = plain(model)
+    backend = fxckpt.compile_blocks(model.blocks, int(0.8 * peak), inner="aot_eager")
+    for _ in range(2):
+        measured(model)
+    clear(model)
+    torch.manual_seed(3)
+    x = X
+    for i, block in enumerate(model.blocks):
+        if i == 3:
+            backend.set_budget(int(0.45 * peak))
+        x = block(x)
+    nn.functional.cross_entropy(model.head(x), torch.zeros(512, dtype=torch.long)).backward()
+    assert all(map(torch.equal, gradients(model), wanted))
+    measured(model)
+    assert_step_is_right(model, int(0.45 * peak), wanted)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 3, 2)])
+def test_micro_batches_in_flight(order: tuple[int, ...]) -> None:
+    """Each backward belongs to its own forward, whatever the order; in flight, all count."""
+    model = nn.Sequential(*(Block(dropout=0.0) for _ in range(2)))
+    batches = [torch.randn(256, 32) for _ in range(4)]
+
+    def step(forward: Callable[[Tensor], Tensor]) -> None:
+        losses = [forward(x).square().mean() for x in batches]
+        for i in order:
+            losses[i].backward()
+
+    clear(model)
+    step(model)
+    wanted = gradients(model)
+    clear(model)
+    limit = int(0.5 * fxckpt.measure_peak(lambda: step(model)))
+    backend = fxckpt.Backend(limit, inner="aot_eager", in_flight=4)
+    forward = torch.compile(model, backend=backend)
+    for _ in range(3):
+        clear(model)
+        assert fxckpt.measure_peak(lambda: step(forward)) <= limit
+        assert all(map(torch.equal, gradients(model), wanted))
+
+
+def test_odd_steps_leave_nothing_behind() -> None:
+    """After a dropped forward, two backwards, an error or an evaluation, the next step is right."""
+    model = Stack()
+    peak, wanted = plain(model)
+    limit = int(0.55 * peak)
+    backend = fxckpt.compile_blocks(model.blocks, limit, inner="aot_eager")
+    for _ in range(2):
+        assert_step_is_right(model, limit, wanted)
+    with torch.no_grad():
+        model(X)
+    assert_step_is_right(model, limit, wanted)
+    model(X)
+    assert_step_is_right(model, limit, wanted)
+    with pytest.raises(ZeroDivisionError):
+        model.blocks[1](model.blocks[0](X)) / (1 // 0)
+    assert_step_is_right(model, limit, wanted)
+    loss = model(X)
+    with pytest.warns(UserWarning, match="over the budget"):
+        loss.backward(retain_graph=True)
+        loss.backward()
+    del loss
+    assert_step_is_right(model, limit, wanted)
+    assert backend.step is not None and not backend.step._flights
+
+
+def test_strict_raises_over_the_budget() -> None:
+    """A model compiled as a whole is not known to have two forwards in flight."""
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    measured_alone = fxckpt.measure_peak(lambda: model(X).sum().backward())
+    backend = fxckpt.Backend(measured_alone, inner="aot_eager", strict=True)
+    forward = torch.compile(model, backend=backend)
+    clear(model)
+    with pytest.raises(fxckpt.BudgetExceeded, match="in_flight"):
+        (forward(X).sum() + forward(X).sum()).backward()
+    clear(model)
+    (forward(X).sum() + forward(X).sum()).backward()
+    report = backend.report().step
+    assert report is not None and report.measured_peak_bytes <= report.budget_bytes
+
+
+def test_accumulated_gradients_count_until_the_optimizer() -> None:
+    model, backend = compiled(0.8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = step_of(model)
+    first, second = [], []
+    for _ in range(3):
+        clear(model)
+        step()
+        report = backend.report().step
+        assert report is not None
+        first.append(report.outside_bytes)
+        step()
+        report = backend.report().step
+        assert report is not None
+        second.append(report.outside_bytes)
+        optimizer.step()
+    held = sum(p.nbytes for p in model.parameters())
+    assert second[-1] == pytest.approx(first[-1] + held, rel=0.1)
+
+
+def test_graph_scope_gives_each_graph_the_budget() -> None:
+    model, backend = compiled(0.9, scope="graph")
+    measured(model)
+    assert backend.step is None
+    assert all(plan.peak_bytes <= (plan.budget_bytes or 0) for plan in backend.plans)
+
+
+def test_equal_options_by_name_share_a_step() -> None:
+    model = Stack()
+    peak, wanted = plain(model)
+    limit = int(0.6 * peak)
+    for block in model.blocks:
+        block.compile(backend="fxckpt", options={"budget": limit, "inner": "aot_eager"})
+    for _ in range(3):
+        assert_step_is_right(model, limit, wanted)
+
+
+@pytest.mark.parametrize(
+    "options", [{"scope": "epoch"}, {"in_flight": 0}, {"in_flight": True}, {"in_flight": 1.5}]
+)
+def test_bad_options_say_what_to_use(options: dict[str, object]) -> None:
+    with pytest.raises(fxckpt.InvalidOption, match=r"Use|Give"):
+        fxckpt.Backend(0.5, **options)
+
+
+def test_report_prints_one_table() -> None:
+    model, backend = compiled(0.6)
+    for _ in range(2):
+        measured(model)
+    text = str(backend.report())
+    assert "settled at step 2" in text and "predicted peak" in text
