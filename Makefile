@@ -1,18 +1,29 @@
 PYTHON ?= python3
-VENV := .venv
+PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
+# Another version has an environment of its own: make test TORCH=2.15.0
+TORCH ?= $(PINNED)
+VENV := .venv$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
 BIN := $(VENV)/bin
 # torch comes first and pinned: an unpinned torch may pull in gigabytes of GPU libraries.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
+
+# Other versions of torch ask for other setuptools: 2.11 for one below 82.
+CONSTRAINTS := sed 's/^torch==.*/torch==$(TORCH)/$(if $(filter-out $(PINNED),$(TORCH)),; /^setuptools==/d)'
+
+# What differs most between versions of torch, in a few minutes.
+SMOKE := tests/test_versions.py tests/test_backend.py tests/test_random.py tests/planner/test_streams.py \
+    tests/inductor/test_compile.py tests/inductor/test_memory.py tests/eager/test_drop_in.py tests/cli
 
 # mypy and import-linter know no package-dir: they read the two folders as they are installed.
 INSTALLED := rm -rf build/installed && mkdir -p build/installed && cp -r fxckpt build/installed/fxckpt \
     && cp -r passes build/installed/fxckpt/passes
 
-.PHONY: demo test sweep gpu gpu-wheels torch-tests recipes notebooks docs web lint type format clean
+.PHONY: demo test smoke sweep gpu gpu-wheels torch-tests recipes notebooks docs web lint type format clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch==2.13.0 setuptools
+	$(CONSTRAINTS) constraints.txt > $(VENV)/constraints.txt
+	$(PIP) torch==$(TORCH) 'setuptools>=77'
 	$(PIP) --no-build-isolation --editable .
 	touch $@
 
@@ -37,6 +48,9 @@ demo: $(VENV)/.demo  ## train a language model inside three byte budgets, side b
 
 test: $(VENV)/.test  ## the whole test suite, without the slow sweeps
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+smoke: $(VENV)/.test  ## a few minutes of the test suite, for torch versions beside the pinned one
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(SMOKE)
 
 sweep: $(VENV)/.test  ## what takes long: every op, every draw, and the property tests with a thousand examples each
 	$(BIN)/python -m pytest -m sweep --timeout 1800 tests

@@ -44,6 +44,7 @@ from fxckpt.torch_private.inductor.default_partitioner import (
 )
 from fxckpt.torch_private.inductor.lowering import Lowerings
 from fxckpt.torch_private.inductor.options import CustomPartitionerFn
+from fxckpt.torch_private.versions import is_newer
 
 log = logging.getLogger("fxckpt")
 
@@ -191,9 +192,7 @@ class Partitioner(CustomPartitionerFn):
         except CaptureDone:
             raise
         except Exception as error:
-            if isinstance(error, (FxckptError, Warning)) and not isinstance(
-                error, (PlanningFailed, VerifyError)
-            ):
+            if not _is_defect(error):
                 raise
             # Dynamo takes some exceptions as a reason to run the model uncompiled, in silence and
             # without a budget.
@@ -225,8 +224,35 @@ class Partitioner(CustomPartitionerFn):
         lowerings: Lowerings | None,
         **given: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
+        """Return the halves of a joint graph, which is used up, and their plan.
+
+        On a torch newer than any tested one, a graph whose lowering cannot be read is planned as
+        for a compiler that does not fuse.
+        """
         if lowerings is None or holds_python(joint.graph):
             return planner.partition(Joint(joint, num_fwd_outputs))
+        unread = copied(joint) if is_newer() else None
+        try:
+            return self._planned_for_inductor(planner, joint, num_fwd_outputs, lowerings, given)
+        except Exception as error:
+            if unread is None or not _is_defect(error) or os.environ.get(STRICT) == "1":
+                raise
+            log.warning(
+                "the plan is that of the unfused graph, as the lowering of an untested torch "
+                "cannot be read (%s: %s)",
+                type(error).__name__,
+                error,
+            )
+            return planner.partition(Joint(unread, num_fwd_outputs))
+
+    def _planned_for_inductor(
+        self,
+        planner: Planner,
+        joint: fx.GraphModule,
+        num_fwd_outputs: int,
+        lowerings: Lowerings,
+        given: Mapping[str, Any],
+    ) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
         timed = lowerings.compile_alone if planner.cost == "measured" else None
         holds_order = lowerings.keep_order is not None
         is_kept = holds_order and planner.level is None
@@ -333,6 +359,12 @@ class Partitioner(CustomPartitionerFn):
     def __reduce__(self) -> tuple[Any, ...]:
         # Inductor pickles its configuration to make keys of it.
         return (str, (self.uuid() or repr(self),))
+
+
+def _is_defect(error: Exception) -> bool:
+    """Return whether an error is the planner's or torch's, and not an answer to the user."""
+    is_answer = isinstance(error, (FxckptError, Warning))
+    return not is_answer or isinstance(error, (PlanningFailed, VerifyError))
 
 
 def _failed(error: Exception) -> FxckptError:

@@ -31,6 +31,7 @@ class Reason(enum.StrEnum):
     MUTATED_INPUT = "reads an input that is written later"
     EFFECT = "its op has effects or is unknown"
     COLLECTIVE = "a collective"
+    STREAM = "it runs on a stream of its own, or is read on one"
     DECISION = "it decides (chooses, sorts, counts): its choice is kept"
     REGISTERED = "registered with recompute=False"
     SYMBOLIC = "a size or scalar, no bytes"

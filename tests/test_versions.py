@@ -92,3 +92,60 @@ def test_doctor_names_tested_versions(
     (found,) = (f for f in examine(self_test=False).findings if f.what == "torch")
     assert found.state == state and "2.11.0, 2.13.0, 2.15.0" in found.effect
     assert ("none of those" in found.effect) == (state == "note")
+
+
+def test_unreadable_lowering_of_newer_torch_is_planned_unfused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A name that a newer torch lacks costs precision, not the plan; elsewhere it is an error."""
+    from fxckpt.torch_private.inductor import buffers
+
+    def renamed(graph: Any) -> Any:
+        raise AttributeError("module 'torch._inductor.ir' has no attribute 'Conditional'")
+
+    monkeypatch.setattr(buffers, "read_schedule", renamed)
+    monkeypatch.setenv("FXCKPT_STRICT", "0")
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4))
+    )
+    x = torch.randn(256, 64)
+    model(x).square().mean().backward()
+    expected = [p.grad for p in model.parameters()]
+    with pytest.raises(fxckpt.errors.PlanningFailed, match="no attribute 'Conditional'"):
+        torch.compile(model, backend=fxckpt.Backend(budget=0.8))(x)
+
+    monkeypatch.setattr(torch, "__version__", "99.1.0")
+    versions.warn_of_newer.cache_clear()
+    torch._dynamo.reset()
+    model.zero_grad(set_to_none=True)
+    backend = fxckpt.Backend(budget=0.8)
+    with pytest.warns(UserWarning, match="newer than any that fxckpt is tested with"):
+        torch.compile(model, backend=backend)(x).square().mean().backward()
+    (plan,) = backend.plans
+    assert plan.peak_bytes <= 0.8 * plan.baseline_peak_bytes and plan.compiled_peak_bytes is None
+    assert "cannot be read (AttributeError" in caplog.text
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+
+
+def test_newer_torch_compiles_halves_by_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an untested torch no function of Inductor is replaced while it compiles."""
+    from torch._inductor import compile_fx
+
+    seen: list[Any] = []
+    compile_inner = compile_fx.compile_fx_inner
+    lowering = compile_fx.GraphLowering
+
+    def compiling(*args: Any, **given: Any) -> Any:
+        seen.append(compile_fx.GraphLowering)
+        return compile_inner(*args, **given)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compiling)
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.randn(4, 8)
+    for version, is_own in ((torch.__version__, False), ("99.1.0", True)):
+        torch._dynamo.reset()
+        seen.clear()
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            patch.setattr(torch, "__version__", version)
+            warnings.simplefilter("ignore")
+            torch.compile(model, backend=fxckpt.Backend())(x).sum().backward()
+        assert len(seen) == 2 and all((found is lowering) is is_own for found in seen)

@@ -18,8 +18,6 @@ from pathlib import Path
 
 import torch
 from torch import fx
-from torch.utils.benchmark import Timer
-from torch.utils.benchmark.utils.timer import timer as default_timer
 
 from fxckpt.costs.isolated_op import REFUSED, IsolatedOp, devices
 from fxckpt.torch_private import outside_trace
@@ -171,29 +169,39 @@ def _fastest(call: Callable[[], object]) -> float:
 
     A busy machine may never run all threads at once.
     """
-    threads, least = torch.get_num_threads(), math.inf
+    threads, least, clock = torch.get_num_threads(), math.inf, _default_clock()
     try:
         for count in (threads, 1):
             torch.set_num_threads(count)
             call()
-            end = default_timer() + CALIBRATION_SECONDS / 2
-            while (begin := default_timer()) < end:
+            end = clock() + CALIBRATION_SECONDS / 2
+            while (begin := clock()) < end:
                 call()
-                least = min(least, default_timer() - begin)
+                least = min(least, clock() - begin)
     finally:
         torch.set_num_threads(threads)
     return least
+
+
+def _default_clock() -> Callable[[], float]:
+    """Return torch's clock, which waits for an accelerator's kernels."""
+    # Not at the top: the import looks for a CUDA toolkit, and logs one that has no device.
+    from torch.utils.benchmark.utils.timer import timer
+
+    return timer
 
 
 def _seconds(
     statement: str,
     names: dict[str, object],
     at_least: float,
-    clock: Callable[[], float] = default_timer,
+    clock: Callable[[], float] | None = None,
 ) -> float:
+    from torch.utils.benchmark import Timer
+
     timer = Timer(
         statement,
-        timer=clock,
+        timer=clock or _default_clock(),
         globals={"torch": torch, **names},
         num_threads=torch.get_num_threads(),
     )
@@ -205,7 +213,10 @@ class MeasuredSeconds:
     """Measured seconds of ops, each distinct call timed once on the device of the plan."""
 
     def __init__(
-        self, records: Records, device: torch.device, clock: Callable[[], float] = default_timer
+        self,
+        records: Records,
+        device: torch.device,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.records = records
         self.device = device
@@ -227,7 +238,7 @@ class MeasuredSeconds:
         return self._known[key]
 
 
-def _measure(isolated: IsolatedOp, clock: Callable[[], float]) -> float | None:
+def _measure(isolated: IsolatedOp, clock: Callable[[], float] | None) -> float | None:
     try:
         with isolated.call() as call:
             call()

@@ -40,6 +40,7 @@ from fxckpt.passes.transforms.rematerialize import Rematerialized, rematerialize
 from fxckpt.passes.transforms.storage_copies import copy_views_alone, copy_whole_storages
 from fxckpt.passes.transforms.verify import verify
 from fxckpt.plans.types import Plan
+from fxckpt.torch_private import unwrap_syncs, wrap_syncs
 from fxckpt.torch_private.inductor.layouts import changes_layout
 from fxckpt.torch_private.inductor.lowering import free_early
 
@@ -219,6 +220,7 @@ class OnBackward:
 
 
 PREPARE: tuple[Pass[Joint], ...] = (
+    OnJoint(unwrap_syncs),
     OnJoint(take_names),
     OnJoint(eliminate_dead_code),
     OnJoint(merge_common_subexpressions),
@@ -228,6 +230,7 @@ PREPARE: tuple[Pass[Joint], ...] = (
 """From AOTAutograd's joint graph to the graph that is planned."""
 
 PREPARE_INDUCTOR: tuple[Pass[Joint], ...] = (
+    OnJoint(unwrap_syncs),
     OnJoint(take_names),
     OnJoint(eliminate_dead_code),
     OnJoint(merge_common_subexpressions),
@@ -258,6 +261,7 @@ EMIT_INDUCTOR: tuple[Pass[Emission], ...] = (
     OnBackward(mark_execution_order, _keeps_order),
     OnBackward(preserve_strides),
     OnBackward(free_early, _frees_early),
+    OnHalves(wrap_syncs),
 )
 """As :data:`EMIT`, with the rewrites that keep Inductor's schedule to the plan.
 

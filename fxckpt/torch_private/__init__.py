@@ -127,6 +127,7 @@ from fxckpt.torch_private.storages import (
     storage_id,
     storage_key,
 )
+from fxckpt.torch_private.streams import stream_of, unwrap_syncs, wrap_syncs
 from fxckpt.torch_private.switches import SWITCHES, kernel_switches
 
 __all__ = [
@@ -230,6 +231,7 @@ __all__ = [
     "storage_addresses",
     "storage_id",
     "storage_key",
+    "stream_of",
     "surrounding_hooks",
     "tag_side",
     "through_dynamo",
@@ -240,8 +242,10 @@ __all__ = [
     "tracing_lock",
     "unbounded_sizes",
     "untag_side",
+    "unwrap_syncs",
     "upper_bound",
     "with_code",
     "without_torch_regions",
+    "wrap_syncs",
     "written_after",
 ]

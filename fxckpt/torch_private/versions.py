@@ -27,6 +27,15 @@ def is_tested() -> bool:
     return torch.__version__.split("+")[0] in TESTED
 
 
+def is_newer() -> bool:
+    """Return whether torch is newer than any that fxckpt is tested with.
+
+    There the names that Inductor gives to its parts may have changed: halves are compiled by
+    torch's own steps, and a plan that cannot be judged by their lowering is made without it.
+    """
+    return _minor(torch.__version__) > _minor(TESTED[-1])
+
+
 def refuse_older() -> None:
     """Raise ImportError if the installed torch is older than any that fxckpt is tested with.
 
@@ -47,10 +56,11 @@ def refuse_older() -> None:
 @functools.cache
 def warn_of_newer() -> None:
     """Warn once per process if torch is newer than any version that fxckpt is tested with."""
-    if _minor(torch.__version__) > _minor(TESTED[-1]):
+    if is_newer():
         warnings.warn(
             f"torch {torch.__version__} is newer than any that fxckpt is tested with "
-            f"({', '.join(TESTED)}): plans may miss their budget. "
+            f"({', '.join(TESTED)}): a budget for Inductor may be missed. Halves are lowered once more "
+            "to be compiled, and what cannot be read of a lowering is planned without it. "
             "What fxckpt doctor finds is a first test; a newer fxckpt may know this torch.",
             stacklevel=2,
         )

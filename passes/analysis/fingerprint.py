@@ -20,7 +20,7 @@ from fxckpt.errors import InvalidPlan, PlanMismatch
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.joint import Facts
 from fxckpt.plans.types import Plan
-from fxckpt.torch_private import size_hint
+from fxckpt.torch_private import size_hint, stream_of
 
 
 def fingerprint(graph: fx.Graph) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ def fingerprint(graph: fx.Graph) -> tuple[str, ...]:
     writes.sort(key=lambda node: list(called).index(node.args[0]))
     return (
         *(f"{name}: {_type(node)}" for node, name in called.items()),
-        *(f"{node.name}: {_call(node, called)}" for node in body),
+        *(f"{node.name}: {_call(node, called)}{_stream(node)}" for node in body),
         # Their names are left out: they are numbered in the order of the capture.
         *(_call(node, called) for node in writes),
         _output(output, called),
@@ -64,6 +64,11 @@ def _input_names(graph: fx.Graph) -> dict[fx.Node, str]:
 
 def _is_last_write(node: fx.Node, called: Mapping[fx.Node, str]) -> bool:
     return node.target is torch.ops.aten.copy_.default and node.args[0] in called and not node.users
+
+
+def _stream(node: fx.Node) -> str:
+    found = stream_of(node)
+    return "" if found is None else f" on stream {found}"
 
 
 def _call(node: fx.Node, called: Mapping[fx.Node, str]) -> str:

@@ -27,6 +27,7 @@ from fxckpt.torch_private import (
     partitioner_tag,
     size_hint,
     storage_id,
+    stream_of,
     written_after,
 )
 
@@ -119,11 +120,18 @@ def backward_closure(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that must run in the backward.
 
     They read a tangent; or they were traced in the backward and are random, mutate, or read a
-    storage that the backward mutates: moving those would change a random stream or an order.
+    storage that the backward mutates: moving those would change a random stream or an order. In a
+    graph with several streams none may be moved, as events order the streams.
     """
-    closure = _closure(graph, frozenset())
+    is_bound = has_streams(graph)
+    closure = _closure(graph, frozenset(), is_bound=is_bound)
     written = frozenset(written_storages(n for n in closure if is_mutating(n)))
-    return _closure(graph, written) if written else closure
+    return _closure(graph, written, is_bound=is_bound) if written else closure
+
+
+def has_streams(graph: fx.Graph) -> bool:
+    """Return whether a node runs on another stream than the current one."""
+    return any(stream_of(node) is not None for node in graph.nodes)
 
 
 def written_storages(nodes: Iterable[fx.Node]) -> Iterator[int]:
@@ -136,7 +144,7 @@ def written_storages(nodes: Iterable[fx.Node]) -> Iterator[int]:
     )
 
 
-def _closure(graph: fx.Graph, written: frozenset[int]) -> set[fx.Node]:
+def _closure(graph: fx.Graph, written: frozenset[int], *, is_bound: bool) -> set[fx.Node]:
     closure = set(tangents_of(graph))
     for node in graph.nodes:
         if node.op == "placeholder" and "bwd_seed" in str(node.target):
@@ -147,7 +155,9 @@ def _closure(graph: fx.Graph, written: frozenset[int]) -> set[fx.Node]:
             closure.add(node)
             continue
         tag = partitioner_tag(node)
-        if tag == "must_be_in_backward" or (tag == "is_backward" and _is_bound(node, written)):
+        if tag == "must_be_in_backward" or (
+            tag == "is_backward" and (is_bound and _fills(node) or _is_bound(node, written))
+        ):
             closure.add(node)
     return closure
 
@@ -161,6 +171,12 @@ def _is_bound(node: fx.Node, written: frozenset[int]) -> bool:
         for arg in node.all_input_nodes
         for t in tensors(arg.meta.get("val"))
     )
+
+
+def _fills(node: fx.Node) -> bool:
+    """Return whether a node has a storage of its own, which a view has not."""
+    read = {storage_id(t) for n in node.all_input_nodes for t in tensors(n.meta.get("val"))}
+    return any(storage_id(t) not in read for t in tensors(node.meta.get("val")))
 
 
 def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:

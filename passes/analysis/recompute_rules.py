@@ -22,9 +22,9 @@ from fxckpt.ops.properties import (
 )
 from fxckpt.ops.registry import registered
 from fxckpt.passes.analysis.discrete_ops import discrete_results
-from fxckpt.passes.analysis.placement import JointPlacement
+from fxckpt.passes.analysis.placement import JointPlacement, has_streams
 from fxckpt.reason import Reason
-from fxckpt.torch_private import storage_id
+from fxckpt.torch_private import storage_id, stream_of
 
 PREFERENCE = 1e-3
 """Share of its time that a preference adds to, or takes off, a recompute: it settles ties."""
@@ -47,6 +47,7 @@ class RecomputeRules:
         self.policy = policy
         self.bind_preferences = bind_preferences
         self.discrete = discrete_results(graph)
+        self.has_streams = has_streams(graph)
         self.requested: set[fx.Node] = set()
         """Ops seen so far that a policy demands to recompute."""
 
@@ -92,6 +93,11 @@ class RecomputeRules:
             return Reason.EFFECT
         if is_seed(node) or (is_random(node) and node.kwargs.get("generator") is not None):
             return Reason.RANDOM_WITHOUT_STATE
+        # No event orders the streams around a second run.
+        if self.has_streams and any(
+            stream_of(n) is not None for n in (node, *_readers_through_views(node))
+        ):
+            return Reason.STREAM
         mutated = self.placement.mutated
         if mutated and any(
             storage_id(t) in mutated

@@ -20,7 +20,7 @@ from fxckpt.ops.properties import has_hidden_effect, is_known_pure, is_mutating,
 from fxckpt.passes.analysis.placement import graph_outputs
 from fxckpt.passes.meta import NAME
 from fxckpt.passes.transforms.storage_copies import share_storages
-from fxckpt.torch_private import OpOverload, name_op, region_keys, storage_id
+from fxckpt.torch_private import OpOverload, name_op, region_keys, storage_id, stream_of
 
 
 def take_names(graph: fx.Graph) -> None:
@@ -120,6 +120,7 @@ def _key(node: fx.Node) -> Any:
         node.meta.get("ac_graph_id"),
         node.meta.get(NAME),
         region_keys(node),
+        stream_of(node),
     )
     return node.target, typed, spec, group
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -190,6 +191,39 @@ def test_measured_peak_is_the_predicted_one(
     (plan,) = backend.plans
     assert plan.compiled_peak_bytes is not None
     assert least_share * plan.compiled_peak_bytes <= measured <= plan.compiled_peak_bytes
+
+
+class Everything(set[str]):
+    """A set of all names."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="Inductor of torch 2.15 is the first")
+def test_buffers_that_are_only_freed_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of ops with effects are neither overwritten nor pooled; here, all values are such."""
+    from torch._inductor.graph import GraphLowering
+
+    def measured_and_predicted() -> tuple[int, int | None]:
+        torch._dynamo.reset()
+        backend = fxckpt.Backend(cost="flops")
+        return peak_of(backend, lambda: (Constants(), torch.rand(512, 48))), backend.plans[
+            0
+        ].compiled_peak_bytes
+
+    made = GraphLowering.__init__
+
+    def make(self: GraphLowering, *args: Any, **given: Any) -> None:
+        made(self, *args, **given)
+        self.never_reuse_but_free_buffers = Everything()
+
+    with config.patch(fx_graph_cache=False):
+        reusing, _ = measured_and_predicted()
+        monkeypatch.setattr(GraphLowering, "__init__", make)
+        measured, predicted = measured_and_predicted()
+    assert predicted is not None and reusing < measured <= predicted
+    assert measured >= 0.97 * predicted
 
 
 @pytest.mark.parametrize("groups", [1, 48])

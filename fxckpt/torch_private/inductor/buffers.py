@@ -23,7 +23,7 @@ from fxckpt.torch_private.inductor.options import Layout
 from fxckpt.torch_private.sizes import greatest
 from fxckpt.torch_private.storages import allocated_bytes
 
-# Since torch 2.15 one class stands for cond and switch; its code differs only in names.
+# Since torch 2.14 one class stands for cond and switch; its code differs only in names.
 Conditional: Any = ir.Switch if hasattr(ir, "Switch") else ir.Conditional
 
 
@@ -53,6 +53,9 @@ class _Schedule:
         """Buffers that reuse the memory of a dead one, by name."""
         self.unaligned = set(graph.unaligned_buffers)
         """Memory of extern kernels, or of callers with dynamic sizes, which is never pooled."""
+        # Since torch 2.15 (an op with effects may hold its inputs): freed, and never reused.
+        self.only_freed: Collection[str] = getattr(graph, "never_reuse_but_free_buffers", ())
+        """Buffers that are freed after their last use, and whose memory no other buffer takes."""
         self.overwritten: list[tuple[int, int]] = []
         self.last: dict[str, int] = {}
         self.born: dict[str, tuple[int, int]] = {}
@@ -168,7 +171,11 @@ class _Schedule:
             or name in V.graph.never_reuse_buffers
         ):
             return
-        is_own = (name in self.born or name in self.in_place) and name not in self.unaligned
+        is_own = (
+            (name in self.born or name in self.in_place)
+            and name not in self.unaligned
+            and name not in self.only_freed
+        )
         if is_own and buffer.can_free() and not buffer.node.get_inputs_that_alias_output():
             pool.give(buffer.node, i)
 
@@ -302,6 +309,8 @@ class _Schedule:
                 or read.node is None
                 or dep.name in self.outputs
                 or dep.name in V.graph.never_reuse_buffers
+                or dep.name in self.only_freed
+                or _is_in_other_pool(self.scheduler, dep.name, node)
             ):
                 continue
             if _is_made_elsewhere(read):
@@ -412,6 +421,14 @@ def _calls(nodes: Sequence[Any]) -> Iterator[list[int]]:
             group = []
     if group:
         yield group
+
+
+def _is_in_other_pool(scheduler: Any, name: str, node: Any) -> bool:
+    """Return whether a buffer lies in another CUDA memory pool than what a kernel allocates."""
+    # Before torch 2.14 Inductor knows no pools (``torch.cuda.use_mem_pool``).
+    if not hasattr(scheduler, "get_buf_mempool"):
+        return False
+    return bool(scheduler.get_buf_mempool(name) != scheduler.node_to_mempool.get(node))
 
 
 def _is_made_elsewhere(buffer: Any) -> bool:

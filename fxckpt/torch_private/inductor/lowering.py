@@ -22,6 +22,7 @@ from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 from fxckpt.torch_private.inductor.layouts import wants_channels_last
 from fxckpt.torch_private.inductor.lowered import LoweredHalf, _Counted, _Kept
 from fxckpt.torch_private.inductor.options import inductor_configuration, no_compiler
+from fxckpt.torch_private.versions import is_newer
 
 
 def free_early(half: fx.GraphModule) -> None:
@@ -111,6 +112,11 @@ class Lowerings:
         from torch._inductor import compile_fx, config
         from torch._inductor.utils import get_donated_idxs
 
+        if is_newer():
+            # Nothing of torch is patched there, so nothing can be patched wrongly.
+            self._kept.clear()
+            with config.patch(_freeing(gm)):
+                return compile_fx.compile_fx_inner(gm, example_inputs, **given)
         names = ("_recursive_post_grad_passes", "GraphLowering")
         original: list[Any] = [vars(compile_fx)[name] for name in names]
         passes: Any = original[0]
@@ -145,14 +151,7 @@ class Lowerings:
         patched: list[Any] = [kept_or_passes, _KeptOrLowered]
         try:
             vars(compile_fx).update(zip(names, patched, strict=True))
-            with (
-                config.patch(
-                    FREEING_EARLY
-                    if any(FREES_EARLY in node.meta for node in gm.graph.nodes)
-                    else {}
-                ),
-                whole_rows(),
-            ):
+            with config.patch(_freeing(gm)), whole_rows():
                 return compile_fx.compile_fx_inner(
                     gm, example_inputs, **{"layout_opt": wants_channels_last(gm), **given}
                 )
@@ -221,6 +220,11 @@ class Lowerings:
                 self._kept.remove(kept)
                 return kept
         return None
+
+
+def _freeing(gm: fx.GraphModule) -> dict[str, bool]:
+    """Return the options of a half that is compiled to free early, if it is marked so."""
+    return FREEING_EARLY if any(FREES_EARLY in node.meta for node in gm.graph.nodes) else {}
 
 
 @contextlib.contextmanager
