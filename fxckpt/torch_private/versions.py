@@ -59,8 +59,8 @@ def warn_of_newer() -> None:
     if is_newer():
         warnings.warn(
             f"torch {torch.__version__} is newer than any that fxckpt is tested with "
-            f"({', '.join(TESTED)}): a budget for Inductor may be missed. Halves are lowered once more "
-            "to be compiled, and what cannot be read of a lowering is planned without it. "
+            f"({', '.join(TESTED)}): a budget for Inductor may be missed. Halves are lowered once "
+            "more to be compiled, and what cannot be read of a lowering is planned without it. "
             "What fxckpt doctor finds is a first test; a newer fxckpt may know this torch.",
             stacklevel=2,
         )

@@ -156,7 +156,7 @@ def _closure(graph: fx.Graph, written: frozenset[int], *, is_bound: bool) -> set
             continue
         tag = partitioner_tag(node)
         if tag == "must_be_in_backward" or (
-            tag == "is_backward" and (is_bound and _fills(node) or _is_bound(node, written))
+            tag == "is_backward" and ((is_bound and _fills(node)) or _is_bound(node, written))
         ):
             closure.add(node)
     return closure

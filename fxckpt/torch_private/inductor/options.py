@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from torch import fx
@@ -96,6 +96,11 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
         )
     for name, value in given.items():
         kind = config.get_type(name)  # type: ignore[attr-defined]
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise InvalidOption(
+                f"option {name!r} is {value!r}: Inductor takes one of "
+                f"{', '.join(map(repr, get_args(kind)))}."
+            )
         # As in torch.compile, items of a list or a dict are not checked.
         if get_origin(kind) is None and not isinstance(value, kind):
             raise InvalidOption(
