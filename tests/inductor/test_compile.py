@@ -261,6 +261,11 @@ def test_modes_and_options_of_torch_compile_pass_through() -> None:
         ({"mode": "fastest"}, "'max-autotune'"),
         ({"options": {"epilog_fusion": True}}, "'epilogue_fusion'"),
         ({"options": {"epilogue_fusion": "yes"}}, "takes bool"),
+        pytest.param(
+            {"options": {"numerics": "strickt"}},
+            "'default', .*'strict'",
+            marks=pytest.mark.skipif(torch.__version__ < "2.14", reason="new in torch 2.14"),
+        ),
         ({"options": 5}, "Give a dict"),
         ({"mode": []}, "'max-autotune'"),
         ({"cost": FlopCost}, "'roofline', 'flops', 'measured'"),
