@@ -26,8 +26,8 @@ def unwrap_syncs(graph: fx.Graph) -> None:
     A planned backward reads values that the forward passed through such a call, and must not run
     the call again. The order of the graph's nodes still orders the streams.
     """
-    module = graph.owning_module
-    for node in list(graph.nodes):
+    module, nodes = graph.owning_module, list[Any](graph.nodes)
+    for node in nodes:
         # By its text, as the import of the op would import Inductor.
         if node.op != "call_function" or str(node.target) != "control_deps":
             continue
@@ -45,7 +45,7 @@ def unwrap_syncs(graph: fx.Graph) -> None:
 
 
 def _read_originals(
-    node: fx.Node, bare: fx.Node, op: fx.Node, passed: dict[fx.Node, Any], outputs: Any
+    node: Any, bare: fx.Node, op: fx.Node, passed: dict[fx.Node, Any], outputs: Any
 ) -> None:
     """Let the readers of the results of ``control_deps`` read what they are results of."""
     results = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
