@@ -113,7 +113,7 @@ def same_at_every_budget(
     for budget in budgets:
         model, inputs = fresh(make)
         backend = fxckpt.Backend(
-            budget=floor if budget == FLOOR else budget, **{"inner": "aot_eager", **options}
+            budget=floor if budget == FLOOR else budget, **{"inner": "aot_eager", "scope": "graph", **options}
         )
         compiled = torch.compile(model, backend=backend)
         try:
