@@ -31,9 +31,14 @@ class KeptGraph:
         from torch._guards import CompileContext, TracingContext
 
         context, compiling = TracingContext.try_get(), CompileContext.try_get()
+        placeholders = module.graph.find_nodes(op="placeholder")
+        # Real inputs would be kept alive, and be made fake again with other sizes.
+        fakes = [node.meta.get("example_value") for node in placeholders]
         return cls(
             _copied(module),
-            tuple(inputs),
+            tuple(
+                given if fake is None else fake for given, fake in zip(inputs, fakes, strict=True)
+            ),
             None if context is None else context.fake_mode,
             None if compiling is None else compiling.compile_id,
         )
