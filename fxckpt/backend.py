@@ -76,11 +76,11 @@ class Backend:
     Parameters
     ----------
     budget:
-        Peak of the bytes that a step, from its first forward to the end of its last backward,
-        allocates beyond those allocated before it: an int or a string (``"2GiB"``), a fraction in
-        (0, 1] of the uncheckpointed peak (or ``"60%"``), ``"min"`` (the least peak that is found
-        for each graph), or ``"auto"`` (the device's free memory, less the optimizer state to come
-        and a margin). None recomputes only what is free to recompute.
+        Peak of the bytes that one forward and backward allocate beyond those allocated before it,
+        for each compiled graph or for the step (``scope``): an int or a string (``"2GiB"``), a
+        fraction in (0, 1] of the uncheckpointed peak (or ``"60%"``), ``"min"`` (the least peak that
+        is found for each graph), or ``"auto"`` (the device's free memory, less the optimizer state
+        to come and a margin). None recomputes only what is free to recompute.
     policy:
         One of :mod:`fxckpt.policies`, a list of them, or torch's own form: a function
         ``policy(ctx, op, *args, **kwargs)`` that returns a ``CheckpointPolicy``, or a list of ops
@@ -108,9 +108,9 @@ class Backend:
         In place of a budget: the least memory for at most this much extra time, as a share of the
         uncheckpointed step's (``0.1`` is 10 %), by the cost model; for each graph.
     scope:
-        ``"step"``: the budget is that of all graphs which this object compiles, and of what is
-        allocated between them. Each graph has a few plans, compiled when first used; the first step
-        runs cautiously and is measured. ``"graph"``: each graph has the whole budget.
+        ``"graph"``: each compiled graph has the whole budget. ``"step"``: the budget is that of all
+        graphs which this object compiles, and of what is allocated between them. Each graph then
+        has a few plans, compiled when first used; the first step runs cautiously and is measured.
     in_flight:
         Most forwards of one graph whose backwards are still to come, such as the micro-batches of a
         pipeline. All steps but the first learn it; with more than 1 the first runs cautiously.
@@ -149,7 +149,7 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
         max_slowdown: float | None = None,
-        scope: str = "step",
+        scope: str = "graph",
         in_flight: int = 1,
         strict: bool = False,
     ) -> None:
@@ -160,6 +160,11 @@ class Backend:
         if not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1:
             raise InvalidOption(
                 f"in_flight={in_flight!r} is not a number of forwards. Give an int from 1 up."
+            )
+        if scope != "step" and (in_flight != 1 or strict):
+            raise InvalidOption(
+                f"in_flight={in_flight!r}, strict={strict!r} are for the budget of a step, and "
+                f"scope={scope!r}. Use scope='step', or leave them out."
             )
         if verify not in (None, "exact"):
             raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
@@ -302,7 +307,7 @@ class Backend:
         if self.step is None or not budgets.is_in_bytes(budget):
             raise InvalidOption(
                 f"set_budget({budget!r}): only a budget of a step can be changed, into another one."
-                " Give the backend one to begin with: fxckpt.Backend(budget=0.8)."
+                " Give the backend one to begin with: fxckpt.Backend(0.8, scope='step')."
             )
         self.step.set_budget(budget)
 

@@ -26,7 +26,7 @@ def compile_blocks(blocks: Iterable[nn.Module], budget: budgets.Budget, **option
     budget:
         Peak of the step beyond what was allocated before it, as for :class:`Backend`.
     options:
-        Other arguments of :class:`Backend`.
+        Other arguments of :class:`Backend`; ``scope`` is ``"step"``.
 
     Returns
     -------
@@ -62,7 +62,7 @@ def compile_blocks(blocks: Iterable[nn.Module], budget: budgets.Budget, **option
             "there are no blocks to compile. Give those of a model: "
             "fxckpt.compile_blocks(model.layers, budget='2GiB')."
         )
-    backend = Backend(budget, **options)
+    backend = Backend(budget, **{"scope": "step", **options})
     for module in modules:
         compile_module(module, backend)
     return backend

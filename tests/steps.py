@@ -113,7 +113,8 @@ def same_at_every_budget(
     for budget in budgets:
         model, inputs = fresh(make)
         backend = fxckpt.Backend(
-            budget=floor if budget == FLOOR else budget, **{"inner": "aot_eager", "scope": "graph", **options}
+            budget=floor if budget == FLOOR else budget,
+            **{"inner": "aot_eager", **options},
         )
         compiled = torch.compile(model, backend=backend)
         try:

@@ -93,6 +93,6 @@ class Report:
             parts.append(
                 f"no graph break was seen between these {count} graphs, and each has the whole "
                 "budget. If they are parts of one step, Dynamo left the function that calls them "
-                "to Python: TORCH_LOGS=graph_breaks says where."
+                "to Python: TORCH_LOGS=graph_breaks says where. scope='step' gives them one budget."
             )
         return "\n\n".join(parts)

@@ -120,7 +120,7 @@ def test_small_tail_after_a_graph_break_trains() -> None:
 
     model = Broken()
     _, wanted = plain(model)
-    backend = fxckpt.Backend(budget=0.85, inner="aot_eager")
+    backend = fxckpt.Backend(budget=0.85, inner="aot_eager", scope="step")
     model.compile(backend=backend)
     for _ in range(3):
         measured(model)
@@ -193,7 +193,7 @@ def test_micro_batches_in_flight(order: tuple[int, ...]) -> None:
     wanted = gradients(model)
     clear(model)
     limit = int(0.5 * fxckpt.measure_peak(lambda: step(model)))
-    backend = fxckpt.Backend(limit, inner="aot_eager", in_flight=4)
+    backend = fxckpt.Backend(limit, inner="aot_eager", scope="step", in_flight=4)
     forward = torch.compile(model, backend=backend)
     for _ in range(3):
         clear(model)
@@ -230,7 +230,7 @@ def test_strict_raises_over_the_budget() -> None:
     """A model compiled as a whole is not known to have two forwards in flight."""
     model = nn.Sequential(*(Block() for _ in range(3)))
     measured_alone = fxckpt.measure_peak(lambda: model(X).sum().backward())
-    backend = fxckpt.Backend(measured_alone, inner="aot_eager", strict=True)
+    backend = fxckpt.Backend(measured_alone, inner="aot_eager", scope="step", strict=True)
     forward = torch.compile(model, backend=backend)
     clear(model)
     with pytest.raises(fxckpt.BudgetExceeded, match="in_flight"):
@@ -273,13 +273,22 @@ def test_equal_options_by_name_share_a_step() -> None:
     peak, wanted = plain(model)
     limit = int(0.6 * peak)
     for block in model.blocks:
-        block.compile(backend="fxckpt", options={"budget": limit, "inner": "aot_eager"})
+        block.compile(
+            backend="fxckpt", options={"budget": limit, "inner": "aot_eager", "scope": "step"}
+        )
     for _ in range(3):
         assert_step_is_right(model, limit, wanted)
 
 
 @pytest.mark.parametrize(
-    "options", [{"scope": "epoch"}, {"in_flight": 0}, {"in_flight": True}, {"in_flight": 1.5}]
+    "options",
+    [
+        {"scope": "epoch"},
+        {"scope": "step", "in_flight": 0},
+        {"scope": "step", "in_flight": True},
+        {"in_flight": 2},
+        {"strict": True},
+    ],
 )
 def test_bad_options_say_what_to_use(options: dict[str, object]) -> None:
     with pytest.raises(fxckpt.InvalidOption, match=r"Use|Give"):
