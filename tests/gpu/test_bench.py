@@ -35,7 +35,7 @@ def test_a_case_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert case["error"] is None
     assert [way["error"] for way in case["ways"]] == [None] * 4
     assert all(way["peak_bytes"] > 0 and way["seconds"] > 0 for way in case["ways"])
-    # Whether budgets are kept is the matter of test_promises.py: here other tests of the same process
+    # Whether budgets are kept is the matter of test_promises.py: here other tests of the process
     # may have left blocks that are freed in between.
     verdict = found["verdict"]
     assert verdict["measured"] == verdict["budgets"] == 2
