@@ -77,14 +77,11 @@ def test_convolution_takes_tf32_unless_forbidden() -> None:
     """A float32 convolution takes TF32 unless cuDNN may not, as in torch."""
     shapes = (8, 256, 64, 64), (256, 256, 3, 3)
     node = node_of(F.conv2d, *shapes, dtype=torch.float32)
-    # Other settings of precision, made in the same process before, may have changed the default.
-    torch.backends.cudnn.allow_tf32 = True
-    fast = DeviceRoofline.of("H100").seconds(node)
-    torch.backends.cudnn.allow_tf32 = False
-    try:
+    # In a process where torch's test helpers were imported, only the context manager may set this.
+    with torch.backends.cudnn.flags(allow_tf32=True):
+        fast = DeviceRoofline.of("H100").seconds(node)
+    with torch.backends.cudnn.flags(allow_tf32=False):
         slow = DeviceRoofline.of("H100").seconds(node)
-    finally:
-        torch.backends.cudnn.allow_tf32 = True
     launch = LAUNCH_SECONDS
     assert (slow - launch) / (fast - launch) == pytest.approx(495 / 67)
 
