@@ -153,19 +153,7 @@ class Backend:
         in_flight: int = 1,
         strict: bool = False,
     ) -> None:
-        if scope not in SCOPES:
-            raise InvalidOption(
-                f"scope={scope!r} is not a scope of a budget. Use 'step' or 'graph'."
-            )
-        if not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1:
-            raise InvalidOption(
-                f"in_flight={in_flight!r} is not a number of forwards. Give an int from 1 up."
-            )
-        if scope != "step" and (in_flight != 1 or strict):
-            raise InvalidOption(
-                f"in_flight={in_flight!r}, strict={strict!r} are for the budget of a step, and "
-                f"scope={scope!r}. Use scope='step', or leave them out."
-            )
+        _check_scope(scope, in_flight, strict)
         if verify not in (None, "exact"):
             raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
         if not callable(inner) and inner not in INNER_NAMES:
@@ -187,13 +175,12 @@ class Backend:
             )
         self._inductor = inductor_options(mode, options)
         self.partitioner = Partitioner(budget, policy, cost, verify, max_slowdown)
+        """Plans the graphs."""
         if self._inductor.get("triton.cudagraphs"):
             self.partitioner.expect_replays()
-        """Plans the graphs."""
         self.inner = inner
         """The compiler of the halves."""
         self._breaks: list[Break] = []
-        budgets.validate(budget)
         is_of_step = scope == "step" and budgets.is_in_bytes(budget)
         self.step = StepTracker(budget, in_flight, strict) if is_of_step else None
         """Runs the calls of a step, if the budget is one of a step."""
@@ -348,6 +335,21 @@ class Backend:
             raise through_dynamo(error.among(len(self.plans) + 1) if broke else error) from error
         except FxckptError as error:
             raise through_dynamo(error) from error
+
+
+def _check_scope(scope: str, in_flight: int, strict: bool) -> None:
+    """Raise :class:`InvalidOption` for options of a step's budget that do not fit together."""
+    if scope not in SCOPES:
+        raise InvalidOption(f"scope={scope!r} is not a scope of a budget. Use 'step' or 'graph'.")
+    if not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1:
+        raise InvalidOption(
+            f"in_flight={in_flight!r} is not a number of forwards. Give an int from 1 up."
+        )
+    if scope != "step" and (in_flight != 1 or strict):
+        raise InvalidOption(
+            f"in_flight={in_flight!r}, strict={strict!r} are for the budget of a step, and "
+            f"scope={scope!r}. Use scope='step', or leave them out."
+        )
 
 
 class _InductorPartitioner(CustomPartitionerFn):

@@ -77,11 +77,6 @@ class StepGraph:
         """Whether the graph was compiled as if it were the whole step."""
         return bool(self.entries) and self.entries[0].candidate is None
 
-    @property
-    def compiled_levels(self) -> int:
-        """Number of plans that were compiled."""
-        return sum(entry.run is not None for entry in self.entries)
-
     def compile_alone(self) -> Callable[..., Any]:
         """Compile the graph for the whole budget, as if it were the step."""
         run, plan = self._compile(None)

@@ -28,8 +28,6 @@ class StepRecord:
     """Most bytes allocated beyond those before the step."""
     peak_at: str = ""
     """Where the peak was reached, for people."""
-    has_compiled: bool = False
-    """Whether a compile ran inside, whose own allocations count in the measured bytes."""
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -45,9 +43,8 @@ class LearnedStep:
     """Steps of one signature, with the most outside bytes that the latest ones had."""
 
     calls: tuple[StepGraph, ...]
-    signature: tuple[object, ...]
-    recent: list[tuple[Moment, ...]] = field(default_factory=list)
-
+    recent: list[tuple[Moment, ...]]
+    """Moments of the latest steps."""
     count: int = 1
     """Number of steps seen."""
 
@@ -57,9 +54,7 @@ class LearnedStep:
     @classmethod
     def of(cls, record: StepRecord) -> LearnedStep:
         """Return what one step teaches."""
-        return cls(
-            tuple(call.graph for call in record.calls), record.signature, [tuple(record.moments)]
-        )
+        return cls(tuple(call.graph for call in record.calls), [tuple(record.moments)])
 
     def add(self, record: StepRecord) -> bool:
         """Add a step of the same signature; return whether it had more outside bytes."""

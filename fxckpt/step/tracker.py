@@ -7,7 +7,6 @@ takes the level that was chosen for its place in the step.
 
 from __future__ import annotations
 
-import logging
 import threading
 import warnings
 import weakref
@@ -45,8 +44,6 @@ from fxckpt.torch_private import (
     not_compiled,
 )
 
-log = logging.getLogger("fxckpt")
-
 WORTHWHILE = 0.02
 """Least share of the step's recompute time that a new choice must save to be taken."""
 TOLD = 0.001
@@ -65,9 +62,10 @@ Bytes outside of the graphs vary from step to step; a peak over the budget is wa
 class _Flight:
     """One call between its forward and its backward."""
 
-    def __init__(self, tracker: StepTracker, number: int, held_bytes: int, step: object) -> None:
-        self.number, self.held_bytes, self.step = number, held_bytes, step
+    def __init__(self, tracker: StepTracker, number: int, step: object) -> None:
+        self.number, self.step = number, step
         self.start = 0
+        """Bytes allocated when its backward began."""
         self._tracker = weakref.ref(tracker)
 
     def __del__(self) -> None:
@@ -132,7 +130,6 @@ class StepTracker:
             number = len(self._record.calls)
             position = self._position(number, graph)
             if graph.entries[position].run is None:
-                self._record.has_compiled = True
                 self._version += 1
             run = graph.run(position)
             # What a compile allocates is not the step's.
@@ -143,7 +140,14 @@ class StepTracker:
                 for arg in args:
                     if isinstance(arg, torch.Tensor) and arg.is_leaf and arg.requires_grad:
                         self._leaves[arg] = None
-        outputs = run(*args)
+        try:
+            outputs = run(*args)
+        except BaseException:
+            # What was recorded is no step to learn from; backwards of its calls are not followed.
+            with self._lock:
+                self._record = StepRecord()
+                self._flights.clear()
+            raise
         with self._lock:
             level = graph.entries[position].level
             own = self._peak(f"the forward of call {number + 1}, {graph.name}") - start
@@ -159,7 +163,7 @@ class StepTracker:
 
     def _fly(self, node: Any, number: int, held: int, graph: StepGraph, position: int) -> None:
         """Follow a call from the end of its forward to its backward."""
-        flight = _Flight(self, number, held, self._record)
+        flight = _Flight(self, number, self._record)
         self._flights[number] = held
 
         def enter(gradients: Any) -> None:
@@ -192,7 +196,6 @@ class StepTracker:
             number, held = flight.number, self._flights.pop(flight.number, 0)
             if keeps_graph():
                 self._flights[number] = held  # Its saved values stay, for another backward.
-                flight.held_bytes = held
             own = self._peak(f"the backward of call {number + 1}, {graph.name}") - flight.start
             others = tuple(each for each in self._flights if each != number)
             outside = flight.start - sum(self._flights[each] for each in others) - held
@@ -243,7 +246,7 @@ class StepTracker:
         """Record the code between two calls."""
         assert self._meter is not None
         if self._is_polluted:
-            self._record.has_compiled, self._is_polluted = True, False
+            self._is_polluted = False
             most = self._meter.allocated()
         else:
             most = self._peak("code outside of the graphs")
@@ -533,23 +536,20 @@ class StepTracker:
     def _infeasible(self, learned: LearnedStep, limit: int) -> BudgetInfeasible:
         """Return the error for a step that does not fit at any level."""
         floor = least_peak(learned.program()).peak_bytes
+        asked, least = budgets.format_apart(limit, floor)
         baseline = choice_of(learned.baseline(), [0] * len(learned.calls)).peak_bytes
+        fraction = budgets.least_fraction(self.budget, floor, baseline)
+        enough = f"'{floor}B'" if fraction is None else f"{fraction} ('{floor}B')"
         outside = max(moment.outside_bytes for moment in learned.moments)
         return BudgetInfeasible(
-            f"budget={self.budget!r} is {limit} bytes ({budgets.format_bytes(limit)}), below the "
-            f"least peak found for this step of {len(learned.calls)} calls, {floor} bytes "
-            f"({budgets.format_bytes(floor)}), of which up to {budgets.format_bytes(outside)} are "
-            f"allocated outside of the compiled graphs; its uncheckpointed peak is "
-            f"{budgets.format_bytes(baseline)}. Raise the budget to at least '{floor}B', or "
-            f"{_fraction_up(floor, baseline)}, or make the batch smaller.",
+            f"budget={self.budget!r} is {asked}, below the least peak found for this step of "
+            f"{len(learned.calls)} calls, {least}, of which up to {budgets.format_bytes(outside)} "
+            f"are allocated outside of the compiled graphs; its uncheckpointed peak is "
+            f"{budgets.format_bytes(baseline)}. Raise the budget to at least {enough}, or make the "
+            "batch smaller.",
             floor_bytes=floor,
             budget_bytes=limit,
         )
-
-
-def _fraction_up(floor: int, baseline: int) -> float:
-    """Return the least fraction of two decimals of the baseline that is at least the floor."""
-    return min(1.0, -(-100 * floor // max(1, baseline)) / 100)
 
 
 def _weak(method: Callable[[], None]) -> Callable[[], None]:

@@ -30,6 +30,7 @@ from fxckpt.torch_private.aot import (
 )
 from fxckpt.torch_private.autograd import (
     after_backward,
+    at_engine_exit,
     below_autograd,
     current_backward,
     frees_incoming_gradients,
@@ -67,7 +68,6 @@ from fxckpt.torch_private.graph_modules import GRAPH_FIELDS, MODULE_FIELDS, M, w
 from fxckpt.torch_private.kept_graph import (
     KeptGraph,
     after_optimizers,
-    at_engine_exit,
     backward_node,
     is_compiled_autograd,
     is_in_a_forward,

@@ -42,13 +42,18 @@ def current_backward() -> object | None:
     return None if number == -1 else number
 
 
+def at_engine_exit(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the autograd engine ends the backward that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` at the end of the running backward.
 
     Does nothing inside a ``GraphExecGroup``: more backwards of the same group may follow.
     """
     if torch._C._get_graph_exec_group() is None:
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        at_engine_exit(callback)
 
 
 def surrounding_hooks() -> (

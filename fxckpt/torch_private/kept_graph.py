@@ -115,11 +115,6 @@ def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
             yield output
 
 
-def at_engine_exit(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the autograd engine ends the backward that is running."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
 def is_compiled_autograd() -> bool:
     """Return whether compiled autograd traces or runs the backward."""
     from torch._dynamo import compiled_autograd

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxckpt
+from fxckpt.memory_meter import allocation_limit
 
 
 class Block(nn.Module):
@@ -217,6 +218,11 @@ def test_odd_steps_leave_nothing_behind() -> None:
     with pytest.raises(ZeroDivisionError):
         model.blocks[1](model.blocks[0](X)) / (1 // 0)
     assert_step_is_right(model, limit, wanted)
+    before = len(backend.plans)
+    with allocation_limit(400_000), pytest.raises(RuntimeError, match="can't allocate memory"):
+        model(X)
+    assert_step_is_right(model, limit, wanted)
+    assert len(backend.plans) == before
     loss = model(X)
     with pytest.warns(UserWarning, match="over the budget"):
         loss.backward(retain_graph=True)
