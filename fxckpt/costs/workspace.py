@@ -1,8 +1,8 @@
 """Workspace: the memory an op's kernel allocates and frees before it returns.
 
 Convolutions reorder their operands, attention keeps blocks, some reductions buffer: no graph shows
-this workspace. Each distinct op runs once on synthetic inputs, on the CPU while the allocator's
-events are recorded, on a GPU twice, between two readings of the caching allocator's statistics.
+this workspace. Each distinct op runs on synthetic inputs, on the CPU once, watched by the memory
+meter, on a GPU twice, between two readings of the caching allocator's statistics.
 """
 
 from __future__ import annotations
@@ -117,17 +117,29 @@ def metered(meter: Meter, isolated: IsolatedOp, result_bytes: int) -> int:
 
 
 def _measure(isolated: IsolatedOp, result_bytes: int) -> int:
+    """Return the workspace bytes of one run of a CPU op.
+
+    Kernels take buffers on the threads they work with, which only an exact meter counts; without
+    one, the allocator's events of this thread are summed.
+    """
+    meter = meter_of(torch.device("cpu"))
     try:
         with isolated.call() as call:
-            changes, result = allocation_events(call)
+            if meter.exact:
+                start = meter.allocated()
+                with meter.watch() as watch:
+                    result = call()
+                    live, peak = meter.allocated() - start, watch.peak() - start
+            else:
+                changes, result = allocation_events(call)
+                live = peak = 0
+                for change in changes:
+                    live += change
+                    peak = max(peak, live)
     except REFUSED as error:
         log.info("workspace of %s not measured, planned as none: %s", isolated.op, error)
         return 0
     del result
-    live = peak = 0
-    for change in changes:
-        live += change
-        peak = max(peak, live)
     # Some kernels (col2im) return a result in a larger storage than the graph shows; the excess
     # counts as workspace.
-    return peak - min(live, result_bytes)
+    return max(0, peak - min(live, result_bytes))

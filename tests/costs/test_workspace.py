@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -38,8 +39,8 @@ def test_a_sort_has_some() -> None:
 def test_each_call_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal calls run once, others again."""
     ran: list[int] = []
-    real = workspace.allocation_events
-    monkeypatch.setattr(workspace, "allocation_events", lambda fn: (ran.append(1), real(fn))[1])
+    real = workspace._measure
+    monkeypatch.setattr(workspace, "_measure", lambda *op: (ran.append(1), real(*op))[1])
     measured = MeasuredWorkspace()
     for size in (8, 8, 9):
         measured(node_of(lambda x: x.cumsum(0), torch.ones(size)))
@@ -49,14 +50,32 @@ def test_each_call_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dense_products_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product that a BLAS reads in place is not measured; one with a copied operand is."""
     ran: list[int] = []
-    real = workspace.allocation_events
-    monkeypatch.setattr(workspace, "allocation_events", lambda fn: (ran.append(1), real(fn))[1])
+    real = workspace._measure
+    monkeypatch.setattr(workspace, "_measure", lambda *op: (ran.append(1), real(*op))[1])
     x = torch.ones(8, 8)
     measured = MeasuredWorkspace()
     assert measured(node_of(lambda x: x @ x.t(), x)) == 0 and ran == []
     measured(node_of(lambda x: x @ x[:1].expand(8, 8), x))
     measured(node_of(lambda x: x @ x, x.bfloat16()))
     assert len(ran) == 2
+
+
+def test_buffers_of_other_threads_count() -> None:
+    """A kernel's buffers are workspace on whichever thread it takes them."""
+
+    class Threaded:
+        op = "an op"
+
+        @staticmethod
+        def call() -> contextlib.AbstractContextManager[Callable[[], torch.Tensor]]:
+            def run() -> torch.Tensor:
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(torch.empty, 1000, dtype=torch.uint8).result()
+                return torch.empty(10, dtype=torch.uint8)
+
+            return contextlib.nullcontext(run)
+
+    assert workspace._measure(Threaded(), 10) == 1000
 
 
 def test_off_the_cpu_nothing_is_measured() -> None:
