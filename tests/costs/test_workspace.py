@@ -69,9 +69,10 @@ def test_buffers_of_other_threads_count() -> None:
         @staticmethod
         def call() -> contextlib.AbstractContextManager[Callable[[], torch.Tensor]]:
             def run() -> torch.Tensor:
+                result = torch.empty(10, dtype=torch.uint8)
                 with ThreadPoolExecutor(1) as pool:
                     pool.submit(torch.empty, 1000, dtype=torch.uint8).result()
-                return torch.empty(10, dtype=torch.uint8)
+                return result
 
             return contextlib.nullcontext(run)
 
