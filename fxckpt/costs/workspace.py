@@ -1,8 +1,8 @@
 """Workspace: the memory an op's kernel allocates and frees before it returns.
 
 Convolutions reorder their operands, attention keeps blocks, some reductions buffer: no graph shows
-this workspace. Each distinct op runs on synthetic inputs, on the CPU once, watched by the memory
-meter, on a GPU twice, between two readings of the caching allocator's statistics.
+this workspace. Each distinct op runs on synthetic inputs, on the CPU once, each thread watched by
+the memory meter, on a GPU twice, between two readings of the caching allocator's statistics.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxckpt.costs.isolated_op import REFUSED, IsolatedOp, devices
-from fxckpt.memory_meter import AcceleratorMeter, Meter, meter_of
+from fxckpt.memory_meter import AcceleratorMeter, Meter, counting_meter, meter_of
 from fxckpt.ops.properties import tensors
 from fxckpt.torch_private import allocated_bytes, allocation_events, size_hint, storage_id
 
@@ -119,19 +119,16 @@ def metered(meter: Meter, isolated: IsolatedOp, result_bytes: int) -> int:
 def _measure(isolated: IsolatedOp, result_bytes: int) -> int:
     """Return the workspace bytes of one run of a CPU op.
 
-    Kernels take buffers on the threads they work with, which only an exact meter counts; without
-    one, the allocator's events of this thread are summed.
+    Kernels take buffers on the threads they work with, which only the counting allocator sees;
+    without it, the allocator's events of this thread are summed.
     """
-    meter = meter_of(torch.device("cpu"))
+    meter = counting_meter()
     try:
         with isolated.call() as call:
-            if meter.exact:
-                start = meter.allocated()
-                with meter.watch() as watch:
-                    result = call()
-                    live, peak = meter.allocated() - start, watch.peak() - start
+            if meter is not None and meter.exact:
+                peak, live = meter.peak_of_threads(call)
             else:
-                changes, result = allocation_events(call)
+                changes, _ = allocation_events(call)
                 live = peak = 0
                 for change in changes:
                     live += change
@@ -139,7 +136,6 @@ def _measure(isolated: IsolatedOp, result_bytes: int) -> int:
     except REFUSED as error:
         log.info("workspace of %s not measured, planned as none: %s", isolated.op, error)
         return 0
-    del result
     # Some kernels (col2im) return a result in a larger storage than the graph shows; the excess
     # counts as workspace.
     return max(0, peak - min(live, result_bytes))

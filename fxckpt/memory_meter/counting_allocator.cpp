@@ -26,26 +26,60 @@ std::atomic<int64_t> peak{0};  // greatest `live` since the last fxckpt_take_pea
 std::atomic<int64_t> limit{kNoLimit};
 std::atomic<bool> missed{false};  // whether a block could not be counted
 
+// What one thread took and did not release yet; blocks may be released by another thread.
+struct Thread {
+  std::atomic<int64_t> live{0};  // bytes
+  std::atomic<int64_t> peak{0};  // greatest `live` since the last fxckpt_watch_threads
+  std::atomic<int64_t> start{0};  // `live` at that time
+  Thread* next = nullptr;
+
+  void take(int64_t bytes) {
+    const int64_t now = live.fetch_add(bytes, kRelaxed) + bytes;
+    if (now > peak.load(kRelaxed)) {  // no other thread raises it
+      peak.store(now, kRelaxed);
+    }
+  }
+};
+
+// All threads that ever took a block, a list that only grows; never deleted, as blocks name them.
+std::atomic<Thread*> threads{nullptr};
+
+Thread& this_thread() {
+  thread_local Thread* const mine = [] {
+    auto* const made = new Thread;
+    made->next = threads.load();
+    while (!threads.compare_exchange_weak(made->next, made)) {
+    }
+    return made;
+  }();
+  return *mine;
+}
+
+struct Block {
+  int64_t bytes = 0;
+  Thread* taker = nullptr;
+};
+
 // Requested bytes of each block, by address, in shards so that threads rarely wait for another.
 class Blocks {
  public:
-  void insert(void* block, int64_t bytes) {
+  void insert(void* block, Block made) {
     Shard& shard = of(block);
     std::lock_guard<std::mutex> guard(shard.mutex);
-    shard.bytes[block] = bytes;
+    shard.blocks[block] = made;
   }
 
-  // Return the bytes of a block, and 0 for one that was not counted.
-  int64_t erase(void* block) {
+  // Return a block and forget it; one without bytes or thread if it was not counted.
+  Block erase(void* block) {
     Shard& shard = of(block);
     std::lock_guard<std::mutex> guard(shard.mutex);
-    const auto found = shard.bytes.find(block);
-    if (found == shard.bytes.end()) {
-      return 0;
+    const auto found = shard.blocks.find(block);
+    if (found == shard.blocks.end()) {
+      return {};
     }
-    const int64_t bytes = found->second;
-    shard.bytes.erase(found);
-    return bytes;
+    const Block erased = found->second;
+    shard.blocks.erase(found);
+    return erased;
   }
 
   void lock() {
@@ -63,7 +97,7 @@ class Blocks {
  private:
   struct alignas(64) Shard {
     std::mutex mutex;
-    ska::flat_hash_map<void*, int64_t> bytes;
+    ska::flat_hash_map<void*, Block> blocks;
   };
 
   Shard& of(void* block) {
@@ -108,6 +142,7 @@ class CountingAllocator final : public c10::Allocator {
       int64_t seen = peak.load(kRelaxed);
       while (now > seen && !peak.compare_exchange_weak(seen, now, kRelaxed)) {
       }
+      this_thread().take(bytes);
       return block;
     } catch (...) {
       live.fetch_sub(bytes, kRelaxed);
@@ -134,6 +169,7 @@ class CountingAllocator final : public c10::Allocator {
       return 0;
     }
     live.fetch_add(bytes, kRelaxed);
+    this_thread().take(bytes);
     return bytes;
   }
 
@@ -144,7 +180,7 @@ class CountingAllocator final : public c10::Allocator {
     if (address == nullptr || address != block.get() || block.get_deleter() != delete_) {
       return false;
     }
-    blocks().insert(address, bytes);
+    blocks().insert(address, {bytes, &this_thread()});
     return block.compare_exchange_deleter(delete_, &release);
   }
 
@@ -154,7 +190,11 @@ class CountingAllocator final : public c10::Allocator {
       return;
     }
     // First, as another thread may be given the address once the block is free.
-    live.fetch_sub(blocks().erase(block), kRelaxed);
+    const Block erased = blocks().erase(block);
+    if (erased.taker != nullptr) {
+      live.fetch_sub(erased.bytes, kRelaxed);
+      erased.taker->live.fetch_sub(erased.bytes, kRelaxed);
+    }
     counting->delete_(block);
   }
 
@@ -214,6 +254,25 @@ int64_t fxckpt_peak() {
 // Return the peak so far, and begin anew at what is allocated now.
 int64_t fxckpt_take_peak() {
   return peak.exchange(live.load(kRelaxed), kRelaxed);
+}
+
+// Begin the peaks of all threads anew at what each holds now. Blocks of threads that run meanwhile
+// may be missed.
+void fxckpt_watch_threads() {
+  for (Thread* thread = threads.load(); thread != nullptr; thread = thread->next) {
+    thread->start.store(thread->live.load(kRelaxed), kRelaxed);
+    thread->peak.store(thread->live.load(kRelaxed), kRelaxed);
+  }
+}
+
+// Return the sum over all threads of the most bytes that each took above what it held at the last
+// fxckpt_watch_threads: the peak of all of them if their peaks fall together.
+int64_t fxckpt_peak_of_threads() {
+  int64_t sum = 0;
+  for (Thread* thread = threads.load(); thread != nullptr; thread = thread->next) {
+    sum += thread->peak.load(kRelaxed) - thread->start.load(kRelaxed);
+  }
+  return sum;
 }
 
 // Refuse blocks that would lift the bytes in use above `bytes`. Return the limit before.

@@ -36,6 +36,20 @@ class CountingMeter(CounterMeter):
         """Whether the counting allocator is still the one that torch asks, and missed no block."""
         return bool(self._library.fxckpt_is_exact())
 
+    def peak_of_threads(self, call: Callable[[], object]) -> tuple[int, int]:
+        """Return the most bytes a call can have in use, and those still in use after it.
+
+        Threads that take buffers side by side overlap more or less from run to run. The peaks of
+        the single threads do not vary; their sum is the most that any run can need. The result of
+        the call counts as in use after it.
+        """
+        self._library.fxckpt_watch_threads()
+        before = self.allocated()
+        result = call()
+        live, peak = self.allocated() - before, self._library.fxckpt_peak_of_threads()
+        del result
+        return peak, live
+
     @property
     def describes(self) -> str:
         """What the figures count and what they do not see."""

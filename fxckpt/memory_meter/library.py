@@ -40,8 +40,9 @@ def load_library() -> ctypes.PyDLL | None:
             f"{error}: {output.strip()}" if output else error,
         )
         return None
-    for name in ("allocated", "peak", "take_peak", "set_limit", "adopt"):
+    for name in ("allocated", "peak", "take_peak", "peak_of_threads", "set_limit", "adopt"):
         getattr(library, f"fxckpt_{name}").restype = ctypes.c_int64
+    library.fxckpt_watch_threads.restype = None
     library.fxckpt_set_limit.argtypes = [ctypes.c_int64]
     library.fxckpt_adopt.argtypes = [ctypes.c_void_p]
     return library

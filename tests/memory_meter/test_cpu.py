@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fxckpt.memory_meter import allocation_limit, meter_of
+from fxckpt.memory_meter import allocation_limit, counting_meter, meter_of
 from fxckpt.memory_meter.meter import Meter
 
 CPU = torch.device("cpu")
@@ -87,6 +87,33 @@ def test_threads_lose_no_byte(meter: Meter) -> None:
     for thread in threads:
         thread.join()
     assert meter.allocated() == start
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_peaks_of_threads_add_up(overlap: bool) -> None:
+    """Buffers of two threads count as held at once, whether or not they were in this run."""
+    counting = counting_meter()
+    assert counting is not None
+    both_hold = threading.Barrier(2 if overlap else 1)
+
+    def work() -> None:
+        for _ in range(3):  # one after another: they are never held at once
+            buffer = torch.empty(1000, dtype=torch.uint8)
+            both_hold.wait()
+            del buffer
+
+    def call() -> torch.Tensor:
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+            if not overlap:
+                thread.join()
+        for thread in threads:
+            thread.join()
+        return torch.empty(10, dtype=torch.uint8)
+
+    assert counting.peak_of_threads(call) == (2010, 10)
+    assert counting.peak_of_threads(lambda: None) == (0, 0)
 
 
 def test_storage_that_grows(meter: Meter) -> None:
