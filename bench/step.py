@@ -1,4 +1,4 @@
-"""One budget over blocks compiled one by one, beside torch's checkpoint per block.
+"""One budget over blocks compiled one by one, beside torch's checkpoint and a whole graph.
 
 python bench/step.py [aot_eager] [inductor]
 """
@@ -84,6 +84,42 @@ def seconds(ways: list[Callable[[], None]]) -> list[float]:
     return [statistics.median(took) for took in times]
 
 
+def microseconds_of_choice(model: Model, backend: fxckpt.Backend) -> float:
+    """Return the median microseconds that a call takes beyond its compiled forward.
+
+    They choose its level, measure, and let its backward be found.
+    """
+    tracker = backend.step
+    assert tracker is not None
+    inside: list[float] = []
+    beyond: list[float] = []
+
+    def timed(run: Callable[..., object], took: list[float]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            begin = time.perf_counter()
+            result = run(*args)
+            took.append(time.perf_counter() - begin)
+            return result
+
+        return call
+
+    def forward(graph: object, args: object) -> object:
+        begin = time.perf_counter()
+        result = tracked(graph, args)
+        beyond.append(time.perf_counter() - begin - inside[-1])
+        return result
+
+    tracked, tracker.forward = tracker.forward, forward  # type: ignore[method-assign,assignment]
+    for graph in backend._graphs:
+        for entry in graph.entries:
+            if entry.run is not None:
+                entry.run = timed(entry.run, inside)
+    for _ in range(ROUNDS):
+        step(model)
+    del tracker.forward
+    return 1e6 * statistics.median(beyond)
+
+
 def main(inner: str) -> None:
     """Print a row for each way, with one inner compiler."""
     eager, checkpointed = made(), made()
@@ -107,8 +143,24 @@ def main(inner: str) -> None:
         name = f"fxckpt, blocks, {share:.0%}" + (", bitwise equal" if is_equal else "")
         rows.append([name, limit, first, last, report.predicted_peak_bytes, len(backend.plans)])
         ways.append(model)
+    for share in SHARES:
+        model, limit = made(), int(share * whole)
+        backend = fxckpt.Backend(limit, inner=inner, scope="step")
+        model.compile(backend=backend)
+        first, *_, last = (peak(model) for _ in range(3))
+        plan = backend.plans[-1]
+        planned = plan.compiled_peak_bytes or plan.peak_bytes
+        name = f"fxckpt, whole model, {share:.0%}"
+        rows.append([name, limit, first, last, planned, len(backend.plans)])
+        ways.append(model)
     times = seconds([partial(step, way) for way in ways])
+    model = made()
+    backend = fxckpt.compile_blocks(model.blocks, int(0.6 * whole), inner=inner)
+    for _ in range(3):
+        step(model)
+    cost = microseconds_of_choice(model, backend)
     print(f"inner={inner}, {BLOCKS} blocks, {torch.get_num_threads()} threads")
+    print(f"choosing a level: {cost:.0f} us a call")
     print(
         tabulate(
             [

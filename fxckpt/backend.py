@@ -8,16 +8,19 @@ compiles the forward and the backward half.
 from __future__ import annotations
 
 import os
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import fx
 
 from fxckpt import budgets
 from fxckpt.costs.models import CostModel
-from fxckpt.errors import BudgetInfeasible, FxckptError, InvalidOption
+from fxckpt.errors import BudgetInfeasible, CaptureError, FxckptError, InvalidOption
 from fxckpt.partitioner import Partitioner, source_digest
 from fxckpt.passes.meta import ORDER
 from fxckpt.planner.planner import LevelChooser, device_of
@@ -30,15 +33,18 @@ from fxckpt.step.tracker import StepTracker
 from fxckpt.torch_private import (
     CaptureDone,
     KeptGraph,
+    after_optimizers,
     aot_autograd,
     boxed,
     break_after,
     calling_line,
+    failed_frames,
     inline_regions,
     is_cut_short,
     is_in_a_forward,
     keep_saved_values,
     make_boxed,
+    may_act_before_failing,
     through_dynamo,
 )
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
@@ -176,7 +182,8 @@ class Backend:
         self._inductor = inductor_options(mode, options)
         self.partitioner = Partitioner(budget, policy, cost, verify, max_slowdown)
         """Plans the graphs."""
-        if self._inductor.get("triton.cudagraphs"):
+        self._replays = bool(self._inductor.get("triton.cudagraphs"))
+        if self._replays:
             self.partitioner.expect_replays()
         self.inner = inner
         """The compiler of the halves."""
@@ -184,7 +191,15 @@ class Backend:
         is_of_step = scope == "step" and budgets.is_in_bytes(budget)
         self.step = StepTracker(budget, in_flight, strict) if is_of_step else None
         """Runs the calls of a step, if the budget is one of a step."""
+        if self.step is not None:
+            self.partitioner.expect_steps()
         self._graphs: list[StepGraph] = []
+        self._forward_only: list[str] = []
+        """Lines that called graphs which train and have no backward."""
+        self._has_told, self._was_called, self._is_strict = False, False, strict
+        self._made_at = time.time()
+        if budget is not None or max_slowdown is not None:
+            after_optimizers(self._tell_of_no_plan)
         self._options = (
             budget,
             policy,
@@ -221,18 +236,56 @@ class Backend:
         gm = inline_regions(gm)
         if is_cut_short(gm):
             self.partitioner.expect_several_graphs()
-        planned = len(self.plans)
+        planned, fell_back = len(self.plans), len(self.partitioner.fallbacks)
+        self._was_called = True
         compiled = (
             self._compile(gm, example_inputs, self.partitioner.split)
             if self.step is None
             else self._compile_for_step(gm, example_inputs, self.step)
         )
+        has_plan = len(self.plans) > planned
+        if not has_plan and len(self.partitioner.fallbacks) == fell_back:
+            self._note_forward_only(example_inputs)
         if is_cut_short(gm):
             reason, source = break_after(gm)
-            has_plan = len(self.plans) > planned
             held = outputs_bytes(self.plans[-1]) if has_plan else 0
             self._breaks.append(Break(len(self.plans) if has_plan else None, reason, source, held))
         return compiled
+
+    def _note_forward_only(self, example_inputs: Sequence[Any]) -> None:
+        """Keep the line of a graph that trains and has no backward."""
+        if torch.is_grad_enabled() and any(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
+        ):
+            self._forward_only.append(calling_line())
+
+    def _tell_of_no_plan(self) -> None:
+        """Warn once, or raise if strict, where nothing was planned when an optimizer stepped."""
+        alike = [b for b in _named if repr(b) == repr(self)] if self in _named else [self]
+        if self._has_told or any(b.plans or b.partitioner.fallbacks for b in alike):
+            return
+        left = [] if self._was_called else failed_frames(self._made_at)
+        if not self._forward_only and not left:
+            return
+        for each in alike:
+            each._has_told = True
+        lines = ", ".join(dict.fromkeys(filter(None, self._forward_only)))
+        found = (
+            "Dynamo made no graph of"
+            if left
+            else f"no compiled graph ({lines}) has an output that needs a gradient, so that none "
+            "has a backward"
+        )
+        found += "".join(f" {line} ({reason})" for reason, line in left[-1:])
+        found += "".join(f". The graph broke at {b.source}: {b.reason}" for b in self._breaks)
+        message = (
+            f"a budget was asked for, and there is no plan: {found}. What is saved for the "
+            "backward is held by code that runs in Python. Change that code so that it compiles, "
+            "or wrap it in fxckpt.checkpoint(). TORCH_LOGS=graph_breaks lists all breaks."
+        )
+        if self._is_strict:
+            raise CaptureError(message)
+        warnings.warn(message, stacklevel=2)
 
     def _compile_for_step(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], step: StepTracker
@@ -246,8 +299,14 @@ class Backend:
             count = len(self.plans)
 
             def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-                split = partial(self.partitioner.split, level=chooser)
                 return self._compile(module, inputs, split)
+
+            def split(joint: fx.GraphModule, *given: Any, **named: Any) -> Any:
+                halves = self.partitioner.split(joint, *given, level=chooser, **named)
+                graph.runs_again = not self._replays and not may_act_before_failing(
+                    halves[0].graph, in_order=self.inner == "aot_eager"
+                )
+                return halves
 
             try:
                 if is_first:
@@ -267,7 +326,9 @@ class Backend:
             self.partitioner.planner.search,
         )
         step.compiling()
-        is_alone = not (self._breaks or self._breaks_before_backward(gm) or is_in_a_forward())
+        goes_on = self._breaks_before_backward(gm)
+        graph.break_after = break_after(gm) if goes_on else None
+        is_alone = not (self._breaks or goes_on or is_in_a_forward())
         run = (
             graph.compile_alone()
             if is_alone and step.is_known_alone()
@@ -439,6 +500,8 @@ def by_environment(options: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+_named: WeakSet[Backend] = WeakSet()
+"""Backends of ``backend="fxckpt"``; where a budget is for each graph, each has its own."""
 _backends: dict[str, Backend] = {}
 """Backends of ``backend="fxckpt"`` by their options: graphs of equal options are of one step."""
 
@@ -446,6 +509,7 @@ _backends: dict[str, Backend] = {}
 def _backend_of(options: Mapping[str, Any]) -> Backend:
     """Return the backend that all graphs compiled with these options share."""
     backend = Backend(**options)
+    _named.add(backend)
     if backend.step is None:
         return backend
     return _backends.setdefault(repr(backend), backend)

@@ -31,6 +31,8 @@ from fxckpt.policies.torch_form import FunctionPolicy
 from fxckpt.reports.compile_report import Fallback, Report
 from fxckpt.torch_private import (
     CaptureDone,
+    assuming,
+    growing_sizes,
     guard_sizes,
     holds_python,
     region_keys,
@@ -118,6 +120,7 @@ class Partitioner(CustomPartitionerFn):
             budgets.within(budget, max_slowdown), policy, cost, exact=verify == "exact"
         )
         self.options = (budget, policy, cost, verify, max_slowdown)
+        self._is_of_step = False
         self._plans: list[Plan] = []
         self._fallbacks: list[Fallback] = []
 
@@ -143,6 +146,10 @@ class Partitioner(CustomPartitionerFn):
     def expect_replays(self) -> None:
         """Price ops for CUDA graphs, which replay kernels without launching them."""
         self.planner = replace(self.planner, replays=True)
+
+    def expect_steps(self) -> None:
+        """Plan greater sizes anew, as a step knows the bytes of its graphs at one size."""
+        self._is_of_step = True
 
     def report(self) -> Report:
         """Return one table per partitioned graph; print it."""
@@ -183,12 +190,16 @@ class Partitioner(CustomPartitionerFn):
         planner = self.planner
         if level is not None:
             planner = replace(planner, budget=None, level=level)
+        growing = [] if self.planner.budget is None else growing_sizes(joint)
+        if self._is_of_step or not isinstance(budgets.parse(self.planner.budget), int):
+            # A share of the uncheckpointed peak is of that at these sizes.
+            guard_sizes(growing)
+            growing = []
         try:
-            if self.planner.budget is not None:
-                guard_sizes(joint)
             forward, backward, plan = self._planned(
                 planner, joint, num_fwd_outputs=num_fwd_outputs, lowerings=lowerings, **given
             )
+            guard_sizes(growing, _growth(growing, forward, backward, plan, num_fwd_outputs))
         except CaptureDone:
             raise
         except Exception as error:
@@ -198,6 +209,7 @@ class Partitioner(CustomPartitionerFn):
             # without a budget.
             failed = _failed(error)
             inner = None if lowerings is None else "inductor"
+            guard_sizes(growing)
             return self._fall_back(original(), joint_inputs, failed, num_fwd_outputs, inner, given)
         self._plans.append(plan)
         return forward, backward
@@ -209,7 +221,7 @@ class Partitioner(CustomPartitionerFn):
         """
         lowerings = Lowerings(None) if inner == "inductor" else None
         if self.planner.budget is not None:
-            guard_sizes(joint)
+            guard_sizes(growing_sizes(joint))
         halves = self._planned(
             self.planner, joint, num_fwd_outputs=num_fwd_outputs, lowerings=lowerings
         )
@@ -359,6 +371,34 @@ class Partitioner(CustomPartitionerFn):
     def __reduce__(self) -> tuple[Any, ...]:
         # Inductor pickles its configuration to make keys of it.
         return (str, (self.uuid() or repr(self),))
+
+
+def _growth(
+    sizes: Sequence[Any],
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    plan: Plan,
+    num_fwd_outputs: int,
+) -> int:
+    """Return how many times as large sizes may get, within a budget of bytes, by the same plan."""
+    limit = plan.budget_bytes
+    if not sizes or limit is None:
+        return 1
+
+    def peak(factor: int) -> int:
+        with assuming(sizes, factor):
+            return emitted_peak(forward, backward, num_fwd_outputs=num_fwd_outputs)
+
+    # The workspace of kernels is at most that of attention, which grows with the square of a size.
+    beyond = max(0, max(plan.peak_bytes, plan.compiled_peak_bytes or 0) - peak(1))
+    factor = 1
+    while factor < GROWTH and peak(2 * factor) + beyond * (2 * factor) ** 2 <= limit:
+        factor *= 2
+    return factor
+
+
+GROWTH = 2**16
+"""Most times that sizes may grow without another plan."""
 
 
 def _is_defect(error: Exception) -> bool:

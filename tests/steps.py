@@ -114,7 +114,8 @@ def same_at_every_budget(
         model, inputs = fresh(make)
         backend = fxckpt.Backend(
             budget=floor if budget == FLOOR else budget,
-            **{"inner": "aot_eager", **options},
+            # What `outcome` copies between forward and backward is not the model's.
+            **{"inner": "aot_eager", "scope": "graph", **options},
         )
         compiled = torch.compile(model, backend=backend)
         try:

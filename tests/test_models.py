@@ -46,6 +46,7 @@ class Trial:
 
     def flops(self, forward: Callable[..., Tensor]) -> int:
         """Count the FLOPs of a backward that is compiled already."""
+        self.model.zero_grad(set_to_none=True)
         loss = forward(*self.inputs)
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         with FlopCounterMode(display=False, custom_mapping={attention: attention_flops}) as counter:

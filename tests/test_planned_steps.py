@@ -190,3 +190,26 @@ def test_output_under_recompute_policy_is_live() -> None:
     x = torch.ones(16, requires_grad=True)
     torch.compile(f, backend=backend)(x)[1].backward()
     assert torch.equal(x.grad, x.detach().exp().cos() * x.detach().exp())
+
+
+def test_growing_batches_within_bytes_share_a_plan() -> None:
+    """Sizes may grow until the plan would be over the budget, and are planned anew from there."""
+
+    def run(budget: str) -> tuple[list[int], fxckpt.Backend]:
+        torch._dynamo.reset()
+        model = Net()
+        backend = fxckpt.Backend(budget=budget, inner="aot_eager", scope="graph")
+        compiled, peaks = torch.compile(model, backend=backend, dynamic=True), []
+        for rows in (16, 24, 32, 64, 128, 200, 256):
+            x = torch.randn(rows, 32)
+            compiled(x).square().mean().backward()
+            model.zero_grad(set_to_none=True)
+            peaks.append(fxckpt.measure_peak(lambda x=x: compiled(x).square().mean().backward()))
+            model.zero_grad(set_to_none=True)
+        return peaks, backend
+
+    peaks, backend = run("1GiB")
+    assert len(backend.plans) == 1
+    limit = int(0.8 * max(peaks))
+    peaks, backend = run(f"{limit}B")
+    assert max(peaks) <= limit and 1 < len(backend.plans) < 5

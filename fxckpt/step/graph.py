@@ -63,8 +63,14 @@ class StepGraph:
         """Plans: that of the graph alone if there is one, then the family if it is known."""
         self.baseline: Level | None = None
         """Bytes and seconds of the uncheckpointed graph."""
+        self.baseline_alone = 0
+        """Uncheckpointed peak of the plan for the whole budget, if it was compiled for that."""
         self.model_error = 1.0
         """Greatest ratio of a compiled peak to the planned one."""
+        self.break_after: tuple[str, str] | None = None
+        """Reason and line of the graph break that it ends at."""
+        self.runs_again = False
+        """Whether a forward that ran out of memory has acted on nothing that outlives it."""
         self.device = device
         """Device whose memory the graph takes."""
         self._excess = (0, 0)
@@ -86,6 +92,7 @@ class StepGraph:
             level = _scaled(level_of(program, candidate), self._ratio(plan))
             schedule = save_all(program)
             self.baseline = level_of(program, Candidate(schedule, simulate(program, schedule)))
+            self.baseline_alone = plan.baseline_peak_bytes
             self.entries = [Entry(level, None, run, plan)]
         return run
 

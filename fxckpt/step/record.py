@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from fxckpt.solver.step_choice import Moment, StepProgram
+from fxckpt.solver.step_choice import Moment, StepProgram, choice_of
 from fxckpt.step.graph import StepGraph
 
 
@@ -28,6 +28,13 @@ class StepRecord:
     """Most bytes allocated beyond those before the step."""
     peak_at: str = ""
     """Where the peak was reached, for people."""
+    left: dict[tuple[str, str] | None, int] = field(default_factory=dict)
+    """Bytes that code between the graphs holds until the backward.
+
+    They are listed by the reason and line of the graph break that the code follows, None if none.
+    """
+    is_of_the_step_alone: bool = True
+    """Whether nothing but the step, such as a FLOP counter, held its tensors."""
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -86,9 +93,15 @@ class LearnedStep:
         """Return the step as it is chosen over."""
         return StepProgram(tuple(graph.levels() for graph in self.calls), self.moments)
 
-    def baseline(self) -> StepProgram:
-        """Return the uncheckpointed step."""
-        return StepProgram(
+    def baseline_bytes(self) -> int:
+        """Return the peak of the uncheckpointed step, of which fractions are.
+
+        That of a graph which was planned as if it were the step counts its outputs and incoming
+        gradients in full, and is the least: such a step keeps the budget that it was planned for.
+        """
+        program = StepProgram(
             tuple((level,) if (level := g.uncheckpointed()) else g.levels() for g in self.calls),
             self.moments,
         )
+        peak = choice_of(program, [0] * len(program.calls)).peak_bytes
+        return max(peak, *(graph.baseline_alone for graph in self.calls))

@@ -8,10 +8,11 @@ takes the level that was chosen for its place in the step.
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxckpt import budgets
-from fxckpt.errors import BudgetExceeded, BudgetInfeasible
+from fxckpt.errors import BudgetExceeded, BudgetInfeasible, CaptureError, FxckptError
 from fxckpt.memory_meter import Meter, Watch, meter_of
 from fxckpt.planner.planner import infeasible
 from fxckpt.reports.step_report import StepReport, StepRow
@@ -34,14 +35,17 @@ from fxckpt.solver.step_choice import (
     least_peak,
 )
 from fxckpt.step.graph import StepGraph
+from fxckpt.step.out_of_memory import GeneratorStates, free_memory, is_out_of_memory
 from fxckpt.step.record import LearnedStep, RecordedCall, StepRecord
 from fxckpt.torch_private import (
     after_optimizers,
     at_engine_exit,
     backward_node,
-    is_compiled_autograd,
+    current_backward,
+    failed_frames,
+    is_recording,
     keeps_graph,
-    not_compiled,
+    watch_backward,
 )
 
 WORTHWHILE = 0.02
@@ -50,6 +54,8 @@ TOLD = 0.001
 """Share of the budget from which a peak over it is told."""
 TOLD_BYTES = 4096
 """Bytes over the budget from which a peak is told; a loss and a few scalars take less."""
+LEFT = 0.05
+"""Share of the budget from which code that Dynamo left to Python is told of."""
 KINDS = 16
 """Most kinds of steps that are remembered for one first graph."""
 NOISE = 0.01
@@ -59,14 +65,41 @@ Bytes outside of the graphs vary from step to step; a peak over the budget is wa
 """
 
 
+LOWERED = 2
+"""Most times that a forward runs again by another plan: the one chosen for the rest of the step
+within the memory that there was, then the one that holds least."""
+
+
 class _Flight:
     """One call between its forward and its backward."""
 
-    def __init__(self, tracker: StepTracker, number: int, step: object) -> None:
-        self.number, self.step = number, step
+    def __init__(
+        self, tracker: StepTracker, number: int, step: object, graph: StepGraph, position: int
+    ) -> None:
+        self.number, self.step, self.graph, self.position = number, step, graph, position
         self.start = 0
         """Bytes allocated when its backward began."""
         self._tracker = weakref.ref(tracker)
+
+    def enter(self) -> None:
+        """Take note that its backward begins."""
+        if (tracker := self._tracker()) is not None:
+            tracker.enter_backward(self)
+
+    def leave(self) -> None:
+        """Take note that its backward ended."""
+        if (tracker := self._tracker()) is not None:
+            tracker.leave_backward(self)
+
+    def failed(self, error: BaseException) -> None:
+        """Take note that its backward raised an error."""
+        if (tracker := self._tracker()) is not None:
+            tracker.failed_backward(self, error)
+
+    def unseen(self) -> None:
+        """Take note that compiled autograd runs its backward, where no measure is taken."""
+        if (tracker := self._tracker()) is not None:
+            tracker.forget_step(self)
 
     def __del__(self) -> None:
         tracker = self._tracker()
@@ -92,6 +125,7 @@ class StepTracker:
 
     def __init__(self, budget: budgets.Budget, in_flight: int = 1, strict: bool = False) -> None:
         self.budget, self.in_flight, self.strict = budget, in_flight, strict
+        self._made_at = time.time()
         self.steps = 0
         """Number of steps that ended."""
         self.settled_at: int | None = None
@@ -114,7 +148,12 @@ class StepTracker:
         self._current: Settled | None = None
         self._leaves = WeakIdKeyDictionary()
         self._seen_optimizer = False
-        self._engine_runs = False
+        self._forward_ended: tuple[StepGraph, int] | None = None
+        """Graph of the latest forward, and the bytes allocated at its end, until code follows."""
+        self._backward: object | None = None
+        """The backward whose end is awaited."""
+        self._capacity: int | None = None
+        """Most bytes allocated when memory ran out, None if it never did."""
         self._is_polluted = False
         self._free: int | None = None
         self._has_warned: set[str] = set()
@@ -127,11 +166,13 @@ class StepTracker:
             if not self._flights:
                 self._begin(graph)
             self._close_gap()
+            self._note_left()
+            self._note_measure()
             number = len(self._record.calls)
             position = self._position(number, graph)
             if graph.entries[position].run is None:
                 self._version += 1
-            run = graph.run(position)
+            graph.run(position)
             # What a compile allocates is not the step's.
             start = self._restart()
             step = self._record
@@ -140,14 +181,7 @@ class StepTracker:
                 for arg in args:
                     if isinstance(arg, torch.Tensor) and arg.is_leaf and arg.requires_grad:
                         self._leaves[arg] = None
-        try:
-            outputs = run(*args)
-        except BaseException:
-            # What was recorded is no step to learn from; backwards of its calls are not followed.
-            with self._lock:
-                self._record = StepRecord()
-                self._flights.clear()
-            raise
+        outputs, position = self._run(graph, number, position, args)
         with self._lock:
             level = graph.entries[position].level
             own = self._peak(f"the forward of call {number + 1}, {graph.name}") - start
@@ -157,56 +191,125 @@ class StepTracker:
             self._calibrate(graph, position, own, None)
             node = backward_node(outputs)
             if node is not None:
-                self._fly(node, number, level.held_bytes, graph, position)
-            self._restart()
+                self._flights[number] = level.held_bytes
+                watch_backward(node, _Flight(self, number, step, graph, position))
+            self._forward_ended = (graph, self._restart())
         return outputs
 
-    def _fly(self, node: Any, number: int, held: int, graph: StepGraph, position: int) -> None:
-        """Follow a call from the end of its forward to its backward."""
-        flight = _Flight(self, number, self._record)
-        self._flights[number] = held
+    def _run(
+        self, graph: StepGraph, number: int, position: int, args: Sequence[Any]
+    ) -> tuple[Any, int]:
+        """Return the outputs of a forward, and the plan that it ran by.
 
-        def enter(gradients: Any) -> None:
-            if not is_compiled_autograd():
-                self._enter_backward(flight)
+        Where memory is short it runs again by a plan that takes less, from the same generator
+        states; if it may have written to what outlives it, the error stands.
+        """
+        states = GeneratorStates.of(graph.device)
+        for tries in range(LOWERED + 1):
+            try:
+                return graph.run(position)(*args), position
+            except BaseException as error:
+                lower = None
+                if is_out_of_memory(error) and graph.runs_again:
+                    lower = self._lowered(graph, number, position, is_last=tries + 1 >= LOWERED)
+                if lower is None or tries == LOWERED:
+                    with self._lock:
+                        self._forget()
+                    raise
+            # The error, whose traceback holds tensors, is gone by now.
+            states.restore()
+            free_memory()
+            position = lower
+            with self._lock:
+                graph.run(position)
+                self._record.calls[number] = RecordedCall(graph, position)
+                self._restart()
+        raise AssertionError("the last try returns or raises")
 
-        def leave(gradients: Any, incoming: Any) -> None:
-            if not is_compiled_autograd():
-                self._leave_backward(flight, graph, position)
+    def _lowered(
+        self, graph: StepGraph, number: int, position: int, *, is_last: bool
+    ) -> int | None:
+        """Return a plan that takes less than one that ran out of memory; None if there is none."""
+        with self._lock:
+            self._take_capacity()
+            del self._record.calls[number:]
+            if self._current is not None and not is_last:
+                self._current = self._rest_of_step(self._current)
+                levels = self._current.choice.levels
+                if number < len(levels) and levels[number] != position:
+                    self._record.calls.append(RecordedCall(graph, levels[number]))
+                    return levels[number]
+            graph.learn_levels()
+            least = graph.least()
+            self._record.calls.append(RecordedCall(graph, least))
+            return None if least == position else least
 
-        not_compiled(enter)
-        not_compiled(leave)
-        node.register_prehook(enter)
-        node.register_hook(leave)
+    def _take_capacity(self) -> None:
+        """Take the most bytes that were allocated when memory ran out for all there is."""
+        assert self._watch is not None
+        self._capacity = self._watch.peak()
+        self._version += 1
 
-    def _enter_backward(self, flight: _Flight) -> None:
+    def _room(self, limit: int) -> int:
+        """Return the bytes of a step within its budget and the memory that there is."""
+        if self._capacity is None:
+            return limit
+        return max(0, min(limit, self._capacity - self._start()))
+
+    def enter_backward(self, flight: _Flight) -> None:
+        """Begin to measure the backward of a call."""
         with self._lock:
             if flight.step is not self._record:
                 return  # A second backward of an earlier step.
-            if not self._engine_runs:
-                self._engine_runs = True
+            if self._backward != current_backward():
+                self._backward = current_backward()
                 at_engine_exit(self._leave_engine)
             self._close_gap()
+            self._note_left()
+            self._note_measure()
             flight.start = self._restart()
 
-    def _leave_backward(self, flight: _Flight, graph: StepGraph, position: int) -> None:
+    def leave_backward(self, flight: _Flight) -> None:
+        """Record the backward of a call."""
         with self._lock:
             if flight.step is not self._record:
                 return
             number, held = flight.number, self._flights.pop(flight.number, 0)
             if keeps_graph():
                 self._flights[number] = held  # Its saved values stay, for another backward.
-            own = self._peak(f"the backward of call {number + 1}, {graph.name}") - flight.start
+            where = f"the backward of call {number + 1}, {flight.graph.name}"
+            own = self._peak(where) - flight.start
             others = tuple(each for each in self._flights if each != number)
             outside = flight.start - sum(self._flights[each] for each in others) - held
             outside -= self._start()
             self._record.moments.append(Moment(outside, others, number, True))
-            self._calibrate(graph, position, None, own + held)
+            self._calibrate(flight.graph, flight.position, None, own + held)
             self._restart()
+
+    def failed_backward(self, flight: _Flight, error: BaseException) -> None:
+        """Forget the step of a call; if memory ran out, later ones are to take less."""
+        with self._lock:
+            if flight.step is not self._record:
+                return
+            if is_out_of_memory(error):
+                self._take_capacity()
+            self._forget()
+
+    def forget_step(self, flight: _Flight) -> None:
+        """Learn nothing from the step of a call."""
+        with self._lock:
+            if flight.step is self._record:
+                self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was recorded; backwards of its calls are not followed."""
+        self._record = StepRecord()
+        self._flights.clear()
+        self._forward_ended = None
 
     def _leave_engine(self) -> None:
         with self._lock:
-            self._engine_runs = False
+            self._backward = None
             self._close_gap()
             if not self._flights:
                 self._finish()
@@ -253,10 +356,26 @@ class StepTracker:
         outside = most - self._held() - self._start()
         self._record.moments.append(Moment(outside, tuple(self._flights)))
 
+    def _note_left(self) -> None:
+        """Record what the code after a graph break has allocated since the forward before it."""
+        if self._forward_ended is None or self._meter is None:
+            return
+        (graph, before), self._forward_ended = self._forward_ended, None
+        if (held := self._meter.allocated() - before) > 0:
+            left = self._record.left
+            left[graph.break_after] = left.get(graph.break_after, 0) + held
+
+    def _note_measure(self) -> None:
+        """Record whether a dispatch mode, such as a FLOP counter, may hold tensors."""
+        if is_recording():
+            self._record.is_of_the_step_alone = False
+
     def _calibrate(
         self, graph: StepGraph, position: int, forward: int | None, backward: int | None
     ) -> None:
         """Take the measured peak of a forward or a backward where it was above the planned one."""
+        if not self._record.is_of_the_step_alone:
+            return
         if self._is_exact and graph.measured(position, forward, backward):
             self._version += 1
 
@@ -264,14 +383,15 @@ class StepTracker:
 
     def _begin(self, graph: StepGraph) -> None:
         """Begin a step, or go on with the one whose calls so far had their backwards."""
-        if self._record.calls and not self._engine_runs:
+        self._forward_ended = None
+        # A backward that failed may not have told of its end.
+        if self._record.calls and (self._backward is None or current_backward() is None):
             self._finish()
         if self._meter is None:
             self._device = graph.device
             self._meter = meter_of(self._device)
             self._watch = self._meter.watch()
-            handle = after_optimizers(_weak(self._optimizer_stepped))
-            weakref.finalize(self, handle.remove)
+            after_optimizers(self._optimizer_stepped)
         if self._base is None or not self._seen_optimizer:
             # Gradients that an earlier backward accumulated are the step's; once an optimizer was
             # seen, it is its steps that part them.
@@ -318,7 +438,7 @@ class StepTracker:
     def _finish(self) -> None:
         """End the step: learn from its record, and compare its peak with the budget."""
         record, self._record = self._record, StepRecord()
-        if not record.calls:
+        if not record.calls or not record.is_of_the_step_alone:
             return
         self.steps += 1
         self.last = record
@@ -342,10 +462,10 @@ class StepTracker:
         """Return the budget of a step in bytes."""
         if self._free is not None:
             return self._free
-        program = learned.baseline()
-        baseline = choice_of(program, [0] * len(program.calls)).peak_bytes
         limit = budgets.resolve(
-            self.budget, baseline_peak_bytes=baseline, device=self._device or torch.device("cpu")
+            self.budget,
+            baseline_peak_bytes=learned.baseline_bytes(),
+            device=self._device or torch.device("cpu"),
         )
         assert limit is not None
         return limit
@@ -359,16 +479,17 @@ class StepTracker:
         if known.version == self._version and not known.is_dirty:
             return known
         learned, limit = known.learned, self._limit(known.learned)
+        room = self._room(limit)
         now = choice_of(learned.program(), known.choice.levels)
-        if now.peak_bytes <= limit and now.extra_seconds <= 0:
+        if now.peak_bytes <= room and now.extra_seconds <= 0:
             choice = now
         else:
             for each in dict.fromkeys(learned.calls):
-                each.learn_levels(learned.room(limit))
-            choice = self._choose(learned, limit)
+                each.learn_levels(learned.room(room))
+            choice = self._choose(learned, room)
             if choice.peak_bytes > (1 + NOISE) * limit and self._is_exact:
                 raise self._infeasible(learned, limit)
-            if now.peak_bytes <= limit and now.extra_seconds <= choice.extra_seconds * (
+            if now.peak_bytes <= room and now.extra_seconds <= choice.extra_seconds * (
                 1 + WORTHWHILE
             ):
                 choice = now
@@ -413,7 +534,7 @@ class StepTracker:
             self._current = self._another(number, graph)
             if self._current is not None:
                 return self._current.choice.levels[number]
-        elif graph.is_alone and not self._flights:
+        elif graph.is_alone and not self._flights and self._capacity is None:
             return 0
         graph.learn_levels()
         return graph.least()
@@ -446,7 +567,7 @@ class StepTracker:
     def set_budget(self, budget: budgets.Budget) -> None:
         """Change the budget, from the next forward on."""
         with self._lock:
-            self.budget, self._free = budget, None
+            self.budget, self._free, self._capacity = budget, None, None
             self._version += 1
             if self._flights and self._current is not None:
                 self._current = self._rest_of_step(self._current)
@@ -460,7 +581,7 @@ class StepTracker:
             for i, levels in enumerate(program.calls)
         )
         limit = self._limit(learned)
-        rest = choose(StepProgram(fixed, program.moments), limit)
+        rest = choose(StepProgram(fixed, program.moments), self._room(limit))
         levels = (*done, *rest.levels[len(done) :])
         return Settled(learned, choice_of(program, levels), limit)
 
@@ -512,32 +633,53 @@ class StepTracker:
             )
 
     def _compare(self, record: StepRecord, limit: int) -> None:
-        """Warn once, or raise if strict, where the measured peak of a step is over the budget."""
-        if record.peak_bytes <= limit + max(TOLD * limit, TOLD_BYTES) or not self._is_exact:
+        """Tell once, or raise if strict, what a step took that its budget does not allow for."""
+        if not self._is_exact:
             return
+        if record.peak_bytes > limit + max(TOLD * limit, TOLD_BYTES):
+            self._tell("exceeded", BudgetExceeded(self._exceeded(record, limit)))
+        for broke, held in record.left.items():
+            if held <= LEFT * limit:
+                continue
+            # Code that follows no break was left by Dynamo if it gave up on a function.
+            reason, line = broke or next(iter(failed_frames(self._made_at)), ("", ""))
+            if reason:
+                message = (
+                    f"code that Dynamo left to Python holds {budgets.format_bytes(held)} until the "
+                    f"backward, {held / limit:.0%} of the budget of "
+                    f"{budgets.format_bytes(limit)}, and has no plan: see {line or 'the model'} "
+                    f"({reason}). Change it so that it compiles, or wrap it in "
+                    "fxckpt.checkpoint()."
+                )
+                self._tell(f"left {line}", CaptureError(message))
+
+    def _tell(self, kind: str, error: FxckptError) -> None:
+        """Raise an error if strict, else warn of it, once for each kind."""
+        if self.strict:
+            raise error
+        if kind not in self._has_warned:
+            self._has_warned.add(kind)
+            warnings.warn(str(error), stacklevel=2)
+
+    def _exceeded(self, record: StepRecord, limit: int) -> str:
+        """Return the text that says by what part a step was over its budget."""
         message = (
             f"step {self.steps} had a peak of {record.peak_bytes} bytes "
             f"({budgets.format_bytes(record.peak_bytes)}), over the budget of {limit} bytes "
             f"({budgets.format_bytes(limit)}): {record.peak_at}."
         )
         if self.settled_at is None or self.steps <= self.settled_at:
-            message += (
+            return message + (
                 " Later steps are planned with what this one showed. If several forwards are in "
                 "flight at once, say so: fxckpt.Backend(..., in_flight=n)."
             )
-        else:
-            message += " backend.report() lists what the step holds."
-        if self.strict:
-            raise BudgetExceeded(message)
-        if "exceeded" not in self._has_warned:
-            self._has_warned.add("exceeded")
-            warnings.warn(message, stacklevel=2)
+        return message + " backend.report() lists what the step holds."
 
     def _infeasible(self, learned: LearnedStep, limit: int) -> BudgetInfeasible:
         """Return the error for a step that does not fit at any level."""
         floor = least_peak(learned.program()).peak_bytes
         asked, least = budgets.format_apart(limit, floor)
-        baseline = choice_of(learned.baseline(), [0] * len(learned.calls)).peak_bytes
+        baseline = learned.baseline_bytes()
         fraction = budgets.least_fraction(self.budget, floor, baseline)
         enough = f"'{floor}B'" if fraction is None else f"{fraction} ('{floor}B')"
         outside = max(moment.outside_bytes for moment in learned.moments)
@@ -550,15 +692,3 @@ class StepTracker:
             floor_bytes=floor,
             budget_bytes=limit,
         )
-
-
-def _weak(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls a method while its object lives."""
-    held = weakref.WeakMethod(method)
-
-    def call() -> None:
-        alive = held()
-        if alive is not None:
-            alive()
-
-    return call

@@ -21,6 +21,7 @@ from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 
 from fxckpt.torch_private.aot import (
     boxed,
+    may_act_before_failing,
     partitioner_tag,
     split,
     tag_side,
@@ -39,6 +40,11 @@ from fxckpt.torch_private.autograd import (
     let_autograd_own,
     surrounding_hooks,
 )
+from fxckpt.torch_private.compiled_backward import (
+    backward_node,
+    keeps_graph,
+    watch_backward,
+)
 from fxckpt.torch_private.cpp_build import cpp_command
 from fxckpt.torch_private.dispatcher import has_effect, holds_python, overloads_of
 from fxckpt.torch_private.dynamo import (
@@ -48,6 +54,7 @@ from fxckpt.torch_private.dynamo import (
     capture_whole,
     compile_whole,
     errors_told_once,
+    failed_frames,
     inline_regions,
     is_cut_short,
     is_jit_traced,
@@ -68,10 +75,7 @@ from fxckpt.torch_private.graph_modules import GRAPH_FIELDS, MODULE_FIELDS, M, w
 from fxckpt.torch_private.kept_graph import (
     KeptGraph,
     after_optimizers,
-    backward_node,
-    is_compiled_autograd,
     is_in_a_forward,
-    keeps_graph,
 )
 from fxckpt.torch_private.name_op import NAME, name_op
 from fxckpt.torch_private.profiler import RECORD_FUNCTION, allocation_events
@@ -85,7 +89,7 @@ from fxckpt.torch_private.region_budgets import (
     traced_nodes,
     without_torch_regions,
 )
-from fxckpt.torch_private.rng import fake_rng_state, lower_rng
+from fxckpt.torch_private.rng import default_generator, fake_rng_state, lower_rng
 from fxckpt.torch_private.selective_checkpoint import (
     REPLACED,
     TAKES_HOOKS_OPTION,
@@ -102,8 +106,10 @@ from fxckpt.torch_private.selective_checkpoint import (
 from fxckpt.torch_private.sizes import (
     BINDINGS,
     MOST,
+    assuming,
     bindings_of,
     greatest,
+    growing_sizes,
     guard_sizes,
     is_surely_equal,
     is_symbolic,
@@ -160,6 +166,7 @@ __all__ = [
     "annotate",
     "annotates",
     "aot_autograd",
+    "assuming",
     "at_engine_exit",
     "backward_node",
     "below_autograd",
@@ -173,13 +180,16 @@ __all__ = [
     "cpp_command",
     "current_backward",
     "debug_override",
+    "default_generator",
     "errors_told_once",
+    "failed_frames",
     "fake_like",
     "fake_rng_state",
     "forget_storage",
     "frees_incoming_gradients",
     "graph_budget",
     "greatest",
+    "growing_sizes",
     "guard_sizes",
     "guards_function",
     "guards_module",
@@ -188,7 +198,6 @@ __all__ = [
     "holds_python",
     "inline_regions",
     "is_called_by_compiler",
-    "is_compiled_autograd",
     "is_cut_short",
     "is_in_a_forward",
     "is_jit_traced",
@@ -205,6 +214,7 @@ __all__ = [
     "let_autograd_own",
     "lower_rng",
     "make_boxed",
+    "may_act_before_failing",
     "modules_of",
     "modules_with",
     "move_fake",
@@ -244,6 +254,7 @@ __all__ = [
     "untag_side",
     "unwrap_syncs",
     "upper_bound",
+    "watch_backward",
     "with_code",
     "without_torch_regions",
     "wrap_syncs",

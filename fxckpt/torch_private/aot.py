@@ -36,6 +36,28 @@ def written_after(graph: fx.Graph) -> list[fx.Node]:
     )
 
 
+def may_act_before_failing(forward: fx.Graph, *, in_order: bool) -> bool:
+    """Return whether a forward that runs out of memory may have acted on what outlives it.
+
+    Such acts are ordered effects, and writes, unless the ops run ``in_order`` and none allocates
+    after the first write.
+    """
+    wrote = False
+    for node in forward.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is torch.ops.higher_order.with_effects:
+            return True
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            wrote = True
+            if not in_order:
+                return True
+        elif wrote and not (schema is not None and all(r.alias_info for r in schema.returns)):
+            return True
+    return False
+
+
 def partitioner_tag(node: fx.Node) -> str | None:
     """Return the tag by which AOTAutograd marks the half that it traced ``node`` in, if any."""
     tag = node.meta.get("partitioner_tag")

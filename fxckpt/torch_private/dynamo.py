@@ -136,6 +136,27 @@ def break_after(gm: fx.GraphModule) -> tuple[str, str]:
     ), "" if frame is None else f"{Path(frame.filename).name}:{frame.lineno}"
 
 
+def failed_frames(begun: float) -> list[tuple[str, str]]:
+    """Return the reason and the line of each function that Dynamo gave up on since a time.
+
+    ``begun`` is in seconds, as of ``time.time()``. Dynamo runs such a function in Python; those
+    that it calls are compiled by themselves. It remembers the latest 64 compiles.
+    """
+    from torch._dynamo.utils import get_compilation_metrics
+
+    found = []
+    for each in get_compilation_metrics():
+        is_new = each.start_time_us is not None and each.start_time_us >= 1e6 * begun
+        if is_new and each.fail_type == Unsupported.__name__:
+            name, line = each.fail_user_frame_filename, each.fail_user_frame_lineno
+            # The innermost line may be torch's own.
+            if name is None or line is None or name.startswith(str(Path(torch.__file__).parent)):
+                name, line = each.co_filename or "", each.co_firstlineno or 0
+            reason = (each.fail_reason or "").strip().splitlines()
+            found.append((reason[0] if reason else "", f"{Path(name).name}:{line}"))
+    return found
+
+
 def make_boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an inner compiler so that its compiled functions take their arguments in a list.
 

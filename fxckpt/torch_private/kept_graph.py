@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -96,42 +97,15 @@ def is_in_a_forward() -> bool:
     return False
 
 
-def backward_node(outputs: Any) -> Any:
-    """Return the autograd node of AOTAutograd's compiled function behind its outputs, if any."""
-    for output in _tensors(outputs):
-        node = output.grad_fn
-        for _ in range(4):  # The wrapper may have made views of what the function returned.
-            if node is None or type(node).__name__ == "CompiledFunctionBackward":
-                break
-            node = node.next_functions[0][0] if node.next_functions else None
-        if node is not None and type(node).__name__ == "CompiledFunctionBackward":
-            return node
-    return None
-
-
-def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
-        if isinstance(output, torch.Tensor):
-            yield output
-
-
-def is_compiled_autograd() -> bool:
-    """Return whether compiled autograd traces or runs the backward."""
-    from torch._dynamo import compiled_autograd
-
-    return bool(
-        compiled_autograd.in_compiled_autograd_region
-        or getattr(compiled_autograd, "compiled_autograd_enabled", False)
-    )
-
-
-def after_optimizers(callback: Callable[[], None]) -> Any:
-    """Call ``callback`` after every step of every optimizer; return the handle that ends it."""
+def after_optimizers(method: Callable[[], None]) -> None:
+    """Call a method after every step of every optimizer, while its object lives."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    return register_optimizer_step_post_hook(lambda optimizer, args, kwargs: callback())
+    held = weakref.WeakMethod(method)
 
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if (alive := held()) is not None:
+            alive()
 
-def keeps_graph() -> bool:
-    """Return whether the running backward keeps the saved values (``retain_graph=True``)."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    handle = register_optimizer_step_post_hook(stepped)
+    weakref.finalize(method.__self__, handle.remove)  # type: ignore[attr-defined]

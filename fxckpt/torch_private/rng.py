@@ -22,6 +22,17 @@ def fake_rng_state(drawn: torch.Tensor) -> torch.Tensor:
         return torch.empty(5056 if drawn.device.type == "cpu" else 16, dtype=torch.uint8)
 
 
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """Return the default generator of a device, or None if it has none that can be copied."""
+    if device.type == "cpu":
+        return torch.default_generator
+    found = getattr(torch.get_device_module(device), "default_generators", ())
+    index = device.index
+    if index is None and found:
+        index = torch.accelerator.current_device_index()
+    return found[index] if found else None
+
+
 def _generator_of(
     device: torch.device,
 ) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:

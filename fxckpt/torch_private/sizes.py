@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch.utils.checkpoint
@@ -25,8 +26,29 @@ def size_hint(value: Any) -> int:
     if bound is not None:
         return bound
     node = value.node
+    if sizes := _assumed.get():
+        grown = node.expr.xreplace(sizes)
+        return int(grown) if grown.is_Integer else MOST
     hint = node.hint if node.has_hint() else None
     return int(hint) if isinstance(hint, int) else 1
+
+
+_assumed: ContextVar[dict[Any, int]] = ContextVar("assumed", default={})  # noqa: B039
+"""Values of symbols in place of their hints."""
+
+
+@contextlib.contextmanager
+def assuming(sizes: Sequence[torch.SymInt], factor: int) -> Iterator[None]:
+    """Take symbols among ``sizes`` as ``factor`` times as large as their hints.
+
+    A size without an upper bound that has other symbols too counts as :data:`MOST`.
+    """
+    grown = {s.node.expr: factor * int(s.node.hint) for s in sizes if s.node.expr.is_Symbol}
+    token = _assumed.set(grown)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
 
 
 MOST = 2**40
@@ -102,22 +124,27 @@ def is_symbolic(node: fx.Node) -> bool:
     return bool(is_sym_node(node)) or isinstance(node.meta.get("val"), (bool, int, float))
 
 
-def guard_sizes(joint: fx.GraphModule) -> None:
-    """Guard the sizes of a joint graph so that Dynamo recompiles for greater ones.
-
-    A plan keeps its budget only up to the sizes that it was made for.
-    """
+def growing_sizes(joint: fx.GraphModule) -> list[torch.SymInt]:
+    """Return the sizes of a joint graph's inputs that have no upper bound."""
+    found: list[torch.SymInt] = []
     for node in joint.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         sizes = list(value.shape) if isinstance(value, torch.Tensor) else [value]
-        for size in sizes:
-            if (
-                isinstance(size, torch.SymInt)
-                and size.node.hint is not None
-                and upper_bound(size) is None
-            ):
-                # Evaluating a symbolic comparison records it as a guard.
-                bool(size <= size.node.hint)
+        found += [
+            size
+            for size in sizes
+            if isinstance(size, torch.SymInt)
+            and size.node.hint is not None
+            and upper_bound(size) is None
+        ]
+    return found
+
+
+def guard_sizes(sizes: Sequence[torch.SymInt], factor: int = 1) -> None:
+    """Guard sizes so that Dynamo recompiles for more than ``factor`` times their hints."""
+    for size in sizes:
+        # Evaluating a symbolic comparison records it as a guard.
+        bool(size <= factor * size.node.hint)
 
 
 @contextlib.contextmanager

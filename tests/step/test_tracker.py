@@ -218,9 +218,10 @@ def test_odd_steps_leave_nothing_behind() -> None:
     with pytest.raises(ZeroDivisionError):
         model.blocks[1](model.blocks[0](X)) / (1 // 0)
     assert_step_is_right(model, limit, wanted)
-    before = len(backend.plans)
     with allocation_limit(400_000), pytest.raises(RuntimeError, match="can't allocate memory"):
         model(X)
+    backend.set_budget(limit)
+    before = len(backend.plans)
     assert_step_is_right(model, limit, wanted)
     assert len(backend.plans) == before
     loss = model(X)
@@ -292,8 +293,8 @@ def test_equal_options_by_name_share_a_step() -> None:
         {"scope": "epoch"},
         {"scope": "step", "in_flight": 0},
         {"scope": "step", "in_flight": True},
-        {"in_flight": 2},
-        {"strict": True},
+        {"scope": "graph", "in_flight": 2},
+        {"scope": "graph", "strict": True},
     ],
 )
 def test_bad_options_say_what_to_use(options: dict[str, object]) -> None:
@@ -307,3 +308,174 @@ def test_report_prints_one_table() -> None:
         measured(model)
     text = str(backend.report())
     assert "settled at step 2" in text and "predicted peak" in text
+
+
+class Recurrent(nn.Module):
+    """A model of which Dynamo leaves an LSTM, which holds much, to Python."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        super().__init__()
+        self.first, self.last = Block(), Block()
+        self.lstm, self.breaks = nn.LSTM(32, 32), breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = run(self.lstm, x) if self.breaks else self.lstm(x)[0]
+        return self.last(x).square().mean()
+
+
+@torch._dynamo.disable
+def run(lstm: nn.LSTM, x: Tensor) -> Tensor:
+    return lstm(x)[0]
+
+
+@pytest.mark.parametrize("breaks", [True, False], ids=["break", "given up"])
+def test_code_left_to_python_is_told_of(breaks: bool) -> None:
+    """Once, with the line of the break and the bytes that it holds."""
+    x = torch.randn(8, 32, 32)
+    model = Recurrent(breaks=breaks)
+    model.compile(backend=fxckpt.Backend("2MiB", inner="aot_eager", scope="step"))
+    with pytest.warns(UserWarning, match=r"left to Python holds .* test_tracker.py:\d+") as told:
+        model(x).backward()
+        model(x).backward()
+    assert len(told) == 1
+    torch._dynamo.reset()
+    backend = fxckpt.Backend("2MiB", inner="aot_eager", scope="step", strict=True)
+    strict = torch.compile(Recurrent(breaks=breaks), backend=backend)
+    with pytest.raises(fxckpt.CaptureError, match="left to Python"):
+        strict(x).backward()
+
+
+class Unseen(nn.Module):
+    """A model that Dynamo gives up on: it has an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(32, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0].mean()
+
+
+class Routed(nn.Module):
+    """A mixture of experts, whose tokens are found by a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(32, 2), nn.ModuleList(nn.Linear(32, 32) for _ in "ab")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, top, out = x.flatten(0, 1), self.gate(x).argmax(-1).flatten(), 0
+        for i, expert in enumerate(self.experts):
+            rows = torch.where(top == i)[0]
+            out = out + torch.zeros_like(x).index_add(0, rows, expert(x[rows]))
+        return out.mean()
+
+
+class Hooked(nn.Module):
+    """A model with a backward hook inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)))
+        self.layers[1].register_full_backward_hook(lambda *given: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+@pytest.mark.parametrize("scope", ["step", "graph"])
+@pytest.mark.parametrize("make", [Unseen, Routed, Hooked])
+def test_a_model_without_graphs_is_told_of(make: type[nn.Module], scope: str) -> None:
+    """Dynamo gives up on the function, and no backend is called."""
+    model, x = make(), torch.randn(4, 8, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.compile(backend=fxckpt.Backend(0.8, inner="aot_eager", scope=scope))
+    model(x).backward()
+    with pytest.warns(UserWarning, match=r"no plan: Dynamo made no graph of test_tracker.py:\d+"):
+        optimizer.step()
+    optimizer.step()
+
+
+def test_small_code_left_to_python_is_not_told_of() -> None:
+    class Prints(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = Block(), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            torch._dynamo.graph_break()
+            return self.last(y).square().mean()
+
+    model = Prints()
+    model.compile(backend=fxckpt.Backend("64MiB", inner="aot_eager", scope="step"))
+    for _ in range(2):
+        measured(model)
+
+
+class Frozen(nn.Module):
+    """A model whose compiled part gives nothing that needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choose, self.head = nn.Linear(32, 32), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.chosen(x)).mean()
+
+    def chosen(self, x: Tensor) -> Tensor:
+        return self.choose(x).argmax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("scope", ["step", "graph"])
+def test_a_budget_without_a_plan_is_told_of(scope: str) -> None:
+    """Once, when an optimizer steps: graphs of the forward alone get no plan."""
+    for strict in (False, True) if scope == "step" else (False,):
+        torch._dynamo.reset()
+        model = Frozen()
+        backend = fxckpt.Backend(0.5, inner="aot_eager", scope=scope, strict=strict)
+        model.chosen = torch.compile(model.chosen, backend=backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(X).backward()
+        if strict:
+            with pytest.raises(fxckpt.CaptureError, match="there is no plan"):
+                optimizer.step()
+        else:
+            with pytest.warns(UserWarning, match=r"there is no plan: .*test_tracker.py:\d+"):
+                optimizer.step()
+        optimizer.step()
+
+
+def test_a_backward_does_not_hold_its_incoming_gradients() -> None:
+    """The peak of a step that is one graph is the planned one, gradients of outputs included."""
+
+    def make(scope: str) -> int:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block(dropout=0.0) for _ in range(2)))
+        backend = fxckpt.Backend("64MiB", inner="aot_eager", scope=scope)
+        forward = torch.compile(model, backend=backend)
+        forward(X).sin().sum().backward()
+        clear(model)
+        return fxckpt.measure_peak(lambda: forward(X).sin().sum().backward())
+
+    assert make("step") == make("graph")
+
+
+def test_a_flop_counter_teaches_nothing() -> None:
+    """What a dispatch mode holds is not the step's; levels stay as they were."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, backend = compiled(0.7)
+    for _ in range(2):
+        measured(model)
+    before = backend.report().step
+    clear(model)
+    with FlopCounterMode(display=False):
+        step_of(model)()
+    measured(model)
+    after = backend.report().step
+    assert before is not None and after is not None and before.rows == after.rows
