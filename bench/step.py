@@ -8,8 +8,11 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
+from unittest import mock
 
 import torch
 from tabulate import tabulate
@@ -84,40 +87,38 @@ def seconds(ways: list[Callable[[], None]]) -> list[float]:
     return [statistics.median(took) for took in times]
 
 
-def microseconds_of_choice(model: Model, backend: fxckpt.Backend) -> float:
-    """Return the median microseconds that a call takes beyond its compiled forward.
+def microseconds_a_call(model: Model, backend: fxckpt.Backend) -> tuple[float, float]:
+    """Return the mean microseconds of choosing a call's level, and of following its forward.
 
-    They choose its level, measure, and let its backward be found.
+    Following is all that a forward takes beyond the compiled one: it measures memory, lets the
+    backward be found, and chooses.
     """
     tracker = backend.step
     assert tracker is not None
-    inside: list[float] = []
-    beyond: list[float] = []
+    spent: Counter[str] = Counter()
 
-    def timed(run: Callable[..., object], took: list[float]) -> Callable[..., object]:
+    def timed(name: str, function: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object) -> object:
             begin = time.perf_counter()
-            result = run(*args)
-            took.append(time.perf_counter() - begin)
-            return result
+            try:
+                return function(*args)
+            finally:
+                spent[name] += time.perf_counter() - begin
 
         return call
 
-    def forward(graph: object, args: object) -> object:
-        begin = time.perf_counter()
-        result = tracked(graph, args)
-        beyond.append(time.perf_counter() - begin - inside[-1])
-        return result
-
-    tracked, tracker.forward = tracker.forward, forward  # type: ignore[method-assign,assignment]
-    for graph in backend._graphs:
-        for entry in graph.entries:
-            if entry.run is not None:
-                entry.run = timed(entry.run, inside)
-    for _ in range(ROUNDS):
-        step(model)
-    del tracker.forward
-    return 1e6 * statistics.median(beyond)
+    graphs = backend._graphs
+    for entry in (e for graph in graphs for e in graph.entries if e.run is not None):
+        entry.run = timed("run", entry.run)
+    with ExitStack() as stack:
+        for name in ("forward", "_settle", "_position"):
+            function = timed(name, getattr(tracker, name))
+            stack.enter_context(mock.patch.object(tracker, name, function))
+        for _ in range(ROUNDS):
+            step(model)
+    calls = ROUNDS * BLOCKS
+    choosing = 1e6 * (spent["_settle"] + spent["_position"]) / calls
+    return choosing, 1e6 * (spent["forward"] - spent["run"]) / calls
 
 
 def main(inner: str) -> None:
@@ -158,9 +159,9 @@ def main(inner: str) -> None:
     backend = fxckpt.compile_blocks(model.blocks, int(0.6 * whole), inner=inner)
     for _ in range(3):
         step(model)
-    cost = microseconds_of_choice(model, backend)
+    choosing, following = microseconds_a_call(model, backend)
     print(f"inner={inner}, {BLOCKS} blocks, {torch.get_num_threads()} threads")
-    print(f"choosing a level: {cost:.0f} us a call")
+    print(f"a call: {choosing:.0f} us to choose its level, {following:.0f} us to follow it")
     print(
         tabulate(
             [
