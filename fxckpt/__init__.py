@@ -60,6 +60,7 @@ from fxckpt.ops.naming import name
 from fxckpt.ops.region_budgets import budget
 from fxckpt.ops.registry import register_op
 from fxckpt.partitioner import Partitioner
+from fxckpt.planner.capacity import Fit, Resident, Trial, fit
 from fxckpt.planner.capture import plan
 from fxckpt.planner.sweep import frontier
 from fxckpt.plans.types import Plan, Recompute, RegionBudget, Row
@@ -81,6 +82,7 @@ __all__ = [
     "CheckpointPolicy",
     "Decision",
     "DefaultDeviceType",
+    "Fit",
     "Frontier",
     "FxckptError",
     "GraphExecGroup",
@@ -101,10 +103,12 @@ __all__ = [
     "Region",
     "RegionBudget",
     "RegionRow",
+    "Resident",
     "Row",
     "SelectiveCheckpointContext",
     "SlowdownInfeasible",
     "TorchPatch",
+    "Trial",
     "VerifyError",
     "budget",
     "check_backward_validity",
@@ -113,6 +117,7 @@ __all__ = [
     "compile_blocks",
     "create_selective_checkpoint_contexts",
     "detach_variable",
+    "fit",
     "frontier",
     "get_device_states",
     "measure_peak",

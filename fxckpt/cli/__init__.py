@@ -24,7 +24,14 @@ from tqdm import tqdm
 from fxckpt import _interrupts, repro
 from fxckpt._interrupts import INTERRUPTED
 from fxckpt.cli.arguments import USAGE, parse
-from fxckpt.cli.factory import POLICY_FORM, Target, TargetError, load_attribute, load_target
+from fxckpt.cli.factory import (
+    POLICY_FORM,
+    Target,
+    TargetError,
+    load_attribute,
+    load_factory,
+    load_target,
+)
 from fxckpt.cli.output import OutputError, write
 from fxckpt.costs.calibration import calibrate
 from fxckpt.costs.measured import Records, cpu_figures
@@ -35,6 +42,7 @@ from fxckpt.errors import (
     InvalidOption,
     SlowdownInfeasible,
 )
+from fxckpt.planner.capacity import fit
 from fxckpt.planner.capture import plan as make_plan
 from fxckpt.planner.sweep import frontier as make_frontier
 from fxckpt.plans.types import Plan
@@ -295,6 +303,48 @@ def _frontier(options: argparse.Namespace) -> Answer:
     return _json_answer(curve.table().records()) if options.json else Answer(str(curve))
 
 
+def _fit(options: argparse.Namespace) -> Answer:
+    with _stdout_to_stderr():
+        make_step = load_factory(options.target, options.over)
+        policy = load_attribute(options.policy, POLICY_FORM) if options.policy else None
+        found = fit(
+            make_step,
+            memory=options.memory,
+            over=options.over,
+            optimizer=_optimizer(options.optimizer),
+            start=options.start,
+            multiple=options.multiple,
+            accumulates=options.accumulates,
+            reserve=options.reserve,
+            policy=policy,
+            cost=options.cost,
+            device=options.device,
+        )
+    if not options.json:
+        return Answer(str(found))
+    sizes = {"size": found.size, "fastest": found.fastest.size}
+    return _json_answer({**sizes, "trials": found.table().records()})
+
+
+def _optimizer(text: str) -> Any:
+    """Return the optimizer's class that a user named, or None."""
+    if text.lower() == "none":
+        return None
+    if ":" in text:
+        return load_attribute(text, "Give a class of torch.optim, or MODULE:NAME of another.")
+    known = {
+        name: kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    if text not in known:
+        raise InvalidOption(
+            f"--optimizer {text}: torch.optim has no such class. It has "
+            f"{', '.join(sorted(known))}; of another library give MODULE:NAME."
+        )
+    return known[text]
+
+
 def _savefig(axes: Any, path: Path) -> None:
     formats = axes.figure.canvas.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in formats:
@@ -385,6 +435,7 @@ COMMANDS = {
     "plan": _plan,
     "explain": _explain,
     "frontier": _frontier,
+    "fit": _fit,
     "html": _html,
     "bench": _bench,
     "calibrate": _calibrate,

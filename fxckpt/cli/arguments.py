@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from fxckpt import __version__
-from fxckpt.budgets import Budget, from_text, within
+from fxckpt.budgets import AUTO_MARGIN, Budget, from_text, within
 from fxckpt.cli.factory import FORM
 from fxckpt.costs.devices import DEVICES, device_named
 from fxckpt.errors import InvalidBudget, InvalidOption
@@ -24,6 +24,7 @@ examples:
   fxckpt explain train.py:make_step --budget 0.6 --module 'layers.*.attn' --top 10
   fxckpt explain train.py:make_step --budget 0.6 --by module --format markdown
   fxckpt frontier train.py:make_step --points 8 --plot frontier.png
+  fxckpt fit train.py:make_batch --memory 80GiB --over batch --device H100
   fxckpt html train.py:make_step --budget 0.6 --out plan.html
   fxckpt html train.py:make_step --max-slowdown 0.1
   fxckpt bench train.py:make_step --budget 0.8 --budget 0.5
@@ -31,7 +32,7 @@ examples:
   fxckpt doctor
 
 train.py:make_step is a function without arguments that returns (model, inputs). Models on the
-meta device can be planned, not run.
+meta device can be planned, not run. train.py:make_batch is one that takes the size to find.
 
 exit codes: 0 done, 1 the budget is infeasible, 2 unusable arguments, 3 the model cannot be
 captured, planned or run (doctor: something is wrong), 130 interrupted
@@ -61,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_explain(commands)
     _add_frontier(commands)
+    _add_fit(commands)
     _add_html(commands)
     _add_bench(commands)
     _add_calibrate(commands)
@@ -200,6 +202,49 @@ def _add_frontier(commands: _Subparsers) -> None:
     )
 
 
+def _add_fit(commands: _Subparsers) -> None:
+    parser = _add_model_command(
+        commands,
+        "fit",
+        "Find the largest batch, or other size, that fits a memory.",
+        "fxckpt fit train.py:make_batch --memory 80GiB --over batch --device H100",
+    )
+    _add_device(parser)
+    parser.add_argument(
+        "--memory",
+        type=_memory,
+        metavar="BYTES",
+        help='"80GiB", or "auto" for what is free here; by default that of --device',
+    )
+    parser.add_argument(
+        "--over", default="batch", metavar="NAME", help="the parameter of FACTORY (batch)"
+    )
+    parser.add_argument(
+        "--start", type=_count, default=1, metavar="N", help="the least size to try (1)"
+    )
+    parser.add_argument(
+        "--multiple", type=_count, default=1, metavar="N", help="sizes are multiples of it (1)"
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="AdamW",
+        metavar="CLASS",
+        help="a class of torch.optim, MODULE:NAME, or none (AdamW)",
+    )
+    parser.add_argument(
+        "--accumulates",
+        action="store_true",
+        help="gradients of earlier micro-batches are held during the step",
+    )
+    parser.add_argument(
+        "--reserve",
+        type=float,
+        default=AUTO_MARGIN,
+        metavar="SHARE",
+        help=f"share of the memory for fragmentation and temporaries ({AUTO_MARGIN})",
+    )
+
+
 def _add_html(commands: _Subparsers) -> None:
     parser = _add_model_command(
         commands,
@@ -278,6 +323,13 @@ def _budget(text: str) -> Budget:
         return from_text(text)
     except InvalidBudget as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _memory(text: str) -> int | str:
+    found = _budget(text)
+    if isinstance(found, float) or not isinstance(found, (int, str)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory. Examples: 80GiB, auto")
+    return found
 
 
 def _slowdown(text: str) -> float:

@@ -23,6 +23,11 @@ FORM = (
     "tensor, a tuple of arguments, or a dict of keyword arguments. Example: train.py:make_step"
 )
 """Help for the target argument, which ends its error messages too."""
+FORM_OF_SIZE = (
+    "Give MODULE:FACTORY or FILE.py:FACTORY, where FACTORY(batch) returns (model, inputs) of that "
+    "size, and --over names the parameter. Example: fxckpt fit train.py:make_batch --over batch"
+)
+"""Help for a factory of one size."""
 POLICY_FORM = (
     "Give a policy as MODULE:NAME or FILE.py:NAME. "
     "Examples: fxckpt.policies:save_matmuls, train.py:my_policy"
@@ -60,8 +65,40 @@ def load_target(text: str) -> Target:
         raise TargetError(
             f"{text!r} needs arguments ({', '.join(required)}), but it is called with none. {FORM}"
         )
+    return _made(text, factory)
+
+
+def load_factory(text: str, name: str) -> Callable[[int], tuple[Callable[..., Any], Any]]:
+    """Import ``MODULE:FACTORY``, and return it as a function of one size, its parameter ``name``.
+
+    What it returns is a model and its inputs. Raises :class:`TargetError` if the factory has no
+    such parameter, needs others, or fails.
+    """
+    factory = load_attribute(text)
+    if not callable(factory):
+        raise TargetError(f"{text!r} is {_type_text(factory)}, not a function. {FORM_OF_SIZE}")
+    parameters = _parameters(factory)
+    named = [p.name for p in parameters]
+    others = [p.name for p in parameters if p.default is p.empty and p.name != name]
+    if name not in named or others:
+        raise TargetError(
+            f"{text!r} takes ({', '.join(named)}), and it is called with {name} alone. "
+            f"{FORM_OF_SIZE}"
+        )
+
+    def make(size: int) -> tuple[Callable[..., Any], Any]:
+        target = _made(text, factory, **{name: size})
+        if target.args and target.kwargs:
+            raise TargetError(f"{text!r} returned arguments of both kinds. {FORM_OF_SIZE}")
+        return target.model, target.kwargs or target.args
+
+    return make
+
+
+def _made(text: str, factory: Callable[..., Any], **given: int) -> Target:
+    """Call a factory, and return the model and inputs that it made."""
     try:
-        result = factory()
+        result = factory(**given)
     except (Exception, SystemExit) as error:
         raise TargetError(
             f"{text!r} raised {type(error).__name__}: {error}{_user_line(error)}"
