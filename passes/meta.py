@@ -1,4 +1,4 @@
-"""Keys of ``node.meta`` that passes leave for one another."""
+"""Keys of ``node.meta``, and of a graph module's, that passes leave for one another."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ CHECKSUM_OF = "fxckpt_digest_of"
 
 ORDER = "fxckpt_order"
 """Holds ``(own nodes before it, whether it is a copy)`` of a node of the backward."""
+
+MODEL = "fxckpt_model"
+"""On a graph module: holds the name of the model that it was captured from."""
+
+DEVICE = "fxckpt_device"
+"""On a graph module: holds the name of the device that it is planned for, if it is not here."""
 
 VIEW_OF = "fxckpt_shows"
 """Marks a saved view; holds the name of the value it aliases."""

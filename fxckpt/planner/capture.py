@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fxckpt import budgets
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import CaptureError
 from fxckpt.passes.graphs import Joint
+from fxckpt.passes.meta import DEVICE, MODEL
 from fxckpt.passes.transforms.place import place
 from fxckpt.planner.pipeline import prepare
 from fxckpt.planner.planner import planner_of
@@ -79,7 +81,23 @@ def capture_joint(
         )
     if target.is_away and target.place is not None:
         place(found[0].module.graph, target.place)
+    noted = found[0].module.meta
+    noted[MODEL] = _name_of(model_or_fn)
+    if target.named is not None:
+        noted[DEVICE] = target.named.name
     return found[0]
+
+
+def _name_of(model_or_fn: Callable[..., Any]) -> str:
+    """Return what a reader calls a model: its class, a function's name, or a lambda's line."""
+    if isinstance(model_or_fn, torch.nn.Module):
+        return type(model_or_fn).__name__
+    name = str(getattr(model_or_fn, "__qualname__", type(model_or_fn).__name__))
+    name = name.rpartition("<locals>.")[2]
+    code = getattr(model_or_fn, "__code__", None)
+    if name.endswith("<lambda>") and code is not None:
+        return f"lambda at {Path(code.co_filename).name}:{code.co_firstlineno}"
+    return name
 
 
 def is_on_meta(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -54,6 +54,10 @@ class GraphSnapshot:
     program: Program
     labels: tuple[NodeLabel, ...]
     """Label of each node, in the graph's order."""
+    model: str = ""
+    """Name of the model; empty where it is not known."""
+    device: str = ""
+    """Device that the step is planned for: a GPU's name, or torch's name of one that is here."""
 
     @cached_property
     def by_name(self) -> dict[str, NodeLabel]:
@@ -112,7 +116,8 @@ class GraphSnapshot:
 
     def __getstate__(self) -> dict[str, Any]:
         # A pickle has no cached properties.
-        return {"program": replace(self.program), "labels": self.labels}
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        return plain | {"program": replace(self.program)}
 
 
 def state_name(storage: str) -> str:

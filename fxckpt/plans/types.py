@@ -277,12 +277,12 @@ class Plan:
 
         return plots.modules(self, ax, depth=depth)
 
-    def to_html(self, path: str | Path, *, points: int = 8, title: str = "fxckpt") -> Path:
+    def to_html(self, path: str | Path, *, points: int = 8, title: str | None = None) -> Path:
         """Write one self-contained page to ``path``, and return the path.
 
         The page shows the graph by module, the reason for each decision, and the memory over the
         step. It has a slider over ``points`` plans of the same step (see :meth:`frontier`); with 0
-        points it shows only this plan.
+        points it shows only this plan. Its title is by default the name of the model.
 
         Raises :class:`fxckpt.InvalidOption` for 1 point or fewer than 0, and for a plan without its
         step.

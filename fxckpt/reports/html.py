@@ -44,9 +44,11 @@ STYLES = ("vendor/uPlot.min.css", "page.css")
 
 
 def write(
-    plans: Sequence[Plan], path: str | Path, *, chosen: int = 0, title: str = "fxckpt"
+    plans: Sequence[Plan], path: str | Path, *, chosen: int = 0, title: str | None = None
 ) -> Path:
     """Write the page of ``plans``, opened at index ``chosen``, and return its path.
+
+    The title is by default the name of the model.
 
     Raises :class:`fxckpt.InvalidOption` for plans of different graphs, and for plans that carry no
     graph snapshot.
@@ -57,8 +59,9 @@ def write(
     return path
 
 
-def render(plans: Sequence[Plan], *, chosen: int = 0, title: str = "fxckpt") -> str:
+def render(plans: Sequence[Plan], *, chosen: int = 0, title: str | None = None) -> str:
     """Return the page of ``plans``, opened at index ``chosen``, as HTML text."""
+    title = title or snapshot_of_plan(plans[0]).model or "fxckpt"
     packed = base64.b64encode(
         gzip.compress(json.dumps(data(plans, chosen), separators=(",", ":")).encode(), 6, mtime=0)
     ).decode()
@@ -100,9 +103,16 @@ def data(plans: Sequence[Plan], chosen: int = 0) -> dict[str, Any]:
             {"name": h.value, "label": HOLDER_STYLES[h].label, "color": HOLDER_STYLES[h].color}
             for h in HOLDERS
         ],
+        "about": _about(step, plans[0]),
         "plans": [_plan_data(step, plan) for plan in plans],
         "chosen": chosen,
     }
+
+
+def _about(step: GraphSnapshot, plan: Plan) -> list[tuple[str, str]]:
+    """Return what was planned, as (name, text): the model, the device and the cost model."""
+    found = (("model", step.model), ("device", step.device), ("cost model", plan.cost))
+    return [(name, text) for name, text in found if text]
 
 
 class _StringTable:
@@ -170,6 +180,7 @@ def _plan_data(step: GraphSnapshot, plan: Plan) -> dict[str, Any]:
         "figures": explain(plan).summary(),
         "budget": plan.budget_bytes,
         "peak": plan.peak_bytes,
+        "share": _round(share),
         "seconds": format_seconds(plan.recompute_seconds),
         "rows": {
             row.name: [int(row.decision is Decision.RECOMPUTED), row.runs, narrator.why(row)]

@@ -117,13 +117,13 @@ class Frontier:
         return plots.frontier(self, ax, chosen=chosen, peers=peers)
 
     def to_html(
-        self, path: str | Path, *, chosen: Plan | None = None, title: str = "fxckpt"
+        self, path: str | Path, *, chosen: Plan | None = None, title: str | None = None
     ) -> Path:
         """Write a self-contained HTML page with a slider over the plans, and return its path.
 
         The page opens at ``chosen``, by default the middle plan; a plan that is not part of the
-        frontier is added to the slider. Raises :class:`fxckpt.InvalidOption` if ``chosen`` is not
-        a plan of the same graph.
+        frontier is added to the slider. The title is by default the name of the model. Raises
+        :class:`fxckpt.InvalidOption` if ``chosen`` is not a plan of the same graph.
         """
         from fxckpt.reports import html
 

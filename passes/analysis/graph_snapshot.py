@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.joint import Facts
+from fxckpt.passes.meta import DEVICE, MODEL
 from fxckpt.plans.snapshot import GraphSnapshot, NodeKind, NodeLabel
 from fxckpt.torch_private import is_symbolic, size_hint, storage_id
 
@@ -79,7 +80,19 @@ def snapshot_of(graph: fx.Graph, facts: Facts) -> GraphSnapshot:
                 is_in_region=isinstance(meta.get("recompute"), CheckpointPolicy),
             )
         )
-    return GraphSnapshot(facts.program, tuple(labels))
+    noted = graph.owning_module.meta if graph.owning_module is not None else {}
+    return GraphSnapshot(
+        facts.program,
+        tuple(labels),
+        model=noted.get(MODEL, ""),
+        device=noted.get(DEVICE) or _device_of(graph),
+    )
+
+
+def _device_of(graph: fx.Graph) -> str:
+    """Return the device of the graph's values: the accelerator, where some are on the CPU."""
+    found = {str(value.device) for node in graph.nodes for value in tensors(node.meta.get("val"))}
+    return min(found - {"cpu"}, default="cpu")
 
 
 def _aliased(node: fx.Node, inputs: list[NodeLabel]) -> tuple[int, ...]:

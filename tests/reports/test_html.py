@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -377,7 +378,7 @@ def test_search_finds_modules_with_brackets(
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("width", [1400, 1000, 600])
+@pytest.mark.parametrize("width", [1400, 1000, 600, 420])
 def test_header_fits(viewed: fxckpt.Frontier, opened: Any, tmp_path: Path, width: int) -> None:
     """The header fits the window with a long title."""
     tab = opened(
@@ -394,3 +395,82 @@ def test_header_fits(viewed: fxckpt.Frontier, opened: Any, tmp_path: Path, width
         "() => { const e = document.getElementById('plan-title'); "
         "return e.scrollWidth === e.clientWidth; }"
     )
+
+
+@pytest.mark.browser
+def test_point_of_frontier_chooses_plan(
+    curve: fxckpt.Frontier, opened: Any, tmp_path: Path
+) -> None:
+    """A click on a point beside the slider shows its plan; one plan has no points."""
+    tab = opened(curve.to_html(tmp_path / "page.html", chosen=curve.plans[0]))
+    points = tab.locator("#frontier circle")
+    assert points.count() == len(curve.plans)
+    across = [float(point.get_attribute("cx")) for point in points.all()]
+    assert across == sorted(across)
+    points.last.click()
+    assert tab.input_value("#slider") == str(len(curve.plans) - 1)
+    assert points.last.get_attribute("class") == "current"
+    alone = opened(curve.plans[0].to_html(tmp_path / "one.html", points=0))
+    assert alone.locator("#frontier").is_hidden()
+
+
+@pytest.mark.browser
+def test_key_has_every_colour(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+    """The key names each colour that the graph and the timeline draw."""
+    tab = opened(curve.to_html(tmp_path / "page.html"))
+    shown = tab.inner_html("#panel .key >> nth=0") + tab.inner_html("#panel .key >> nth=1")
+    drawn = tab.evaluate(
+        """() => [
+            ...fx.STATES.map((s) => s.color), ...fxpage.model.holders.map((h) => h.color),
+            ...Object.values(fx.COLORS),
+        ]"""
+    )
+    assert [color for color in drawn if color not in shown] == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1400, 420])
+def test_first_sight_can_be_read(
+    curve: fxckpt.Frontier, opened: Any, tmp_path: Path, width: int
+) -> None:
+    """The graph opens at a size that can be read, with the loss in sight."""
+    path = curve.to_html(tmp_path / "page.html")
+    tab = opened(path)
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.reload()
+    tab.wait_for_selector("body[data-ready=yes]")
+    assert tab.evaluate("() => fxpage.graph.cy.zoom() >= fx.READABLE")
+    foot, height = tab.evaluate(
+        """() => {
+            const { cy } = fxpage.graph, box = cy.elements().renderedBoundingBox();
+            return [box.y2, cy.height()];
+        }"""
+    )
+    assert 0 < foot <= height + 1
+
+
+@pytest.mark.browser
+def test_narrow_page_is_one_column(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+    """A narrow page has the graph, the panel and the timeline below each other."""
+    tab = opened(curve.to_html(tmp_path / "page.html"))
+    tab.set_viewport_size({"width": 420, "height": 900})
+    parts = ("#graph-box", "#panel", "#timeline-box")
+    boxes = [tab.locator(part).bounding_box() for part in parts]
+    assert all(box["x"] == 0 and box["width"] == 420 for box in boxes)
+    assert all(a["y"] + a["height"] <= b["y"] + 1 for a, b in itertools.pairwise(boxes))
+
+
+def test_page_names_model_device_and_costs(curve: fxckpt.Frontier, tmp_path: Path) -> None:
+    """The page is titled after the model, and names the device and the cost model."""
+    text = curve.to_html(tmp_path / "page.html").read_text()
+    assert "<title>Sequential</title>" in text
+    assert embedded(text)["about"] == [
+        ["model", "Sequential"],
+        ["device", "cpu"],
+        ["cost model", curve.plans[0].cost],
+    ]
+    with torch.device("meta"):
+        layers = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        away = fxckpt.plan(lambda x: layers(x).sum(), torch.empty(2, 8), device="B200")
+    assert away.step.device == "B200"
+    assert away.step.model.startswith("lambda at test_html.py:")

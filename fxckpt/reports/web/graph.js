@@ -6,6 +6,8 @@ fx.FIRST_SHOWN = 56;
 fx.GAP = 160;
 fx.PADDING = 12;
 fx.HEADING = 16;
+// Least zoom at which the smallest text of the graph, of 11 pixels, can be read.
+fx.READABLE = 0.85;
 
 fx.Graph = class {
   constructor(container, model, tree, on) {
@@ -49,13 +51,13 @@ fx.Graph = class {
       { selector: "node.leaf", style: { "background-color": (e) => e.data("color") || "#fff" } },
       { selector: "node.view", style: { "border-style": "dashed" } },
       { selector: "node:parent", style: { "text-valign": "top", "text-halign": "center", "background-color": "#f4f6f8", "background-opacity": 0.75, "border-color": "#b7bec5", "border-width": 1, padding: 10, "font-size": 12, color: "#4c555d", "text-margin-y": -2 } },
-      { selector: "edge", style: { width: 1.1, "line-color": "#9aa3ab", "target-arrow-color": "#9aa3ab", "target-arrow-shape": "triangle", "arrow-scale": 0.7, "curve-style": "bezier" } },
+      { selector: "edge", style: { width: 1.1, "line-color": fx.COLORS.arrow, "target-arrow-color": fx.COLORS.arrow, "target-arrow-shape": "triangle", "arrow-scale": 0.7, "curve-style": "bezier" } },
       { selector: "edge.across", style: { width: (e) => e.data("width") || 1, "line-color": (e) => e.data("color") || "#999", "target-arrow-color": (e) => e.data("color") || "#999", "line-style": (e) => e.data("dash") || "solid", opacity: 0.55, "curve-style": "straight" } },
       { selector: "edge.minor", style: { opacity: 0.16, "target-arrow-shape": "none" } },
-      { selector: "node.near", style: { "border-color": "#d55e00", "border-width": 2 } },
-      { selector: "edge.near", style: { "line-color": "#d55e00", "target-arrow-color": "#d55e00", width: 2, opacity: 1 } },
-      { selector: "node.chosen", style: { "border-color": "#d55e00", "border-width": 3.5 } },
-      { selector: "node.live", style: { "overlay-color": "#d55e00", "overlay-opacity": 0.18, "overlay-padding": 4 } },
+      { selector: "node.near", style: { "border-color": fx.COLORS.chosen, "border-width": 2 } },
+      { selector: "edge.near", style: { "line-color": fx.COLORS.chosen, "target-arrow-color": fx.COLORS.chosen, width: 2, opacity: 1 } },
+      { selector: "node.chosen", style: { "border-color": fx.COLORS.chosen, "border-width": 3.5 } },
+      { selector: "node.live", style: { "overlay-color": fx.COLORS.chosen, "overlay-opacity": 0.18, "overlay-padding": 4 } },
     ];
   }
 
@@ -310,4 +312,14 @@ fx.Graph = class {
   }
 
   fit() { this.cy.fit(undefined, 30); }
+
+  // The first sight: everything if its text can be read, else the foot, where the loss is and the peak mostly.
+  begin() {
+    this.fit();
+    if (this.cy.zoom() >= fx.READABLE) return;
+    const { x1, x2, y2 } = this.cy.elements().boundingBox();
+    const width = this.cy.width(), wanted = fx.READABLE * (x2 - x1);
+    this.cy.zoom(fx.READABLE);
+    this.cy.pan({ x: (wanted < width ? (width - wanted) / 2 : 10) - fx.READABLE * x1, y: this.cy.height() - 14 - fx.READABLE * y2 });
+  }
 };

@@ -10,6 +10,8 @@ fx.STATES = [
   { key: "unneeded", label: "not needed in the backward", color: "#e3e7eb", text: "#2b3036" },
   { key: "gradient", label: "the backward's own", color: "#c9b8d8", text: "#2b3036" },
 ];
+// Of the graph and of the timeline, beside the colours of states and holders.
+fx.COLORS = { arrow: "#9aa3ab", chosen: "#d55e00", uncheckpointed: "#f6efe2", uncheckpointedLine: "#b08d57", budget: "#d55e00" };
 fx.SAVED = 0; fx.RECOMPUTED = 1; fx.OUTPUT = 2; fx.UNNEEDED = 3; fx.GRADIENT = 4;
 
 fx.unpack = async function (base64) {
@@ -46,6 +48,7 @@ fx.Model = class {
     this.count = nodes.name.length;
     this.plans = data.plans;
     this.holders = data.holders;
+    this.about = data.about;
     this.position = new Map(nodes.name.map((name, i) => [name, i]));
     // A generator's state has no node of its own: it goes with the op that draws.
     nodes.storage_names.forEach((name, s) => { if (!this.position.has(name)) this.position.set(name, nodes.owner[s]); });

@@ -20,6 +20,7 @@ fx.start = async function () {
     states = model.states(plan);
     $("slider").value = String(number);
     $("plan-title").textContent = plan.title;
+    drawFrontier(number);
     graph.paint(states);
     timeline.tick = null;
     timeline.show(plan);
@@ -70,8 +71,47 @@ fx.start = async function () {
   };
 
   function figures() {
-    const help = model.plans.length > 1 ? "<p class=\"rest\">Move the slider through the plans. Click a box for what it holds and why, double-click to unfold it.</p>" : "<p class=\"rest\">Click a box for what it holds and why, double-click to unfold it.</p>";
-    return `<h2>This plan</h2>${rows(plan.figures.map(([name, text]) => [name, fx.escape(text)]))}${help}`;
+    const help = ["Click a box for what it holds and why, double-click to unfold it, drag to move, scroll to zoom.", "On the timeline, drag to zoom, double-click to reset, click to see what is live."];
+    if (model.plans.length > 1) help.unshift("Move the slider, or click a point beside it, for another plan.");
+    return `<h2>This plan</h2>${rows([...model.about, ...plan.figures].map(([name, text]) => [name, fx.escape(text)]))}<p class="rest">${help.join(" ")}</p>${key()}`;
+  }
+
+  // Every colour, line and arrow of the page, with what it means.
+  function key() {
+    const box = (fill, more = "") => `<rect x="1" y="2" width="24" height="11" rx="2" fill="${fill}" stroke="#5b646d" ${more}/>`;
+    const arrow = (color, more = "", head = true) => `<path d="M1 7.5H${head ? 20 : 25}" stroke="${color}" fill="none" ${more}/>${head ? `<path d="M19 4l6 3.5l-6 3.5z" fill="${color}"/>` : ""}`;
+    const bar = `${box("#ffffff", 'stroke-width="1.5"')}<path d="M2 11h14" stroke="${fx.STATES[fx.SAVED].color}" stroke-width="3"/><path d="M16 11h8" stroke="${fx.STATES[fx.RECOMPUTED].color}" stroke-width="3"/>`;
+    const line = ([drawing, text]) => `<tr><td><svg width="26" height="15" aria-hidden="true">${drawing}</svg></td><td>${fx.escape(text)}</td></tr>`;
+    const ofGraph = [
+      ...fx.STATES.map((s) => [box(s.color), s.label]),
+      [bar, "a folded module; the bar has its bytes by colour"],
+      [box("#f4f6f8", 'stroke-opacity="0.5"'), "an unfolded module"],
+      [box("#ffffff", 'stroke-dasharray="3 2"'), "a view: no memory of its own"],
+      [arrow(fx.COLORS.arrow), "is read by"],
+      [arrow(fx.COLORS.arrow, 'stroke-opacity="0.35"', false), "is read by, one of many readers"],
+      [arrow(fx.STATES[fx.SAVED].color, 'stroke-width="2.5"'), "saved for the backward; the wider, the more bytes"],
+      [arrow(fx.STATES[fx.RECOMPUTED].color, 'stroke-width="2.5" stroke-dasharray="4 3"'), "recomputed for the backward"],
+      [box("#ffffff", `style="stroke: ${fx.COLORS.chosen}; stroke-width: 2"`), "selected, or its neighbour"],
+      [`${box("#ffffff")}<rect width="26" height="15" fill="${fx.COLORS.chosen}" fill-opacity="0.18"/>`, "live at the chosen moment"],
+    ];
+    const ofTimeline = [
+      ...model.holders.map((h) => [box(h.color), h.label]),
+      [box(fx.COLORS.uncheckpointed, `style="stroke: ${fx.COLORS.uncheckpointedLine}"`), "uncheckpointed, all values saved"],
+      [arrow(fx.COLORS.budget, 'stroke-width="1.5" stroke-dasharray="6 4"', false), "the budget"],
+      [`<rect x="7" width="12" height="15" fill="${fx.COLORS.chosen}" fill-opacity="0.16" stroke="${fx.COLORS.chosen}"/>`, "while the selected value is held"],
+      [`<path d="M13 0v15" stroke="#2b3036" stroke-dasharray="2 3"/>`, "end of the forward"],
+    ];
+    return `<h3>graph</h3><table class="key">${ofGraph.map(line).join("")}</table><h3>timeline</h3><table class="key">${ofTimeline.map(line).join("")}</table>`;
+  }
+
+  // Extra time against peak, a point for each plan, the one that is shown filled.
+  function drawFrontier(number) {
+    const width = 150, height = 40, margin = 6;
+    const spread = (values) => { const low = Math.min(...values), high = Math.max(...values); return (v) => (high > low ? (v - low) / (high - low) : 0.5); };
+    const across = spread(model.plans.map((p) => p.peak)), up = spread(model.plans.map((p) => p.share));
+    const at = model.plans.map((p) => [margin + (width - 2 * margin) * across(p.peak), height - margin - (height - 2 * margin) * up(p.share)]);
+    const points = at.map(([x, y], k) => `<circle data-plan="${k}" cx="${x}" cy="${y}" r="${k === number ? 4.5 : 3}" class="${k === number ? "current" : ""}"><title>${fx.escape(model.plans[k].title)}</title></circle>`);
+    $("frontier").innerHTML = `<title>extra time (up) against peak (right) of the plans</title><polyline points="${at.map((p) => p.join(",")).join(" ")}"/>${points.join("")}`;
   }
 
   function nodePanel(i) {
@@ -189,6 +229,9 @@ fx.start = async function () {
   });
   $("slider").max = String(model.plans.length - 1);
   $("slider").disabled = model.plans.length < 2;
+  $("frontier").toggleAttribute("hidden", model.plans.length < 2);
+  $("frontier").addEventListener("click", (event) => { const point = event.target.closest("[data-plan]"); if (point) setPlan(Number(point.dataset.plan)); });
+  $("about").textContent = model.about.filter(([name]) => name !== "model").map(([name, text]) => (name === "device" ? `on ${text}` : text)).join(", ");
   $("slider").addEventListener("input", () => setPlan(Number($("slider").value)));
   $("fold").addEventListener("click", () => { tree.fold(); graph.draw(); graph.fit(); select(null); });
   $("unfold").addEventListener("click", () => { if (!tree.unfoldLevel(fx.MOST_SHOWN)) note(`no room to unfold all of a level: ${fx.MOST_SHOWN} boxes are the most`); graph.draw(); graph.fit(); select(selected); });
@@ -202,7 +245,7 @@ fx.start = async function () {
   tree.unfoldSome(fx.FIRST_SHOWN);
   setPlan(data.chosen);
   graph.draw();
-  graph.fit();
+  graph.begin();
   // What a test, or a curious reader's console, holds on to.
   window.fxpage = { model, tree, graph, timeline, go, select, setPlan, selected: () => selected, states: () => states };
   document.body.dataset.ready = "yes";

@@ -39,7 +39,7 @@ fx.Timeline = class {
     const holders = this.model.holders.slice().reverse();
     const series = [
       {},
-      { label: "uncheckpointed", stroke: "#b08d57", width: 1, fill: "#f6efe2", paths: stepped, points: { show: false } },
+      { label: "uncheckpointed", stroke: fx.COLORS.uncheckpointedLine, width: 1, fill: fx.COLORS.uncheckpointed, paths: stepped, points: { show: false } },
       ...holders.map((h) => ({ label: h.label, stroke: h.color, width: 0, fill: h.color, paths: stepped, points: { show: false } })),
     ];
     if (this.plot) this.plot.destroy();
@@ -51,7 +51,7 @@ fx.Timeline = class {
         cursor: { y: false, drag: { x: true, y: false }, points: { show: false } },
         scales: { x: { time: false, range: (u, min, max) => [Math.max(0, min), Math.min(length, max)] }, y: { range: () => [0, top] } },
         axes: [
-          { label: "ops of the step, in order (drag to zoom, double-click to reset, click to see what is live)", labelSize: 18, size: 28, font: "11px system-ui, sans-serif", labelFont: "11px system-ui, sans-serif", stroke: "#4c555d", grid: { show: false } },
+          { label: "ops of the step, in order", labelSize: 18, size: 28, font: "11px system-ui, sans-serif", labelFont: "11px system-ui, sans-serif", stroke: "#4c555d", grid: { show: false } },
           { values: (u, ticks) => ticks.map(fx.formatBytes), splits: () => fx.Timeline.splits(top), size: 74, font: "11px system-ui, sans-serif", stroke: "#4c555d", grid: { stroke: "#e9ecef" } },
         ],
         series,
@@ -111,7 +111,7 @@ fx.Timeline = class {
     ctx.fillText(" backward", split, bbox.top + 3 * devicePixelRatio);
     if (this.plan.budget) {
       const level = y(this.plan.budget);
-      line(() => { ctx.moveTo(bbox.left, level); ctx.lineTo(bbox.left + bbox.width, level); }, [6, 4], "#d55e00", 1.5);
+      line(() => { ctx.moveTo(bbox.left, level); ctx.lineTo(bbox.left + bbox.width, level); }, [6, 4], fx.COLORS.budget, 1.5);
       ctx.fillStyle = "#a34700";
       ctx.textAlign = "right";
       ctx.textBaseline = "bottom";
