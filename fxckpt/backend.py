@@ -29,6 +29,7 @@ from fxckpt.policies import policy_named
 from fxckpt.profiling import record_runs
 from fxckpt.reports.compile_report import Break, Report, outputs_bytes
 from fxckpt.step.graph import StepGraph
+from fxckpt.step.shared_budget import SharedBudget
 from fxckpt.step.tracker import StepTracker
 from fxckpt.torch_private import (
     CaptureDone,
@@ -193,6 +194,9 @@ class Backend:
         """Runs the calls of a step, if the budget is one of a step."""
         if self.step is not None:
             self.partitioner.expect_steps()
+        limit = None if is_of_step else budgets.parse(budget)
+        self._shared = SharedBudget(limit) if isinstance(limit, int) else None
+        """Tells of calls that hold more than the budget together, if each graph has all of it."""
         self._graphs: list[StepGraph] = []
         self._forward_only: list[str] = []
         """Lines that called graphs which train and have no backward."""
@@ -244,6 +248,9 @@ class Backend:
             else self._compile_for_step(gm, example_inputs, self.step)
         )
         has_plan = len(self.plans) > planned
+        if has_plan and self._shared is not None:
+            if not any(isinstance(x, torch.SymInt) for x in example_inputs):
+                compiled = self._shared.watched(compiled, self.plans[-1])
         if not has_plan and len(self.partitioner.fallbacks) == fell_back:
             self._note_forward_only(example_inputs)
         if is_cut_short(gm):
@@ -504,6 +511,8 @@ _named: WeakSet[Backend] = WeakSet()
 """Backends of ``backend="fxckpt"``; where a budget is for each graph, each has its own."""
 _backends: dict[str, Backend] = {}
 """Backends of ``backend="fxckpt"`` by their options: graphs of equal options are of one step."""
+_shared_budgets: dict[str, SharedBudget] = {}
+"""Calls in flight of backends with equal options, where a budget is for each graph."""
 
 
 def _backend_of(options: Mapping[str, Any]) -> Backend:
@@ -511,6 +520,8 @@ def _backend_of(options: Mapping[str, Any]) -> Backend:
     backend = Backend(**options)
     _named.add(backend)
     if backend.step is None:
+        if backend._shared is not None:
+            backend._shared = _shared_budgets.setdefault(repr(backend), backend._shared)
         return backend
     return _backends.setdefault(repr(backend), backend)
 

@@ -42,6 +42,7 @@ from fxckpt.torch_private.autograd import (
 )
 from fxckpt.torch_private.compiled_backward import (
     backward_node,
+    has_saved_values,
     keeps_graph,
     watch_backward,
 )
@@ -195,6 +196,7 @@ __all__ = [
     "guards_module",
     "guards_namespace",
     "has_effect",
+    "has_saved_values",
     "holds_python",
     "inline_regions",
     "is_called_by_compiler",

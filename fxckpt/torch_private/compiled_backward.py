@@ -82,6 +82,16 @@ def watch_backward(node: Any, watcher: BackwardWatcher) -> None:
     function._fxckpt_watcher = None
 
 
+def has_saved_values(node: Any) -> bool:
+    """Return whether a node that :func:`backward_node` returned still has its saved values."""
+    try:
+        # Raw: nothing is unpacked, and no hook is called.
+        _ = node._raw_saved_tensors
+    except RuntimeError:
+        return False  # A backward has freed them.
+    return True
+
+
 def keeps_graph() -> bool:
     """Return whether the running backward keeps the saved values (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
