@@ -121,15 +121,27 @@ def _source() -> str:
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
+def _annotation_name(variable: FxTracebackAnnotateVariable) -> str:
+    """Return the attribute that holds an annotation: ``target_values`` before torch 2.14."""
+    return "annotation" if hasattr(variable, "annotation") else "target_values"
+
+
 def _tell_apart() -> None:
     """Let Dynamo annotate each entry into one of torch's regions with a key of its own."""
     enter = FxTracebackAnnotateVariable.enter
 
     def enter_with_key(self: Any, tx: Any, *args: Any) -> Any:
-        values = self.target_values
-        if TORCH_KEY is not None and isinstance(values, dict) and TORCH_KEY in values:
-            self.target_values = {**values, new_key(values[TORCH_KEY], ""): True}
-        return enter(self, tx, *args)
+        name = _annotation_name(self)
+        values = getattr(self, name)
+        if TORCH_KEY is None or not isinstance(values, dict) or TORCH_KEY not in values:
+            return enter(self, tx, *args)
+        # Only while it is entered: a later entry has its own key, and Dynamo's resume functions
+        # enter the region as the user wrote it.
+        setattr(self, name, {**values, new_key(values[TORCH_KEY], ""): True})
+        try:
+            return enter(self, tx, *args)
+        finally:
+            setattr(self, name, values)
 
     FxTracebackAnnotateVariable.enter = enter_with_key  # type: ignore[method-assign]
 
