@@ -334,7 +334,14 @@ def nested(x: Tensor, weight: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("function", [conditional, scanned, nested], ids=lambda f: f.__name__)
+# In torch 2.11 the gradient of this scan fails with stock "aot_eager" too: "scan might be aliasing
+# the input or the output".
+scans = pytest.param(
+    scanned, marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="torch's own error")
+)
+
+
+@pytest.mark.parametrize("function", [conditional, scans, nested], ids=lambda f: f.__name__)
 def test_higher_order_ops(function: Callable[..., Tensor]) -> None:
     """Steps with higher-order ops give the same bits at every budget."""
     same_at_every_budget(
