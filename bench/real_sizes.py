@@ -68,6 +68,12 @@ def gpt2_xl(layers: int = 48, *, batch: int = 8, length: int = 1024) -> Made:
     return _on_meta(lambda: NextTokenLoss(hf.GPT2LMHeadModel(config))), _tokens(batch, length)
 
 
+def gpt2_124m(*, batch: int, length: int = 1024) -> Made:
+    """Return GPT-2 (124M parameters), with its dropout of 0.1, and a batch of tokens."""
+    config = hf.GPT2Config(attn_implementation="sdpa")
+    return _on_meta(lambda: NextTokenLoss(hf.GPT2LMHeadModel(config))), _tokens(batch, length)
+
+
 class LabelLoss(nn.Module):
     """The loss of a classifier of images, its only output."""
 

@@ -161,25 +161,7 @@ class Backend:
         strict: bool = False,
     ) -> None:
         _check_scope(scope, in_flight, strict)
-        if verify not in (None, "exact"):
-            raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
-        if not callable(inner) and inner not in INNER_NAMES:
-            raise InvalidOption(
-                f"inner={inner!r} is not an inner compiler. Use one of "
-                f"{', '.join(map(repr, INNER_NAMES))}, or a callable "
-                '(gm, example_inputs) -> callable. Example: fxckpt.Backend(inner="aot_eager").'
-            )
-        if verify == "exact" and inner == "inductor":
-            raise InvalidOption(
-                "verify='exact' compares bits, and Inductor compiles the two runs of an op "
-                "separately, so that they may differ in the last one. Look for the op with "
-                "inner='aot_eager': fxckpt.Backend(inner='aot_eager', verify='exact')."
-            )
-        if inner != "inductor" and (mode or options):
-            raise InvalidOption(
-                f"mode={mode!r}, options={options!r} are Inductor's, and inner={inner!r} is not. "
-                "Leave them out, or use inner='inductor'."
-            )
+        _check_compile(inner, verify, mode, options)
         self._inductor = inductor_options(mode, options)
         self.partitioner = Partitioner(budget, policy, cost, verify, max_slowdown)
         """Plans the graphs."""
@@ -403,6 +385,31 @@ class Backend:
             raise through_dynamo(error.among(len(self.plans) + 1) if broke else error) from error
         except FxckptError as error:
             raise through_dynamo(error) from error
+
+
+def _check_compile(
+    inner: object, verify: object, mode: str | None, options: Mapping[str, Any] | None
+) -> None:
+    """Raise :class:`InvalidOption` for options of a compile that do not fit together."""
+    if verify not in (None, "exact"):
+        raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
+    if not callable(inner) and inner not in INNER_NAMES:
+        raise InvalidOption(
+            f"inner={inner!r} is not an inner compiler. Use one of "
+            f"{', '.join(map(repr, INNER_NAMES))}, or a callable "
+            '(gm, example_inputs) -> callable. Example: fxckpt.Backend(inner="aot_eager").'
+        )
+    if verify == "exact" and inner == "inductor":
+        raise InvalidOption(
+            "verify='exact' compares bits, and Inductor compiles the two runs of an op "
+            "separately, so that they may differ in the last one. Look for the op with "
+            "inner='aot_eager': fxckpt.Backend(inner='aot_eager', verify='exact')."
+        )
+    if inner != "inductor" and (mode or options):
+        raise InvalidOption(
+            f"mode={mode!r}, options={options!r} are Inductor's, and inner={inner!r} is not. "
+            "Leave them out, or use inner='inductor'."
+        )
 
 
 def _check_scope(scope: str, in_flight: int, strict: bool) -> None:

@@ -60,7 +60,7 @@ def main() -> None:
         Peer(
             "checkpoint every block",
             by_block.peak_bytes,
-            by_block.recompute_seconds / by_block.step_seconds,
+            by_block.slowdown,
         )
     )
     chosen = next(plan for plan in curve.plans if plan.peak_bytes > 0.45 * plan.baseline_peak_bytes)

@@ -33,7 +33,7 @@ MODEL = "fxckpt_model"
 """On a graph module: holds the name of the model that it was captured from."""
 
 DEVICE = "fxckpt_device"
-"""On a graph module: holds the name of the device that it is planned for, if it is not here."""
+"""On a graph module: holds the name of the GPU that it is planned for, where a user named one."""
 
 VIEW_OF = "fxckpt_shows"
 """Marks a saved view; holds the name of the value it aliases."""

@@ -327,7 +327,7 @@ def _budget(text: str) -> Budget:
 
 def _memory(text: str) -> int | str:
     found = _budget(text)
-    if isinstance(found, float) or not isinstance(found, (int, str)):
+    if not isinstance(found, (int, str)):
         raise argparse.ArgumentTypeError(f"{text!r} is no memory. Examples: 80GiB, auto")
     return found
 

@@ -156,8 +156,6 @@ class Fit:
         )
         rows = []
         for trial in self.trials:
-            made = trial.plan
-            slowdown = made and made.recompute_seconds / max(made.step_seconds, 1e-300)
             rows.append(
                 (
                     trial.size,
@@ -166,7 +164,7 @@ class Fit:
                     trial.resident.parameter_bytes,
                     trial.resident.optimizer_bytes,
                     trial.peak_bytes,
-                    slowdown,
+                    None if trial.plan is None else trial.plan.slowdown,
                     trial.seconds,
                     trial.seconds_of_one,
                 )

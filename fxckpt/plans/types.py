@@ -222,6 +222,11 @@ class Plan:
         """Reason for each saved or recomputed value, by name."""
         return {row.name: row.reason for row in self.rows}
 
+    @property
+    def slowdown(self) -> float:
+        """Extra time as a share of the uncheckpointed step; 0 where the step takes no time."""
+        return self.recompute_seconds / self.step_seconds if self.step_seconds else 0.0
+
     def explain(self) -> Explanation:
         """Return the plan as rows, which print as tables and a memory profile."""
         from fxckpt.reports.explanation import explain

@@ -233,7 +233,6 @@ class Explanation:
     def summary(self) -> list[tuple[str, str]]:
         """Return the plan's figures as (name, text)."""
         plan = self.plan
-        share = plan.recompute_seconds / plan.step_seconds if plan.step_seconds else 0.0
         budget = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
         return [
             ("peak", format_bytes(plan.peak_bytes)),
@@ -261,7 +260,7 @@ class Explanation:
             ),
             (
                 "extra time",
-                f"{format_seconds(plan.recompute_seconds)}, {share:.1%} of the step "
+                f"{format_seconds(plan.recompute_seconds)}, {plan.slowdown:.1%} of the step "
                 f"(cost model: {plan.cost})",
             ),
             (

@@ -171,16 +171,15 @@ def _plan_data(step: GraphSnapshot, plan: Plan) -> dict[str, Any]:
     order, intervals = moments(program, schedule), live_intervals(program, schedule)
     position = {label.name: i for i, label in enumerate(step.labels)}
     narrator = Narrator(plan)
-    share = plan.recompute_seconds / plan.step_seconds if plan.step_seconds else 0.0
     budget = (
         "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
     )
     return {
-        "title": f"{budget}: peak {format_bytes(plan.peak_bytes)}, {share:+.1%} time",
+        "title": f"{budget}: peak {format_bytes(plan.peak_bytes)}, {plan.slowdown:+.1%} time",
         "figures": explain(plan).summary(),
         "budget": plan.budget_bytes,
         "peak": plan.peak_bytes,
-        "share": _round(share),
+        "slowdown": _round(plan.slowdown),
         "seconds": format_seconds(plan.recompute_seconds),
         "rows": {
             row.name: [int(row.decision is Decision.RECOMPUTED), row.runs, narrator.why(row)]

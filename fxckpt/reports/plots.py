@@ -320,9 +320,8 @@ def _truncate(module: str, depth: int | None) -> str:
 
 
 def _title(plan: Plan) -> str:
-    share = plan.recompute_seconds / plan.step_seconds if plan.step_seconds else 0.0
     peaks = f"{format_bytes(plan.peak_bytes)} instead of {format_bytes(plan.baseline_peak_bytes)}"
-    return f"peak {peaks}, {share:+.1%} time"
+    return f"peak {peaks}, {plan.slowdown:+.1%} time"
 
 
 def _steps(values: Sequence[int], factor: int) -> list[float]:

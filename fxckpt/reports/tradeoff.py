@@ -64,7 +64,7 @@ class Frontier:
                 plan.saved_bytes,
                 plan.recompute_seconds,
                 plan.lower_bound_seconds,
-                plan.recompute_seconds / plan.step_seconds if plan.step_seconds else 0.0,
+                plan.slowdown,
             )
             for plan in self.plans
         )

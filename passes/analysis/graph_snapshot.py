@@ -91,8 +91,8 @@ def snapshot_of(graph: fx.Graph, facts: Facts) -> GraphSnapshot:
 
 def _device_of(graph: fx.Graph) -> str:
     """Return the device of the graph's values: the accelerator, where some are on the CPU."""
-    found = {str(value.device) for node in graph.nodes for value in tensors(node.meta.get("val"))}
-    return min(found - {"cpu"}, default="cpu")
+    found = {value.device for node in graph.nodes for value in tensors(node.meta.get("val"))}
+    return min((str(device) for device in found if device.type != "cpu"), default="cpu")
 
 
 def _aliased(node: fx.Node, inputs: list[NodeLabel]) -> tuple[int, ...]:

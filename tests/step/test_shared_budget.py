@@ -78,4 +78,4 @@ def test_few_calls_are_remembered() -> None:
     model.compile(backend=backend)
     for _ in range(3 * FEW):
         model(torch.randn(2, 256)).sum().backward()
-    assert backend._shared is not None and len(backend._shared._flights) < FEW
+    assert backend._shared is not None and 0 < len(backend._shared._flights) < FEW

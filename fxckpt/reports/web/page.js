@@ -108,8 +108,8 @@ fx.start = async function () {
   function drawFrontier(number) {
     const width = 150, height = 40, margin = 6;
     const spread = (values) => { const low = Math.min(...values), high = Math.max(...values); return (v) => (high > low ? (v - low) / (high - low) : 0.5); };
-    const across = spread(model.plans.map((p) => p.peak)), up = spread(model.plans.map((p) => p.share));
-    const at = model.plans.map((p) => [margin + (width - 2 * margin) * across(p.peak), height - margin - (height - 2 * margin) * up(p.share)]);
+    const across = spread(model.plans.map((p) => p.peak)), up = spread(model.plans.map((p) => p.slowdown));
+    const at = model.plans.map((p) => [margin + (width - 2 * margin) * across(p.peak), height - margin - (height - 2 * margin) * up(p.slowdown)]);
     const points = at.map(([x, y], k) => `<circle data-plan="${k}" cx="${x}" cy="${y}" r="${k === number ? 4.5 : 3}" class="${k === number ? "current" : ""}"><title>${fx.escape(model.plans[k].title)}</title></circle>`);
     $("frontier").innerHTML = `<title>extra time (up) against peak (right) of the plans</title><polyline points="${at.map((p) => p.join(",")).join(" ")}"/>${points.join("")}`;
   }

@@ -91,8 +91,8 @@ fx.Timeline = class {
     ctx.beginPath();
     ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     ctx.clip();
-    ctx.fillStyle = "rgba(213, 94, 0, 0.16)";
-    ctx.strokeStyle = "#d55e00";
+    ctx.fillStyle = `${fx.COLORS.chosen}29`;
+    ctx.strokeStyle = fx.COLORS.chosen;
     ctx.lineWidth = devicePixelRatio;
     for (const [first, last] of this.bands) {
       const left = x(first), width = Math.max(2 * devicePixelRatio, x(last + 1) - x(first));
@@ -117,7 +117,7 @@ fx.Timeline = class {
       ctx.textBaseline = "bottom";
       ctx.fillText("budget ", bbox.left + bbox.width, level - 2 * devicePixelRatio);
     }
-    if (this.tick !== null) line(() => { ctx.moveTo(x(this.tick + 0.5), bbox.top); ctx.lineTo(x(this.tick + 0.5), bbox.top + bbox.height); }, [], "#d55e00", 1.5);
+    if (this.tick !== null) line(() => { ctx.moveTo(x(this.tick + 0.5), bbox.top); ctx.lineTo(x(this.tick + 0.5), bbox.top + bbox.height); }, [], fx.COLORS.chosen, 1.5);
     ctx.restore();
   }
 
