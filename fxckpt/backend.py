@@ -46,6 +46,7 @@ from fxckpt.torch_private import (
     keep_saved_values,
     make_boxed,
     may_act_before_failing,
+    symbols_of,
     through_dynamo,
 )
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
@@ -115,9 +116,10 @@ class Backend:
         In place of a budget: the least memory for at most this much extra time, as a share of the
         uncheckpointed step's (``0.1`` is 10 %), by the cost model; for each graph.
     scope:
-        ``"graph"``: each compiled graph has the whole budget. ``"step"``: the budget is that of all
-        graphs which this object compiles, and of what is allocated between them. Each graph then
-        has a few plans, compiled when first used; the first step runs cautiously and is measured.
+        ``"step"``: the budget is that of all graphs which this object compiles, and of what is
+        allocated between them. A model that is one graph has one plan; of several graphs each has
+        a few, compiled when first used, and the first step runs cautiously and is measured.
+        ``"graph"``: each compiled graph has the whole budget.
     in_flight:
         Most forwards of one graph whose backwards are still to come, such as the micro-batches of a
         pipeline. All steps but the first learn it; with more than 1 the first runs cautiously.
@@ -156,7 +158,7 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
         max_slowdown: float | None = None,
-        scope: str = "graph",
+        scope: str = "step",
         in_flight: int = 1,
         strict: bool = False,
     ) -> None:
@@ -313,6 +315,7 @@ class Backend:
             device_of(gm.graph),
             compile_level,
             self.partitioner.planner.search,
+            symbols_of(example_inputs),
         )
         step.compiling()
         goes_on = self._breaks_before_backward(gm)
@@ -355,9 +358,15 @@ class Backend:
             if self.inner == "inductor":
                 keep_order = KeepExecutionOrder(ORDER)
                 lowerings = Lowerings(keep_order)
+
+                def compile_half(*given: Any, **named: Any) -> Any:
+                    if self.step is not None:
+                        self.step.compiling()  # A backward is compiled when it is first run.
+                    return lowerings.compile(*given, **named)
+
                 partitioner = _InductorPartitioner(self, lowerings, split)
                 run: Callable[..., Any] = inductor_backend(
-                    gm, example_inputs, partitioner, keep_order, self._inductor, lowerings.compile
+                    gm, example_inputs, partitioner, keep_order, self._inductor, compile_half
                 )
                 return run
             compiler = make_boxed(self.inner) if callable(self.inner) else boxed

@@ -62,7 +62,7 @@ def compile_blocks(blocks: Iterable[nn.Module], budget: budgets.Budget, **option
             "there are no blocks to compile. Give those of a model: "
             "fxckpt.compile_blocks(model.layers, budget='2GiB')."
         )
-    backend = Backend(budget, **{"scope": "step", **options})
+    backend = Backend(budget, **options)
     for module in modules:
         compile_module(module, backend)
     return backend

@@ -47,9 +47,10 @@ def _cuda_peak(fn: Callable[[], object]) -> int:
     torch.cuda.synchronize()
     start = meter.allocated()
     meter.restart_peak()
-    fn()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - start
+    with meter.watch() as watch:
+        fn()
+        torch.cuda.synchronize()
+        return watch.peak() - start
 
 
 def _profiled_peak(fn: Callable[[], object]) -> int:

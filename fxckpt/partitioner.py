@@ -148,7 +148,7 @@ class Partitioner(CustomPartitionerFn):
         self.planner = replace(self.planner, replays=True)
 
     def expect_steps(self) -> None:
-        """Plan greater sizes anew, as a step knows the bytes of its graphs at one size."""
+        """Let sizes grow under one plan, as a step knows the bytes of its graphs at every size."""
         self._is_of_step = True
 
     def report(self) -> Report:
@@ -190,8 +190,9 @@ class Partitioner(CustomPartitionerFn):
         planner = self.planner
         if level is not None:
             planner = replace(planner, budget=None, level=level)
-        growing = [] if self.planner.budget is None else growing_sizes(joint)
-        if self._is_of_step or not isinstance(budgets.parse(self.planner.budget), int):
+        is_held = self.planner.budget is not None and not self._is_of_step
+        growing = growing_sizes(joint) if is_held else []
+        if not isinstance(budgets.parse(self.planner.budget), int):
             # A share of the uncheckpointed peak is of that at these sizes.
             guard_sizes(growing)
             growing = []

@@ -64,13 +64,13 @@ def test_hooks_of_parameters_run(inner: str, hooks: Callable[[nn.Module], None])
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)))
     x, twin = torch.randn(128, 32), copy.deepcopy(net)
-    plain = fxckpt.Backend(inner=inner, budget=0.8)
+    plain = fxckpt.Backend(inner=inner, budget=0.8, scope="graph")
     torch.compile(copy.deepcopy(net), backend=plain)(x).square().mean().backward()
     for each in (net, twin):
         hooks(each)
     twin(x).square().mean().backward()
     torch._dynamo.reset()
-    backend = fxckpt.Backend(inner=inner, budget=0.8)
+    backend = fxckpt.Backend(inner=inner, budget=0.8, scope="graph")
     compiled = torch.compile(net, backend=backend)
     passed: list[Any] = []
 

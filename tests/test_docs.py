@@ -93,3 +93,20 @@ def test_readme_is_short() -> None:
 def test_lines_fit(page: Path) -> None:
     lines = FENCE.sub("", page.read_text()).splitlines()
     assert not [x for x in lines if len(x) > 100 and not x.startswith("|") and "](" not in x]
+
+
+@pytest.mark.parametrize(
+    "table", [ROOT / "fxckpt/torch_private/README.md", ROOT / "passes/inductor/README.md"]
+)
+def test_workarounds_name_their_tests(table: Path) -> None:
+    """Every row of a table of workarounds names tests that exist, and when it is to be deleted."""
+    lines = table.read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+    head, _, *rows = rows
+    sources = "".join(p.read_text() for p in (ROOT / "tests").rglob("test_*.py"))
+    files = {p.stem for p in (ROOT / "tests").rglob("test_*.py")}
+    for row in rows:
+        given = dict(zip(head, row, strict=True))
+        assert all(given.values())
+        for name in re.findall(r"`(test_\w+)`", given["test"]) or [""]:
+            assert name in files or f"def {name}(" in sources, row

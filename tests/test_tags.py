@@ -29,7 +29,7 @@ def model() -> nn.Module:
 
 def test_profiler_names_recomputed_ops() -> None:
     """The profiler has a record with the name of each recomputed op."""
-    backend = fxckpt.Backend(budget=0.7, inner="aot_eager")
+    backend = fxckpt.Backend(budget=0.7, inner="aot_eager", scope="graph")
     compiled = torch.compile(model(), backend=backend)
     inputs = torch.randn(256, 8)
     compiled(inputs).sum().backward()
@@ -42,7 +42,9 @@ def test_profiler_names_recomputed_ops() -> None:
 
 def test_records_need_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """No records are made without a profiler."""
-    compiled = torch.compile(model(), backend=fxckpt.Backend(budget=0.7, inner="aot_eager"))
+    compiled = torch.compile(
+        model(), backend=fxckpt.Backend(budget=0.7, inner="aot_eager", scope="graph")
+    )
     inputs = torch.randn(256, 8)
     taken: list[str] = []
     monkeypatch.setattr(
@@ -65,7 +67,7 @@ def test_printed_graph_marks_recomputed_ops() -> None:
         halves.append(half)
         return half.forward
 
-    backend = fxckpt.Backend(budget=0.7, inner=keep)
+    backend = fxckpt.Backend(budget=0.7, inner=keep, scope="graph")
     torch.compile(model(), backend=backend)(torch.randn(256, 8)).sum().backward()
     printed = halves[1].print_readable(print_output=False)
     again = backend.plans[0].recomputed
@@ -76,7 +78,7 @@ def test_printed_graph_marks_recomputed_ops() -> None:
 def test_log_has_figures_and_reasons(caplog: pytest.LogCaptureFixture) -> None:
     """The log has figures with INFO, and reasons with DEBUG."""
     caplog.set_level(logging.DEBUG, "fxckpt")
-    backend = fxckpt.Backend(budget=0.7, inner="aot_eager")
+    backend = fxckpt.Backend(budget=0.7, inner="aot_eager", scope="graph")
     torch.compile(model(), backend=backend)(torch.randn(256, 8)).sum().backward()
     by_level = {
         level: [r.getMessage() for r in caplog.records if r.levelno == level]
@@ -103,7 +105,7 @@ DOORS = {
     "eager policy": lambda: eager(policy=fxckpt.policies.save_matmuls),
     "eager budget": lambda: eager(budget=0.7),
     "compile": lambda: torch.compile(
-        model(), backend=fxckpt.Backend(budget=0.7, inner="aot_eager")
+        model(), backend=fxckpt.Backend(budget=0.7, inner="aot_eager", scope="graph")
     )(torch.randn(256, 8)),
 }
 

@@ -81,6 +81,10 @@ class _AcceleratorWatch(Watch):
             lower, upper = self._bounds()
             return lower if upper is None else upper
 
+    def seen(self) -> int:
+        with self._meter._lock:
+            return self._bounds()[0]
+
     def reset(self) -> None:
         with self._meter._lock:
             self._lower = 0
@@ -88,6 +92,11 @@ class _AcceleratorWatch(Watch):
             self._is_open = True
             self.start_segment()
             self._meter._watches.add(self)
+
+    def restart(self) -> None:
+        with self._meter._lock:
+            self._meter.restart_peak()
+            self.reset()
 
     def close(self) -> None:
         with self._meter._lock:

@@ -24,9 +24,17 @@ class Watch(ABC):
     def peak(self) -> int:
         """Return the most bytes in use at once since the start, or until the watch was closed."""
 
+    def seen(self) -> int:
+        """Return the most bytes known to have been in use at once: at least those at its calls."""
+        return self.peak()
+
     @abstractmethod
     def reset(self) -> None:
         """Start anew at what is in use now. A closed watch is open again."""
+
+    def restart(self) -> None:
+        """Start anew, so that the next peak is exact: a device's only peak is reset for it."""
+        self.reset()
 
     @abstractmethod
     def close(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxckpt.backend import Backend
+from fxckpt.backend import OPTIONS, Backend
 from fxckpt.errors import CaptureError, FxckptError
 from fxckpt.partitioner import Partitioner
 from fxckpt.planner.capture import capture_joint
@@ -90,7 +90,8 @@ class RecordingBackend(Backend):
     partitioner: RecordingPartitioner
 
     def __init__(self, known: Sequence[Plan], *options: Any) -> None:
-        super().__init__(*options)
+        given = dict(zip(OPTIONS, options, strict=False))
+        super().__init__(**given, scope="graph")  # A module is one graph.
         self.partitioner = RecordingPartitioner(self.partitioner, known)
 
     @property

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,14 @@ class Side(enum.Enum):
     """The op reads a tangent, or was traced in the backward and may not move."""
 
 
+class SizedBytes(Protocol):
+    """Bytes of a storage as a function of the sizes of the graph's inputs."""
+
+    def at(self, sizes: Mapping[str, int]) -> int:
+        """Return the bytes at these values of the symbols."""
+        ...
+
+
 @dataclass(frozen=True)
 class Storage:
     """Memory written by one op."""
@@ -54,6 +63,8 @@ class Storage:
     """Whether a forward output holds the storage, which is then live to the end under any plan."""
     is_savable: bool = True
     """Whether a plan may save the storage."""
+    sized: SizedBytes | None = field(default=None, compare=False, repr=False)
+    """Bytes at other sizes of the graph's inputs; None where they are the same."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,40 @@ class Program:
     """
     limits: tuple[SavedLimit, ...] = ()
     """Limits on what a plan saves, beside the limit on its peak."""
+
+    def at(self, sizes: Mapping[str, int]) -> Program:
+        """Return the program at other values of the symbols in the sizes of the graph's inputs.
+
+        Seconds stay those of the sizes that it was made for. Workspace is at least that, and grows
+        in proportion to what the op reads or writes.
+        """
+        found: dict[SizedBytes, int] = {}
+        storages = []
+        for storage in self.storages:
+            if (sized := storage.sized) is not None:
+                if sized not in found:
+                    found[sized] = sized.at(sizes)
+                storage = replace(storage, bytes=found[sized])
+            storages.append(storage)
+
+        def grown(op: Op) -> Op:
+            growth = max(
+                (
+                    storages[s].bytes / max(1, self.storages[s].bytes)
+                    for s in (*op.reads, *op.writes)
+                ),
+                default=1.0,
+            )
+            if not op.workspace_bytes or growth <= 1:
+                return op
+            return replace(op, workspace_bytes=math.ceil(op.workspace_bytes * growth))
+
+        return replace(
+            self,
+            ops=tuple(map(grown, self.ops)),
+            backward=tuple(map(grown, self.backward)),
+            storages=tuple(storages),
+        )
 
     @cached_property
     def tangent_bytes(self) -> int:

@@ -179,24 +179,31 @@ def choose_few(
     graphs: Sequence[int],
     ready: Collection[tuple[int, int]] = (),
     *,
-    most: int = 3,
+    most: int,
+    spare: float = 0.0,
 ) -> Choice:
     """Return a choice within ``limit`` bytes of few levels for each graph, as each is a compile.
 
     ``graphs`` is the graph of each call; calls of one graph have the same levels. ``ready`` are the
     graphs and levels that are compiled already, which are allowed beside the ``most`` others that
-    the best choice takes most often. If that fits nothing, or takes over :data:`FEW_COST` more
-    time, the best choice is returned.
+    the best choice takes most often. If that fits nothing, or with ``most`` above 0 takes over
+    :data:`FEW_COST` and ``spare`` seconds more time, the best choice is returned. Where the levels
+    that are ready take at most ``spare`` seconds more, there are no others.
     """
     best = choose(step, limit)
     if best.peak_bytes > limit:
         return best
+    if most and (found := choose_few(step, limit, graphs, ready, most=0)) != best:
+        if found.peak_bytes <= limit and found.extra_seconds <= best.extra_seconds + spare:
+            return found
     used = Counter(zip(graphs, best.levels, strict=True))
     allowed: dict[int, set[int]] = {}
     for graph in dict.fromkeys(graphs):
         often = [level for (g, level), _ in used.most_common() if g == graph][:most]
         allowed[graph] = {*often, *(level for g, level in ready if g == graph)}
     kept = [sorted(allowed[graph]) for graph in graphs]
+    if not all(kept):
+        return best
     few = StepProgram(
         tuple(
             tuple(levels[i] for i in some) for levels, some in zip(step.calls, kept, strict=True)
@@ -204,7 +211,9 @@ def choose_few(
         step.moments,
     )
     found = choose(few, limit)
-    if found.peak_bytes > limit or found.extra_seconds > (1 + FEW_COST) * best.extra_seconds:
+    most_seconds = max((1 + FEW_COST) * best.extra_seconds, best.extra_seconds + spare)
+    is_slow = most > 0 and found.extra_seconds > most_seconds
+    if found.peak_bytes > limit or is_slow:
         return best
     levels = [some[level] for some, level in zip(kept, found.levels, strict=True)]
     return choice_of(step, levels)

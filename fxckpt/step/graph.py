@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,14 +12,17 @@ import torch
 from fxckpt.errors import PlanningFailed
 from fxckpt.planner.planner import LevelChooser
 from fxckpt.plans.types import Plan, schedule_of
-from fxckpt.solver.levels import Level, LevelFamily, LevelSearch, level_of
+from fxckpt.solver.levels import Level, LevelFamily, LevelSearch, level_of, outside_bytes
 from fxckpt.solver.program import Program
-from fxckpt.solver.schedule import save_all
+from fxckpt.solver.schedule import Schedule, save_all
 from fxckpt.solver.search import Candidate, PriceSearch, SearchResult
 from fxckpt.solver.simulate import simulate
 from fxckpt.torch_private import leave_capture
 
 log = logging.getLogger("fxckpt")
+
+SIZES = 4096
+"""Most sizes for which the bytes of a graph's plans are remembered."""
 
 Compile = Callable[[LevelChooser | None], tuple[Callable[..., Any] | None, Plan | None]]
 """Compiles the graph with a chooser of its schedule; None searches within the whole budget.
@@ -28,20 +31,26 @@ Returns no function if the chooser left the compile.
 """
 
 
+Sizes = tuple[int, ...]
+"""Values of the sizes that vary among a graph's inputs; empty if none does."""
+
+
 @dataclass
 class Entry:
     """One plan that a graph may run by."""
 
-    level: Level
-    """Bytes and seconds, by the latest knowledge."""
+    program: Program
+    schedule: Schedule
     candidate: int | None
     """Index in the family; None for the plan that the graph was compiled with by itself."""
+    ratios: tuple[float, float] = (1.0, 1.0)
+    """Compiled peaks of the forward and the backward over the simulated, by what is known."""
     run: Callable[..., Any] | None = None
     """Compiled function; None until it is used."""
     plan: Plan | None = None
     """The plan; None until it is compiled."""
-    measured: tuple[int, int] = (0, 0)
-    """Greatest measured peaks of forward and backward, 0 if none was measured."""
+    measured: dict[Sizes, tuple[int, int]] = field(default_factory=dict)
+    """Greatest measured peaks of forward and backward at each size, 0 if none was measured."""
 
 
 class StepGraph:
@@ -54,6 +63,7 @@ class StepGraph:
         device: torch.device,
         compile_graph: Compile,
         search: PriceSearch,
+        symbols: Sequence[tuple[int, str]] = (),
     ) -> None:
         self.number = number
         """Position among the graphs of the backend, from 1."""
@@ -61,12 +71,12 @@ class StepGraph:
         """Line of the user's code that called it."""
         self.entries: list[Entry] = []
         """Plans: that of the graph alone if there is one, then the family if it is known."""
-        self.baseline: Level | None = None
-        """Bytes and seconds of the uncheckpointed graph."""
         self.baseline_alone = 0
         """Uncheckpointed peak of the plan for the whole budget, if it was compiled for that."""
+        self.room: int | None = None
+        """Bytes that its backward may take by the plan for the whole budget, None if none is."""
         self.model_error = 1.0
-        """Greatest ratio of a compiled peak to the planned one."""
+        """Greatest ratio of a compiled peak to the simulated one."""
         self.break_after: tuple[str, str] | None = None
         """Reason and line of the graph break that it ends at."""
         self.runs_again = False
@@ -75,8 +85,20 @@ class StepGraph:
         """Device whose memory the graph takes."""
         self._excess = (0, 0)
         """Most bytes by which a forward and a backward were above their plan."""
+        self._symbols = tuple(symbols)
+        """Inputs that are sizes, each with its symbol."""
+        self._program: Program | None = None
+        self._baselines: dict[Sizes, Level] = {}
+        """Bytes and seconds of the uncheckpointed graph at each size."""
+        self._levels: dict[Sizes, list[Level]] = {}
+        """Planned bytes and seconds of the entries at each size."""
         self._compile, self._search = compile_graph, search
         self._family: LevelFamily | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of the uncheckpointed graph in all."""
+        return 0.0 if self._program is None else self._program.step_seconds
 
     @property
     def is_alone(self) -> bool:
@@ -88,12 +110,15 @@ class StepGraph:
         run, plan = self._compile(None)
         assert run is not None
         if plan is not None:
-            program, candidate = _planned(plan)
-            level = _scaled(level_of(program, candidate), self._ratio(plan))
-            schedule = save_all(program)
-            self.baseline = level_of(program, Candidate(schedule, simulate(program, schedule)))
+            assert plan.step is not None
+            program = plan.step.program
+            self._program = program
             self.baseline_alone = plan.baseline_peak_bytes
-            self.entries = [Entry(level, None, run, plan)]
+            if plan.budget_bytes is not None:
+                self.room = plan.budget_bytes - outside_bytes(program)
+            entry = Entry(program, schedule_of(plan), None, (1.0, 1.0), run, plan)
+            entry.ratios = _ratios(entry, plan)
+            self.entries = [entry]
         return run
 
     def compile_cautiously(self) -> Callable[..., Any]:
@@ -123,38 +148,82 @@ class StepGraph:
 
         self._compile(leave)
 
+    def sizes_of(self, args: Sequence[Any]) -> Sizes:
+        """Return the values of the sizes among the arguments of a call."""
+        return tuple([int(args[i]) for i, _ in self._symbols])
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether sizes of its inputs vary."""
+        return bool(self._symbols)
+
     def least(self) -> int:
         """Return the position of the plan that holds least."""
+        levels = self._planned(())
         return min(
-            range(len(self.entries)),
+            range(len(levels)),
             key=lambda i: (
-                self.entries[i].level.held_bytes,
-                self.entries[i].level.backward_bytes,
-                self.entries[i].level.extra_seconds,
+                levels[i].held_bytes,
+                levels[i].backward_bytes,
+                levels[i].extra_seconds,
             ),
         )
 
-    def levels(self) -> tuple[Level, ...]:
-        """Return the bytes and seconds of every plan."""
-        return tuple(map(self._expected, self.entries))
+    def level(self, position: int, sizes: Sizes = ()) -> Level:
+        """Return the bytes and seconds of a plan at some sizes, by default those planned for.
 
-    def _expected(self, entry: Entry) -> Level:
-        """Return the bytes of a plan; those never run may be as wrong as the ones that were.
-
-        What wrappers around the compiled halves allocate is the same at every level: copies of
-        incoming gradients that are not contiguous, for one.
+        Plans never run may be as wrong as the ones that were: what wrappers around the compiled
+        halves allocate is the same at every level, copies of incoming gradients that are not
+        contiguous, for one.
         """
-        forward, backward = entry.measured
-        level = _raised(entry.level, *self._excess)
+        forward, backward = self.entries[position].measured.get(sizes, (0, 0))
+        level = _raised(self._planned(sizes)[position], *self._excess)
         return replace(
             level,
             forward_bytes=forward or level.forward_bytes,
             backward_bytes=backward or level.backward_bytes,
         )
 
-    def uncheckpointed(self) -> Level | None:
-        """Return the bytes of the uncheckpointed graph, with what wrappers allocate."""
-        return None if self.baseline is None else _raised(self.baseline, *self._excess)
+    def levels(self, sizes: Sizes = ()) -> tuple[Level, ...]:
+        """Return the bytes and seconds of every plan at some sizes."""
+        return tuple(self.level(i, sizes) for i in range(len(self.entries)))
+
+    def held_bytes(self, position: int, sizes: Sizes) -> int:
+        """Return the bytes that a plan holds from the forward to the backward."""
+        return self._planned(sizes)[position].held_bytes
+
+    def _planned(self, sizes: Sizes) -> list[Level]:
+        """Return the planned bytes and seconds of every plan at some sizes."""
+        levels = self._levels.setdefault(sizes, [])
+        if len(levels) < len(self.entries):
+            if len(self._levels) > SIZES:
+                self._levels = {sizes: levels}
+            at: dict[int, Program] = {}
+            for entry in self.entries[len(levels) :]:
+                key = id(entry.program)
+                if key not in at:
+                    at[key] = self._at(entry.program, sizes)
+                levels.append(_scaled(_level(at[key], entry.schedule), entry.ratios))
+        return levels
+
+    def _at(self, program: Program, sizes: Sizes) -> Program:
+        """Return a program at some sizes."""
+        if not sizes:
+            return program
+        names = [name for _, name in self._symbols]
+        return program.at(dict(zip(names, sizes, strict=True)))
+
+    def uncheckpointed(self, sizes: Sizes = (), *, excess: bool = True) -> Level | None:
+        """Return the bytes of the uncheckpointed graph; with ``excess``, what wrappers take too."""
+        if self._program is None:
+            return None
+        if sizes not in self._baselines:
+            if len(self._baselines) > SIZES:
+                self._baselines.clear()
+            program = self._at(self._program, sizes)
+            self._baselines[sizes] = _level(program, save_all(program))
+        level = self._baselines[sizes]
+        return _raised(level, *self._excess) if excess else level
 
     def run(self, position: int) -> Callable[..., Any]:
         """Return the compiled function of a plan; compile it if it is new."""
@@ -171,46 +240,47 @@ class StepGraph:
         return entry.run
 
     def measured(
-        self, position: int, forward_bytes: int | None, backward_bytes: int | None
+        self,
+        position: int,
+        sizes: Sizes,
+        forward_bytes: int | None = None,
+        backward_bytes: int | None = None,
     ) -> bool:
         """Take the measured peak of a forward or a backward; return whether any figure rose."""
-        entry = self.entries[position]
-        before = (self._excess, entry.measured)
-        forward, backward = entry.measured
-        entry.measured = (max(forward, forward_bytes or 0), max(backward, backward_bytes or 0))
-        self._excess = (
-            max(self._excess[0], entry.measured[0] - entry.level.forward_bytes),
-            max(self._excess[1], entry.measured[1] - entry.level.backward_bytes),
+        found, level = self.entries[position].measured, self._planned(sizes)[position]
+        excess, before = self._excess, found.get(sizes, (0, 0))
+        if sizes not in found and len(found) > SIZES:
+            found.clear()
+        forward, backward = found[sizes] = (
+            max(before[0], forward_bytes or 0),
+            max(before[1], backward_bytes or 0),
         )
-        return (self._excess, entry.measured) != before
+        self._excess = (
+            max(excess[0], forward - level.forward_bytes),
+            max(excess[1], backward - level.backward_bytes),
+        )
+        return (self._excess, found[sizes]) != (excess, before)
 
     def _compiled(self, entry: Entry, run: Callable[..., Any], plan: Plan | None) -> None:
         entry.run, entry.plan = run, plan
         if plan is not None and plan.compiled_peak_bytes is not None:
-            ratio = self._ratio(plan)
-            entry.level = _scaled(self._modelled(entry), ratio)
-            if ratio > self.model_error:
-                self.model_error = ratio
+            entry.ratios = _ratios(entry, plan)
+            if max(entry.ratios) > self.model_error:
+                self.model_error = max(entry.ratios)
                 for other in self.entries:
                     if other.run is None:
-                        other.level = _scaled(self._modelled(other), ratio)
-
-    def _modelled(self, entry: Entry) -> Level:
-        assert self._family is not None and entry.candidate is not None
-        return self._family.levels[entry.candidate]
-
-    @staticmethod
-    def _ratio(plan: Plan) -> float:
-        if plan.compiled_peak_bytes is None or not plan.peak_bytes:
-            return 1.0
-        return plan.compiled_peak_bytes / plan.peak_bytes
+                        other.ratios = (self.model_error, self.model_error)
+            self._levels.clear()
 
     def _take_family(self, program: Program, room: int | None = None) -> None:
-        family = LevelSearch()(self._search, program, room)
-        self._family, self.baseline = family, family.baseline
+        self._family = LevelSearch()(self._search, program, room)
+        self._program = self._program or program
         # Positions of plans stay as they are.
-        self.entries += [Entry(level, i) for i, level in enumerate(family.levels)]
-        log.debug("graph %d has %d levels", self.number, len(family.levels))
+        self.entries += [
+            Entry(program, candidate.schedule, i)
+            for i, candidate in enumerate(self._family.candidates)
+        ]
+        log.debug("graph %d has %d levels", self.number, len(self._family.candidates))
 
     def _result(self, position: int, program: Program | None = None) -> SearchResult:
         family, index = self._family, self.entries[position].candidate
@@ -223,19 +293,33 @@ class StepGraph:
         return family.result(index)
 
 
-def _planned(plan: Plan) -> tuple[Program, Candidate]:
-    """Return the program of a plan, and the plan as a candidate."""
-    assert plan.step is not None
-    program, schedule = plan.step.program, schedule_of(plan)
-    return program, Candidate(schedule, simulate(program, schedule))
+def _level(program: Program, schedule: Schedule) -> Level:
+    """Return the bytes and seconds of a schedule."""
+    return level_of(program, Candidate(schedule, simulate(program, schedule)))
 
 
-def _scaled(level: Level, ratio: float) -> Level:
-    """Return a level with its peaks multiplied by a ratio."""
+def _ratios(entry: Entry, plan: Plan) -> tuple[float, float]:
+    """Return the compiled peaks of both halves of a plan over those of its schedule.
+
+    Where Inductor compiles, the plan is of a program that its lowering corrected.
+    """
+    simulated = _level(entry.program, entry.schedule)
+    compiled = (plan.compiled_peak_bytes or plan.peak_bytes) / max(1, plan.peak_bytes)
+    forward = max(plan.profile[: plan.forward_ops], default=0)
+    backward = max(plan.profile[plan.forward_ops :], default=0) - outside_bytes(entry.program)
+    return (
+        compiled * forward / max(1, simulated.forward_bytes),
+        compiled * max(backward, simulated.held_bytes) / max(1, simulated.backward_bytes),
+    )
+
+
+def _scaled(level: Level, ratios: tuple[float, float]) -> Level:
+    """Return a level with its peaks multiplied by a ratio each."""
+    forward, backward = ratios
     return replace(
         level,
-        forward_bytes=int(level.forward_bytes * ratio),
-        backward_bytes=max(level.held_bytes, int(level.backward_bytes * ratio)),
+        forward_bytes=round(level.forward_bytes * forward),
+        backward_bytes=max(level.held_bytes, round(level.backward_bytes * backward)),
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import ClassVar
 
 from fxckpt.solver.step_choice import Moment, StepProgram, choice_of
-from fxckpt.step.graph import StepGraph
+from fxckpt.step.graph import Sizes, StepGraph
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,8 @@ class RecordedCall:
     graph: StepGraph
     position: int
     """Position of the plan that it took among the graph's."""
+    sizes: Sizes = ()
+    """Sizes that it was called with, of those that vary."""
 
 
 @dataclass
@@ -33,6 +37,8 @@ class StepRecord:
 
     They are listed by the reason and line of the graph break that the code follows, None if none.
     """
+    is_exact: bool = True
+    """Whether every peak was seen, and not only what was allocated at the boundaries."""
     is_of_the_step_alone: bool = True
     """Whether nothing but the step, such as a FLOP counter, held its tensors."""
 
@@ -52,6 +58,10 @@ class LearnedStep:
     calls: tuple[StepGraph, ...]
     recent: list[tuple[Moment, ...]]
     """Moments of the latest steps."""
+    sizes: tuple[Sizes, ...]
+    """Sizes of the calls in the latest step."""
+    largest: tuple[Sizes, ...]
+    """Greatest sizes that each call had."""
     count: int = 1
     """Number of steps seen."""
 
@@ -61,13 +71,28 @@ class LearnedStep:
     @classmethod
     def of(cls, record: StepRecord) -> LearnedStep:
         """Return what one step teaches."""
-        return cls(tuple(call.graph for call in record.calls), [tuple(record.moments)])
+        sizes = tuple(call.sizes for call in record.calls)
+        calls = tuple(call.graph for call in record.calls)
+        return cls(calls, [tuple(record.moments)], sizes, sizes)
 
     def add(self, record: StepRecord) -> bool:
-        """Add a step of the same signature; return whether it had more outside bytes."""
-        before = self.moments
+        """Add a step of the same signature; return whether it had more outside bytes.
+
+        One whose peaks were not all seen, or that may have been a smaller one, had as many as the
+        ones before, for all that is known.
+        """
+        before, moments = self.moments, tuple(record.moments)
+        if not record.is_exact or any(self.sizes):
+            moments = tuple(
+                replace(new, outside_bytes=max(new.outside_bytes, old.outside_bytes))
+                for new, old in zip(moments, before, strict=True)
+            )
         self.count += 1
-        self.recent = [*self.recent[1 - self.MEMORY :], tuple(record.moments)]
+        self.recent = [*self.recent[1 - self.MEMORY :], moments]
+        self.sizes = tuple(call.sizes for call in record.calls)
+        self.largest = tuple(
+            tuple(map(max, one, other)) for one, other in zip(self.largest, self.sizes, strict=True)
+        )
         return any(
             new.outside_bytes > old.outside_bytes
             for new, old in zip(self.moments, before, strict=True)
@@ -81,27 +106,70 @@ class LearnedStep:
             for same in zip(*self.recent, strict=True)
         )
 
+    def moments_at(self, sizes: Sequence[Sizes]) -> tuple[Moment, ...]:
+        """Return the moments of a step with calls of some sizes.
+
+        Code outside of the graphs is taken to allocate in proportion to the size that grew most
+        over all that were seen, and as much as then at smaller ones.
+        """
+        growth = max(
+            (
+                size / most
+                for one, seen in zip(sizes, self.largest, strict=True)
+                for size, most in zip(one, seen, strict=True)
+                if most
+            ),
+            default=1.0,
+        )
+        if growth <= 1:
+            return self.moments
+        return tuple(replace(m, outside_bytes=ceil(m.outside_bytes * growth)) for m in self.moments)
+
+    def sizes_after(self, known: Sequence[Sizes]) -> tuple[Sizes, ...]:
+        """Return the sizes that the calls of a step are expected to have, of which some are known.
+
+        A call that had the sizes of a known one in the latest step has them again; another has the
+        greatest that it had.
+        """
+        now = dict(zip(self.sizes, known, strict=False))
+        rest = range(len(known), len(self.calls))
+        return (*known, *(now.get(self.sizes[i], self.largest[i]) for i in rest))
+
     def room(self, limit: int) -> int | None:
-        """Return the bytes left for the backward of the only call; None if there are several."""
+        """Return the bytes left for the backward of the only call; None if there are several.
+
+        What was freed meanwhile may have been garbage of before: it is not counted on.
+        """
         if len(self.calls) != 1:
             return None
-        return limit - max(
-            (m.outside_bytes for m in self.moments if m.is_backward or 0 in m.held), default=0
-        )
+        outside = (m.outside_bytes for m in self.moments if m.is_backward or 0 in m.held)
+        return limit - max(0, *outside)
 
-    def program(self) -> StepProgram:
-        """Return the step as it is chosen over."""
-        return StepProgram(tuple(graph.levels() for graph in self.calls), self.moments)
+    def program(self, sizes: Sequence[Sizes] | None = None) -> StepProgram:
+        """Return the step as it is chosen over, by default at the sizes of the latest one."""
+        sizes = self.sizes if sizes is None else sizes
+        levels = tuple(graph.levels(each) for graph, each in zip(self.calls, sizes, strict=True))
+        return StepProgram(levels, self.moments_at(sizes))
 
-    def baseline_bytes(self) -> int:
+    def baseline_bytes(self, sizes: Sequence[Sizes] | None = None) -> int:
         """Return the peak of the uncheckpointed step, of which fractions are.
 
-        That of a graph which was planned as if it were the step counts its outputs and incoming
-        gradients in full, and is the least: such a step keeps the budget that it was planned for.
+        Sizes that vary are the largest seen, ``sizes``, or those planned for, whichever needs more.
+        The baseline of a graph which
+        was planned as if it were the step counts its outputs and incoming gradients in full, and is
+        the least: such a step keeps the budget that it was planned for.
         """
-        program = StepProgram(
-            tuple((level,) if (level := g.uncheckpointed()) else g.levels() for g in self.calls),
-            self.moments,
-        )
-        peak = choice_of(program, [0] * len(program.calls)).peak_bytes
-        return max(peak, *(graph.baseline_alone for graph in self.calls))
+        is_one = len(self.calls) == 1 and self.calls[0].is_alone
+        peaks = [graph.baseline_alone for graph in self.calls]
+        for at in {self.largest, tuple(sizes or self.sizes), ((),) * len(self.calls)}:
+            found = [
+                graph.uncheckpointed(each, excess=not is_one)
+                for graph, each in zip(self.calls, at, strict=True)
+            ]
+            levels = tuple(
+                (level,) if level is not None else graph.levels(each)
+                for level, graph, each in zip(found, self.calls, at, strict=True)
+            )
+            program = StepProgram(levels, self.moments_at(at) if any(at) else self.moments)
+            peaks.append(choice_of(program, [0] * len(levels)).peak_bytes)
+        return max(peaks)

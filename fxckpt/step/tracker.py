@@ -12,8 +12,9 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from fxckpt.solver.step_choice import (
     choose_few,
     least_peak,
 )
-from fxckpt.step.graph import StepGraph
+from fxckpt.step.graph import SIZES, Sizes, StepGraph
 from fxckpt.step.out_of_memory import GeneratorStates, free_memory, is_out_of_memory
 from fxckpt.step.record import LearnedStep, RecordedCall, StepRecord
 from fxckpt.torch_private import (
@@ -49,7 +50,7 @@ from fxckpt.torch_private import (
 )
 
 WORTHWHILE = 0.02
-"""Least share of the step's recompute time that a new choice must save to be taken."""
+"""Least share of the step's recompute time, or of its bytes, that a new choice must gain."""
 TOLD = 0.001
 """Share of the budget from which a peak over it is told."""
 TOLD_BYTES = 4096
@@ -58,6 +59,12 @@ LEFT = 0.05
 """Share of the budget from which code that Dynamo left to Python is told of."""
 KINDS = 16
 """Most kinds of steps that are remembered for one first graph."""
+SPARE = 0.005
+"""Share of the uncheckpointed step's time below which recompute is not worth a compile."""
+LEVELS = 3
+"""Levels of a graph that a choice may add to those that are compiled, as each is a compile."""
+COMPILES = 4
+"""Most rounds of compiles for one choice. A compiled level may take other bytes than planned."""
 NOISE = 0.01
 """Share of the budget by which a step that runs at its floor may be over it before it is refused.
 
@@ -70,13 +77,18 @@ LOWERED = 2
 within the memory that there was, then the one that holds least."""
 
 
+def _spare(learned: LearnedStep) -> float:
+    """Return the seconds of recompute that are not worth a compile."""
+    return SPARE * sum(graph.step_seconds for graph in learned.calls)
+
+
 class _Flight:
     """One call between its forward and its backward."""
 
     def __init__(
-        self, tracker: StepTracker, number: int, step: object, graph: StepGraph, position: int
+        self, tracker: StepTracker, number: int, step: StepRecord, call: RecordedCall
     ) -> None:
-        self.number, self.step, self.graph, self.position = number, step, graph, position
+        self.number, self.step, self.call = number, step, call
         self.start = 0
         """Bytes allocated when its backward began."""
         self._tracker = weakref.ref(tracker)
@@ -107,17 +119,30 @@ class _Flight:
             tracker.dropped(self)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Settled:
-    """Levels chosen for a step that was seen before."""
+    """Levels chosen for a step that was seen before, at some sizes."""
 
     learned: LearnedStep
+    sizes: tuple[Sizes, ...]
+    """Sizes that the calls are expected to have."""
     choice: Choice
     limit: int
-    version: int = -1
-    """Version of the levels and the budget that the choice was made by."""
-    is_dirty: bool = True
-    """Whether the step took more outside bytes than the choice knows."""
+    version: tuple[int, int]
+    """Versions of the levels and the budget, and of the step, that the choice was made by."""
+
+
+@dataclass
+class KnownStep:
+    """A step that was seen, and the levels chosen for it at each size of its first call."""
+
+    learned: LearnedStep
+    limit: int
+    levels: tuple[int, ...]
+    """Levels that it had last."""
+    settled: dict[Sizes, Settled] = field(default_factory=dict)
+    version: int = 0
+    """Number of times that it took more outside bytes than before."""
 
 
 class StepTracker:
@@ -132,7 +157,7 @@ class StepTracker:
         """Number of the step from which on levels are chosen by what was learned."""
         self.last: StepRecord | None = None
         """Record of the latest step that ended."""
-        self._known: dict[int, dict[tuple[object, ...], Settled]] = {}
+        self._known: dict[int, dict[tuple[object, ...], KnownStep]] = {}
         """Steps that were seen, by their first graph and their signature."""
         self._expected: dict[int, tuple[object, ...]] = {}
         """Signature that a step with this first graph is expected to have."""
@@ -155,6 +180,9 @@ class StepTracker:
         self._capacity: int | None = None
         """Most bytes allocated when memory ran out, None if it never did."""
         self._is_polluted = False
+        """Whether a compile allocated since the latest boundary."""
+        self._was_seen = True
+        """Whether the latest peak is that of the step, and not only a bound from below."""
         self._free: int | None = None
         self._has_warned: set[str] = set()
 
@@ -162,56 +190,62 @@ class StepTracker:
 
     def forward(self, graph: StepGraph, args: Sequence[Any]) -> Any:
         """Run the forward of a call at the level chosen for it."""
+        sizes = graph.sizes_of(args)
         with self._lock:
             if not self._flights:
-                self._begin(graph)
+                self._begin(graph, sizes)
             self._close_gap()
             self._note_left()
             self._note_measure()
             number = len(self._record.calls)
-            position = self._position(number, graph)
-            if graph.entries[position].run is None:
-                self._version += 1
-            graph.run(position)
-            # What a compile allocates is not the step's.
+            with self._unmeasured():
+                call = RecordedCall(graph, self._position(number, graph, sizes), sizes)
+                self._compile(call)
             start = self._restart()
             step = self._record
-            step.calls.append(RecordedCall(graph, position))
+            step.calls.append(call)
             if not self._seen_optimizer:
                 for arg in args:
                     if isinstance(arg, torch.Tensor) and arg.is_leaf and arg.requires_grad:
                         self._leaves[arg] = None
-        outputs, position = self._run(graph, number, position, args)
+        outputs, call = self._run(number, call, args)
         with self._lock:
-            level = graph.entries[position].level
+            held = graph.held_bytes(call.position, sizes)
             own = self._peak(f"the forward of call {number + 1}, {graph.name}") - start
             step.moments.append(
                 Moment(start - self._held() - self._start(), tuple(self._flights), number)
             )
-            self._calibrate(graph, position, own, None)
+            self._calibrate(call, forward=own)
             node = backward_node(outputs)
             if node is not None:
-                self._flights[number] = level.held_bytes
-                watch_backward(node, _Flight(self, number, step, graph, position))
+                self._flights[number] = held
+                watch_backward(node, _Flight(self, number, step, call))
             self._forward_ended = (graph, self._restart())
         return outputs
 
+    def _compile(self, call: RecordedCall) -> None:
+        """Compile the plan of a call if it is new."""
+        if call.graph.entries[call.position].run is None:
+            self._version += 1
+        call.graph.run(call.position)
+
     def _run(
-        self, graph: StepGraph, number: int, position: int, args: Sequence[Any]
-    ) -> tuple[Any, int]:
-        """Return the outputs of a forward, and the plan that it ran by.
+        self, number: int, call: RecordedCall, args: Sequence[Any]
+    ) -> tuple[Any, RecordedCall]:
+        """Return the outputs of a forward, and the call by the plan that it ran by.
 
         Where memory is short it runs again by a plan that takes less, from the same generator
         states; if it may have written to what outlives it, the error stands.
         """
+        graph = call.graph
         states = GeneratorStates.of(graph.device)
         for tries in range(LOWERED + 1):
             try:
-                return graph.run(position)(*args), position
+                return graph.run(call.position)(*args), call
             except BaseException as error:
                 lower = None
                 if is_out_of_memory(error) and graph.runs_again:
-                    lower = self._lowered(graph, number, position, is_last=tries + 1 >= LOWERED)
+                    lower = self._lowered(number, call, is_last=tries + 1 >= LOWERED)
                 if lower is None or tries == LOWERED:
                     with self._lock:
                         self._forget()
@@ -219,35 +253,36 @@ class StepTracker:
             # The error, whose traceback holds tensors, is gone by now.
             states.restore()
             free_memory()
-            position = lower
+            call = lower
             with self._lock:
-                graph.run(position)
-                self._record.calls[number] = RecordedCall(graph, position)
+                with self._unmeasured():
+                    self._compile(call)
+                self._record.calls[number] = call
                 self._restart()
         raise AssertionError("the last try returns or raises")
 
-    def _lowered(
-        self, graph: StepGraph, number: int, position: int, *, is_last: bool
-    ) -> int | None:
-        """Return a plan that takes less than one that ran out of memory; None if there is none."""
+    def _lowered(self, number: int, call: RecordedCall, *, is_last: bool) -> RecordedCall | None:
+        """Return a call by a plan that takes less than one that ran out of memory, if there is."""
+        graph = call.graph
         with self._lock:
             self._take_capacity()
             del self._record.calls[number:]
             if self._current is not None and not is_last:
                 self._current = self._rest_of_step(self._current)
                 levels = self._current.choice.levels
-                if number < len(levels) and levels[number] != position:
-                    self._record.calls.append(RecordedCall(graph, levels[number]))
-                    return levels[number]
+                if number < len(levels) and levels[number] != call.position:
+                    lower = replace(call, position=levels[number])
+                    self._record.calls.append(lower)
+                    return lower
             graph.learn_levels()
-            least = graph.least()
-            self._record.calls.append(RecordedCall(graph, least))
-            return None if least == position else least
+            lower = replace(call, position=graph.least())
+            self._record.calls.append(lower)
+            return None if lower == call else lower
 
     def _take_capacity(self) -> None:
         """Take the most bytes that were allocated when memory ran out for all there is."""
         assert self._watch is not None
-        self._capacity = self._watch.peak()
+        self._capacity = self._watch.seen()
         self._version += 1
 
     def _room(self, limit: int) -> int:
@@ -275,15 +310,16 @@ class StepTracker:
             if flight.step is not self._record:
                 return
             number, held = flight.number, self._flights.pop(flight.number, 0)
+            graph = flight.call.graph
             if keeps_graph():
                 self._flights[number] = held  # Its saved values stay, for another backward.
-            where = f"the backward of call {number + 1}, {flight.graph.name}"
+            where = f"the backward of call {number + 1}, {graph.name}"
             own = self._peak(where) - flight.start
             others = tuple(each for each in self._flights if each != number)
             outside = flight.start - sum(self._flights[each] for each in others) - held
             outside -= self._start()
             self._record.moments.append(Moment(outside, others, number, True))
-            self._calibrate(flight.graph, flight.position, None, own + held)
+            self._calibrate(flight.call, backward=own + held)
             self._restart()
 
     def failed_backward(self, flight: _Flight, error: BaseException) -> None:
@@ -332,9 +368,16 @@ class StepTracker:
         return self._base
 
     def _peak(self, where: str) -> int:
-        """Return the greatest bytes allocated since the latest boundary."""
-        assert self._watch is not None
-        peak = self._watch.peak()
+        """Return the greatest bytes allocated since the latest boundary.
+
+        An accelerator has one peak for all, and it is the user's: it is reset only while a step is
+        learned. Later on a peak that is not above it goes unseen.
+        """
+        assert self._watch is not None and self._meter is not None
+        # What compiling allocated is not the step's, and hides what was.
+        peak = self._meter.allocated() if self._is_polluted else self._watch.seen()
+        self._was_seen = self._watch.exact and not self._is_polluted
+        self._record.is_exact &= self._was_seen
         if peak - self._start() > self._record.peak_bytes:
             self._record.peak_bytes, self._record.peak_at = peak - self._start(), where
         return peak
@@ -342,17 +385,31 @@ class StepTracker:
     def _restart(self) -> int:
         """Forget the peak so far; return the bytes allocated now."""
         assert self._watch is not None and self._meter is not None
-        self._watch.reset()
+        self._is_polluted = False
+        if self._current is None:
+            self._watch.restart()
+        else:
+            self._watch.reset()
         return self._meter.allocated()
+
+    @contextmanager
+    def _unmeasured(self) -> Iterator[None]:
+        """Leave out of the step what planning and a compile allocate."""
+        assert self._meter is not None and self._base is not None and self._watch is not None
+        before, version = self._meter.allocated(), self._version
+        try:
+            yield
+        finally:
+            self._base += self._meter.allocated() - before
+            if self._version == version:
+                self._watch.reset()
+            else:
+                self._watch.restart()
 
     def _close_gap(self) -> None:
         """Record the code between two calls."""
         assert self._meter is not None
-        if self._is_polluted:
-            self._is_polluted = False
-            most = self._meter.allocated()
-        else:
-            most = self._peak("code outside of the graphs")
+        most = self._peak("code outside of the graphs")
         outside = most - self._held() - self._start()
         self._record.moments.append(Moment(outside, tuple(self._flights)))
 
@@ -371,17 +428,17 @@ class StepTracker:
             self._record.is_of_the_step_alone = False
 
     def _calibrate(
-        self, graph: StepGraph, position: int, forward: int | None, backward: int | None
+        self, call: RecordedCall, forward: int | None = None, backward: int | None = None
     ) -> None:
         """Take the measured peak of a forward or a backward where it was above the planned one."""
-        if not self._record.is_of_the_step_alone:
+        if not self._record.is_of_the_step_alone or not self._was_seen:
             return
-        if self._is_exact and graph.measured(position, forward, backward):
+        if self._is_exact and call.graph.measured(call.position, call.sizes, forward, backward):
             self._version += 1
 
     # Steps -------------------------------------------------------------------------------------
 
-    def _begin(self, graph: StepGraph) -> None:
+    def _begin(self, graph: StepGraph, sizes: Sizes) -> None:
         """Begin a step, or go on with the one whose calls so far had their backwards."""
         self._forward_ended = None
         # A backward that failed may not have told of its end.
@@ -403,7 +460,8 @@ class StepTracker:
                 self.budget, baseline_peak_bytes=0, device=self._device or torch.device("cpu")
             )
         self._restart()
-        self._current = self._anticipated(self._settle(graph))
+        with self._unmeasured():
+            self._current = self._anticipated(self._settle(graph, sizes))
 
     def _anticipated(self, known: Settled | None) -> Settled | None:
         """Return the choice for a step that begins with more outside bytes than it was known to.
@@ -424,8 +482,9 @@ class StepTracker:
         )
         for each in dict.fromkeys(learned.calls):
             each.learn_levels()
-        choice = self._choose(more, limit)
-        return Settled(more, choice, limit) if choice.peak_bytes <= limit else known
+        choice = self._choose(more, known.sizes, limit)
+        fits = choice.peak_bytes <= limit
+        return replace(known, learned=more, choice=choice) if fits else known
 
     def _optimizer_stepped(self) -> None:
         with self._lock:
@@ -444,71 +503,114 @@ class StepTracker:
         self.last = record
         first = id(record.calls[0].graph)
         known = self._known.setdefault(first, {})
-        settled = known.get(record.signature)
-        if settled is None:
-            learned = LearnedStep.of(record)
-            choice = choice_of(learned.program(), [call.position for call in record.calls])
-            settled = known[record.signature] = Settled(learned, choice, self._limit(learned))
+        found = known.get(record.signature)
+        if found is None:
+            learned, levels = LearnedStep.of(record), tuple(c.position for c in record.calls)
+            found = known[record.signature] = KnownStep(learned, self._limit(learned), levels)
             if len(known) > KINDS:
                 del known[next(iter(known))]
-        elif settled.learned.add(record):
-            settled.is_dirty = True
+        elif found.learned.add(record):
+            found.version += 1
         # A step unlike the last ones is expected again once it was seen twice.
-        if first not in self._expected or settled.learned.count > 1:
+        if first not in self._expected or found.learned.count > 1:
             self._expected[first] = record.signature
-        self._compare(record, settled.limit)
+        self._compare(record, found.limit)
 
-    def _limit(self, learned: LearnedStep) -> int:
-        """Return the budget of a step in bytes."""
+    def _limit(self, learned: LearnedStep, sizes: Sequence[Sizes] | None = None) -> int:
+        """Return the budget of a step in bytes; a fraction is of one that has these sizes too."""
         if self._free is not None:
             return self._free
         limit = budgets.resolve(
             self.budget,
-            baseline_peak_bytes=learned.baseline_bytes(),
+            baseline_peak_bytes=learned.baseline_bytes(sizes),
             device=self._device or torch.device("cpu"),
         )
         assert limit is not None
         return limit
 
-    def _settle(self, graph: StepGraph) -> Settled | None:
-        """Return the choice for a step that begins with ``graph``, made anew if figures changed."""
+    def _settle(self, graph: StepGraph, sizes: Sizes) -> Settled | None:
+        """Return the choice for a step that begins with a call of ``graph`` of some sizes.
+
+        It is made anew if figures changed.
+        """
         signature = self._expected.get(id(graph))
         known = self._known.get(id(graph), {}).get(signature or ())
         if known is None:
             return None
-        if known.version == self._version and not known.is_dirty:
-            return known
-        learned, limit = known.learned, self._limit(known.learned)
-        room = self._room(limit)
-        now = choice_of(learned.program(), known.choice.levels)
-        if now.peak_bytes <= room and now.extra_seconds <= 0:
+        settled = known.settled.get(sizes)
+        if settled is not None and settled.version == (self._version, known.version):
+            return settled
+        learned, expected = known.learned, known.learned.sizes_after([sizes])
+        limit = self._limit(learned, expected)
+        room, levels = self._room(limit), known.levels if settled is None else settled.choice.levels
+        now = choice_of(learned.program(expected), levels)
+        if now.peak_bytes <= room and self._is_good(learned, now, room):
             choice = now
         else:
             for each in dict.fromkeys(learned.calls):
                 each.learn_levels(learned.room(room))
-            choice = self._choose(learned, room)
+            choice = self._compiled_choice(learned, expected, room)
             if choice.peak_bytes > (1 + NOISE) * limit and self._is_exact:
-                raise self._infeasible(learned, limit)
+                raise self._infeasible(learned, expected, limit)
             if now.peak_bytes <= room and now.extra_seconds <= choice.extra_seconds * (
                 1 + WORTHWHILE
             ):
                 choice = now
         if self.settled_at is None:
             self.settled_at = self.steps + 1
-        known.choice, known.limit = choice, limit
-        known.version, known.is_dirty = self._version, False
-        return known
+        known.limit, known.levels = limit, choice.levels
+        if len(known.settled) > SIZES:
+            known.settled.clear()
+        settled = known.settled[sizes] = Settled(
+            learned, expected, choice, limit, (self._version, known.version)
+        )
+        return settled
 
-    def _another(self, number: int, graph: StepGraph) -> Settled | None:
+    @staticmethod
+    def _is_good(learned: LearnedStep, now: Choice, room: int) -> bool:
+        """Return whether a choice recomputes next to nothing, or is the plan of the only graph.
+
+        That plan was made for about as many bytes; at smaller sizes it may recompute too much.
+        """
+        if now.extra_seconds <= _spare(learned):
+            return True
+        graph, backward = learned.calls[0], learned.room(room)
+        if backward is None or graph.room is None or graph.has_sizes or now.levels != (0,):
+            return False
+        return backward - graph.room <= WORTHWHILE * room
+
+    def _another(self, number: int, graph: StepGraph, sizes: Sizes) -> Settled | None:
         """Return a known step that begins with the calls so far, and goes on with ``graph``."""
         calls = [*(call.graph for call in self._record.calls), graph]
         for known in reversed(list(self._known.get(id(calls[0]), {}).values())):
-            if list(known.learned.calls[: number + 1]) == calls:
-                return self._rest_of_step(known)
+            learned = known.learned
+            if list(learned.calls[: number + 1]) == calls:
+                seen = [*(call.sizes for call in self._record.calls), sizes]
+                choice = Choice(known.levels, 0, 0.0)
+                version = (self._version, known.version)
+                begun = Settled(learned, learned.sizes_after(seen), choice, known.limit, version)
+                return self._rest_of_step(begun)
         return None
 
+    def _compiled_choice(
+        self, learned: LearnedStep, sizes: tuple[Sizes, ...], limit: int
+    ) -> Choice:
+        """Return a choice of levels that are compiled, as only then their bytes are certain."""
+        choice = self._choose(learned, sizes, limit)
+        for _ in range(COMPILES):
+            used = dict.fromkeys(zip(learned.calls, choice.levels, strict=True))
+            new = [RecordedCall(g, i) for g, i in used if g.entries[i].run is None]
+            if not new:
+                return choice
+            for call in new:
+                self._compile(call)
+            choice = self._choose(learned, sizes, limit)
+        return self._choose(learned, sizes, limit, most=0)
+
     @staticmethod
-    def _choose(learned: LearnedStep, limit: int) -> Choice:
+    def _choose(
+        learned: LearnedStep, sizes: tuple[Sizes, ...], limit: int, most: int = LEVELS
+    ) -> Choice:
         graphs = {id(graph): graph for graph in learned.calls}
         ready = [
             (key, i)
@@ -516,24 +618,27 @@ class StepTracker:
             for i, entry in enumerate(graph.entries)
             if entry.run is not None
         ]
-        calls = [id(graph) for graph in learned.calls]
-        return choose_few(learned.program(), limit, calls, ready)
+        calls, spare = [id(graph) for graph in learned.calls], _spare(learned)
+        return choose_few(learned.program(sizes), limit, calls, ready, most=most, spare=spare)
 
     @property
     def _is_exact(self) -> bool:
         """Whether measured bytes are exact, so that they may be taken at their word."""
         return self._meter is not None and self._meter.exact
 
-    def _position(self, number: int, graph: StepGraph) -> int:
+    def _position(self, number: int, graph: StepGraph, sizes: Sizes) -> int:
         """Return the plan that a call takes."""
         current = self._current
         if current is not None:
-            calls, levels = current.learned.calls, current.choice.levels
-            if number < len(calls) and calls[number] is graph:
-                return levels[number]
-            self._current = self._another(number, graph)
-            if self._current is not None:
-                return self._current.choice.levels[number]
+            calls = current.learned.calls
+            if number >= len(calls) or calls[number] is not graph:
+                self._current = current = self._another(number, graph, sizes)
+            elif current.sizes[number] != sizes:
+                seen = [*(call.sizes for call in self._record.calls), sizes]
+                expected = current.learned.sizes_after(seen)
+                self._current = current = self._rest_of_step(replace(current, sizes=expected))
+            if current is not None:
+                return current.choice.levels[number]
         elif graph.is_alone and not self._flights and self._capacity is None:
             return 0
         graph.learn_levels()
@@ -545,8 +650,9 @@ class StepTracker:
         peaks = [max(x.forward_bytes, x.backward_bytes) for x in graph.levels()]
         if graph.is_alone or not isinstance(limit, int) or not peaks or min(peaks) <= limit:
             return None
-        assert graph.baseline is not None
-        baseline = max(graph.baseline.forward_bytes, graph.baseline.backward_bytes)
+        level = graph.uncheckpointed()
+        assert level is not None
+        baseline = max(level.forward_bytes, level.backward_bytes)
         error = infeasible(self.budget, limit, min(peaks), max(baseline, min(peaks)))
         return BudgetInfeasible(
             f"{error} This is graph {graph.number} of those that the model broke into, and the "
@@ -560,7 +666,7 @@ class StepTracker:
         return self.in_flight == 1 and not self._flights
 
     def compiling(self) -> None:
-        """Take note that Dynamo compiled a graph, whose own allocations are not the step's."""
+        """Take note of a compile, whose own allocations are not the step's."""
         with self._lock:
             self._is_polluted = True
 
@@ -575,15 +681,15 @@ class StepTracker:
     def _rest_of_step(self, current: Settled) -> Settled:
         """Return the choice for the calls to come; those in flight stay at their levels."""
         learned, done = current.learned, [call.position for call in self._record.calls]
-        program = learned.program()
+        program = learned.program(current.sizes)
         fixed = tuple(
             (levels[done[i]],) if i < len(done) else levels
             for i, levels in enumerate(program.calls)
         )
-        limit = self._limit(learned)
+        limit = self._limit(learned, current.sizes)
         rest = choose(StepProgram(fixed, program.moments), self._room(limit))
         levels = (*done, *rest.levels[len(done) :])
-        return Settled(learned, choice_of(program, levels), limit)
+        return replace(current, choice=choice_of(program, levels), limit=limit)
 
     # Reports -----------------------------------------------------------------------------------
 
@@ -593,18 +699,20 @@ class StepTracker:
             record = self.last
             if record is None or self._meter is None:
                 return None
-            learned = LearnedStep.of(record)
+            known = self._known.get(id(record.calls[0].graph), {}).get(record.signature)
+            learned = LearnedStep.of(record) if known is None else known.learned
             levels = [call.position for call in record.calls]
-            limit, choice = self._limit(learned), choice_of(learned.program(), levels)
+            program = learned.program([call.sizes for call in record.calls])
+            limit, choice = self._limit(learned), choice_of(program, levels)
             rows = []
-            counts = Counter((call.graph, call.position) for call in record.calls)
-            for (graph, position), count in sorted(
-                counts.items(), key=lambda item: (item[0][0].number, item[0][1])
+            counts = Counter(record.calls)
+            for call, count in sorted(
+                counts.items(), key=lambda item: (item[0].graph.number, item[0].position)
             ):
-                level = graph.levels()[position]
-                faster = sum(
-                    other.level.extra_seconds < level.extra_seconds for other in graph.entries
-                )
+                graph = call.graph
+                each = graph.levels(call.sizes)
+                level = each[call.position]
+                faster = sum(other.extra_seconds < level.extra_seconds for other in each)
                 rows.append(
                     StepRow(
                         graph.number,
@@ -624,10 +732,10 @@ class StepTracker:
                 choice.peak_bytes,
                 record.peak_bytes,
                 record.peak_at,
-                max((moment.outside_bytes for moment in record.moments), default=0),
+                max((moment.outside_bytes for moment in program.moments), default=0),
                 self.steps,
                 self.settled_at,
-                min(choice.extra_seconds, bound_seconds(learned.program(), limit)),
+                min(choice.extra_seconds, bound_seconds(program, limit)),
                 choice.extra_seconds,
                 self._meter.describes,
             )
@@ -639,7 +747,7 @@ class StepTracker:
         if record.peak_bytes > limit + max(TOLD * limit, TOLD_BYTES):
             self._tell("exceeded", BudgetExceeded(self._exceeded(record, limit)))
         for broke, held in record.left.items():
-            if held <= LEFT * limit:
+            if held <= max(LEFT * limit, TOLD_BYTES):
                 continue
             # Code that follows no break was left by Dynamo if it gave up on a function.
             reason, line = broke or next(iter(failed_frames(self._made_at)), ("", ""))
@@ -675,14 +783,16 @@ class StepTracker:
             )
         return message + " backend.report() lists what the step holds."
 
-    def _infeasible(self, learned: LearnedStep, limit: int) -> BudgetInfeasible:
+    def _infeasible(
+        self, learned: LearnedStep, sizes: tuple[Sizes, ...], limit: int
+    ) -> BudgetInfeasible:
         """Return the error for a step that does not fit at any level."""
-        floor = least_peak(learned.program()).peak_bytes
+        floor = least_peak(learned.program(sizes)).peak_bytes
         asked, least = budgets.format_apart(limit, floor)
-        baseline = learned.baseline_bytes()
+        baseline = learned.baseline_bytes(sizes)
         fraction = budgets.least_fraction(self.budget, floor, baseline)
         enough = f"'{floor}B'" if fraction is None else f"{fraction} ('{floor}B')"
-        outside = max(moment.outside_bytes for moment in learned.moments)
+        outside = max(moment.outside_bytes for moment in learned.moments_at(sizes))
         return BudgetInfeasible(
             f"budget={self.budget!r} is {asked}, below the least peak found for this step of "
             f"{len(learned.calls)} calls, {least}, of which up to {budgets.format_bytes(outside)} "

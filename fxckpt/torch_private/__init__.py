@@ -107,6 +107,7 @@ from fxckpt.torch_private.selective_checkpoint import (
 from fxckpt.torch_private.sizes import (
     BINDINGS,
     MOST,
+    SymbolicSize,
     assuming,
     bindings_of,
     greatest,
@@ -115,6 +116,8 @@ from fxckpt.torch_private.sizes import (
     is_surely_equal,
     is_symbolic,
     size_hint,
+    symbolic_size,
+    symbols_of,
     unbounded_sizes,
     upper_bound,
 )
@@ -160,6 +163,7 @@ __all__ = [
     "OpOverloadPacket",
     "PyTreeCodeGen",
     "Selective",
+    "SymbolicSize",
     "after_backward",
     "after_optimizers",
     "allocated_bytes",
@@ -245,6 +249,8 @@ __all__ = [
     "storage_key",
     "stream_of",
     "surrounding_hooks",
+    "symbolic_size",
+    "symbols_of",
     "tag_side",
     "through_dynamo",
     "torch_checkpoint",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch.utils.checkpoint
 from torch import fx
 from torch.fx.experimental.proxy_tensor import is_sym_node
@@ -31,6 +33,38 @@ def size_hint(value: Any) -> int:
         return int(grown) if grown.is_Integer else MOST
     hint = node.hint if node.has_hint() else None
     return int(hint) if isinstance(hint, int) else 1
+
+
+@dataclass(frozen=True)
+class SymbolicSize:
+    """A size as an expression of symbols."""
+
+    expr: Any
+    planned: int
+    """Its value in plans."""
+
+    def at(self, sizes: Mapping[str, int]) -> int:
+        """Return its value at values of the symbols; the planned one where a symbol has none."""
+        symbols = self.expr.free_symbols
+        if not all(str(s) in sizes for s in symbols):
+            return self.planned
+        return int(self.expr.xreplace({s: sympy.Integer(sizes[str(s)]) for s in symbols}))
+
+
+def symbolic_size(value: Any) -> SymbolicSize | None:
+    """Return a size as an expression of symbols, None for a constant."""
+    if not isinstance(value, torch.SymInt) or not value.node.expr.free_symbols:
+        return None
+    return SymbolicSize(value.node.expr, size_hint(value))
+
+
+def symbols_of(inputs: Sequence[Any]) -> tuple[tuple[int, str], ...]:
+    """Return the positions of the inputs that are sizes, each with its symbol."""
+    return tuple(
+        (i, str(value.node.expr))
+        for i, value in enumerate(inputs)
+        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol
+    )
 
 
 _assumed: ContextVar[dict[Any, int]] = ContextVar("assumed", default={})  # noqa: B039

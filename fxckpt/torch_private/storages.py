@@ -32,7 +32,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 def storage_addresses() -> set[int]:
     """Return the addresses of the storages of all tensors that Python can see.
 
-    Gradients of these tensors are among them; what only autograd or C++ holds is not.
+    Gradients of these tensors are among them, but for those of views; what only autograd or C++
+    holds is not.
     """
     untyped_storage, addresses = torch.Tensor.untyped_storage, set[int]()
     # No code of a subclass must run here.
@@ -47,13 +48,15 @@ def storage_addresses() -> set[int]:
 def _tensors_and_storages() -> Iterator[Any]:
     # The properties of the base, which a subclass may override.
     base: Any = torch._C.TensorBase
-    is_leaf, grad = base.is_leaf.__get__, base.grad.__get__
+    is_view, is_leaf, grad = base._is_view, base.is_leaf.__get__, base.grad.__get__
     for found in gc.get_objects():
         # The type, as `isinstance` would ask a lazy proxy for its class.
         kind = type(found)
         if issubclass(kind, torch.Tensor):
             yield found
-            if is_leaf(found) and (gradient := grad(found)) is not None:
+            # Of a view that was written to, `is_leaf` runs the view's op again, and with it what
+            # dispatches ops of the tensor's class.
+            if not is_view(found) and is_leaf(found) and (gradient := grad(found)) is not None:
                 yield gradient
         elif issubclass(kind, torch.UntypedStorage):
             yield found

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 from torch import fx
 
 from fxckpt.ops.properties import tensors
-from fxckpt.torch_private import allocated_bytes, run_with_rng_state, size_hint
+from fxckpt.torch_private import (
+    SymbolicSize,
+    allocated_bytes,
+    run_with_rng_state,
+    size_hint,
+    symbolic_size,
+)
 
 RNG_STATE_BYTES = {"cpu": 5056}
 """Bytes of ``torch.get_rng_state()`` by device type (MT19937 and its cache)."""
@@ -18,6 +27,24 @@ RNG_STATE_BYTES_OTHER = 16
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes that the allocator hands out for a tensor's storage."""
     return allocated_bytes(size_hint(tensor.untyped_storage().nbytes()), tensor.device.type)
+
+
+@dataclass(frozen=True)
+class SymbolicBytes:
+    """Bytes of a storage as a function of the sizes of the graph's inputs."""
+
+    size: SymbolicSize
+    device_type: str
+
+    def at(self, sizes: Mapping[str, int]) -> int:
+        """Return the bytes that the allocator hands out at these values of the symbols."""
+        return allocated_bytes(self.size.at(sizes), self.device_type)
+
+
+def symbolic_bytes(tensor: torch.Tensor) -> SymbolicBytes | None:
+    """Return the bytes of a tensor's storage as a function of sizes, None if they are constant."""
+    size = symbolic_size(tensor.untyped_storage().nbytes())
+    return None if size is None else SymbolicBytes(size, tensor.device.type)
 
 
 def rng_state_bytes(node: fx.Node) -> int:

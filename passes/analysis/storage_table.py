@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from fxckpt.ops.properties import tensors
-from fxckpt.passes.analysis.byte_counts import storage_bytes
+from fxckpt.passes.analysis.byte_counts import storage_bytes, symbolic_bytes
 from fxckpt.solver.program import FORWARD_ONLY, IN_BACKWARD, Storage
 from fxckpt.torch_private import storage_id
 
@@ -59,7 +59,14 @@ class StorageTable:
             if storage_id(tensor) not in self._index:
                 self._index[storage_id(tensor)] = len(self.storages)
                 self.tangents.append(len(self.storages))
-                self.storages.append(Storage(node.name, storage_bytes(tensor), IN_BACKWARD))
+                self.storages.append(
+                    Storage(
+                        node.name,
+                        storage_bytes(tensor),
+                        IN_BACKWARD,
+                        sized=symbolic_bytes(tensor),
+                    )
+                )
         self.alias(node, node.meta.get("val"))
 
     def alias(self, node: fx.Node, value: Any) -> None:
@@ -87,7 +94,15 @@ class StorageTable:
             name = f"{node.name}#{position}" if is_tuple else node.name
             self._index[sid] = len(self.storages)
             writes.append(len(self.storages))
-            self.storages.append(Storage(name, storage_bytes(tensor), producer, False, is_savable))
+            self.storages.append(
+                Storage(
+                    name,
+                    storage_bytes(tensor),
+                    producer,
+                    is_savable=is_savable,
+                    sized=symbolic_bytes(tensor),
+                )
+            )
             if not is_tuple:
                 self.owner[name] = node
         self.alias(node, value)

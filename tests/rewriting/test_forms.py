@@ -229,7 +229,7 @@ def test_tensor_subclasses(budget: float | None) -> None:
 def test_marked_dimension_makes_one_plan(budget: float | None) -> None:
     """All sizes of a dimension marked dynamic share one plan."""
     model = Blocks()
-    backend = fxckpt.Backend(budget=budget, inner="aot_eager")
+    backend = fxckpt.Backend(budget=budget, inner="aot_eager", scope="graph")
     compiled = torch.compile(model, backend=backend)
     for rows in (64, 48, 17):
         x = torch.randn(rows, WIDTH)
@@ -244,7 +244,7 @@ def test_marked_dimension_makes_one_plan(budget: float | None) -> None:
 def test_size_range_is_planned_at_end() -> None:
     """A budget over a range of sizes holds at the largest."""
     model, _ = fresh(lambda: (Blocks(), ()))
-    backend = fxckpt.Backend(budget=0.9, inner="aot_eager")
+    backend = fxckpt.Backend(budget=0.9, inner="aot_eager", scope="graph")
     compiled = torch.compile(lambda x: model(x).square().mean(), backend=backend)
 
     def peak(rows: int) -> int:

@@ -27,10 +27,10 @@ class Block(nn.Module):
 
 
 def blocks_with(count: int, **options: Any) -> nn.Sequential:
-    """Return blocks that are compiled one by one with equal options."""
+    """Return blocks that are compiled one by one with equal options, by default a budget each."""
     found = nn.Sequential(*(Block() for _ in range(count)))
     for each in found:
-        each.compile(backend="fxckpt", options={"inner": "aot_eager", **options})
+        each.compile(backend="fxckpt", options={"inner": "aot_eager", "scope": "graph", **options})
     return found
 
 
@@ -74,7 +74,7 @@ def test_fractions_and_steps_are_not_told_of() -> None:
 def test_few_calls_are_remembered() -> None:
     """Calls that hold next to nothing are forgotten once their backward ran."""
     model = Block()
-    backend = fxckpt.Backend(budget="1GiB", inner="aot_eager")
+    backend = fxckpt.Backend(budget="1GiB", inner="aot_eager", scope="graph")
     model.compile(backend=backend)
     for _ in range(3 * FEW):
         model(torch.randn(2, 256)).sum().backward()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fxckpt
-from fxckpt.memory_meter import allocation_limit
+from fxckpt.memory_meter import AcceleratorMeter, Meter, allocation_limit, meter_of
+from fxckpt.step import tracker
 
 
 class Block(nn.Module):
@@ -96,6 +97,54 @@ def test_blocks_keep_the_step_budget(share: float) -> None:
     assert report.predicted_peak_bytes == pytest.approx(report.measured_peak_bytes, rel=0.01)
     assert sum(row.calls for row in report.rows) == 4
     assert report.lower_bound_seconds <= report.extra_seconds
+
+
+class Statistics:
+    """Statistics of a device with one peak, as an accelerator's allocator keeps them."""
+
+    def __init__(self) -> None:
+        self.counted = meter_of(torch.device("cpu"))
+        self.most = self.counted.watch()
+        self.resets = 0
+
+    def reset(self) -> None:
+        self.most.reset()
+        self.resets += 1
+
+    def meter_of(self, _: torch.device) -> Meter:
+        return AcceleratorMeter(lambda: (self.counted.allocated(), self.most.peak()), self.reset)
+
+
+def test_peak_of_an_accelerator_is_reset_to_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaks that the device had before are not the step's; a known step leaves the peak alone."""
+    model, device = Stack(), Statistics()
+    peak, wanted = plain(model)
+    limit = int(0.5 * peak)
+    monkeypatch.setattr(tracker, "meter_of", device.meter_of)
+    backend = fxckpt.compile_blocks(model.blocks, limit, inner="aot_eager")
+    for _ in range(4):
+        torch.empty(8 * peak, dtype=torch.uint8)
+        resets = device.resets
+        assert_step_is_right(model, limit, wanted)
+    assert 0 < resets == device.resets
+    report = backend.report().step
+    assert report is not None and report.settled_at == 2
+    assert 0.7 * limit < report.predicted_peak_bytes <= limit
+
+
+@pytest.mark.parametrize("budget", [0.7, "1.2MiB"])
+def test_one_graph_is_planned_once(budget: str | float) -> None:
+    """A model that is one graph keeps the plan of its first step, a bound one too."""
+    backend = fxckpt.Backend(budget=budget, inner="aot_eager")
+    model = nn.Sequential(*(Block() for _ in range(6)))
+    forward = torch.compile(lambda x: model(x).square().mean(), backend=backend)
+    for _ in range(3):
+        clear(model)
+        measured_peak = fxckpt.measure_peak(lambda: forward(X).backward())
+        (plan,) = backend.plans
+        assert measured_peak <= plan.peak_bytes <= (plan.budget_bytes or 0)
+    report = backend.report().step
+    assert report is not None and report.extra_seconds > 0
 
 
 def test_a_budget_that_never_binds_recomputes_nothing() -> None:

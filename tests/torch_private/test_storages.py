@@ -15,6 +15,7 @@ from fxckpt.torch_private import (
     remember_storage,
     share_version,
     shown,
+    storage_addresses,
     storage_id,
     storage_key,
 )
@@ -33,6 +34,21 @@ def test_tensors_without_a_storage_have_a_key() -> None:
     sparse = torch.eye(3).to_sparse()
     assert storage_key(sparse) < 0 < storage_key(torch.ones(2))
     assert storage_key(sparse) != storage_key(torch.eye(3).to_sparse())
+
+
+def test_addresses_are_listed_while_tracing() -> None:
+    """Views that were written to are listed without an op, whatever mode is on."""
+    first, other = FakeTensorMode(), FakeTensorMode()
+    with first:
+        x = torch.ones(4, 4, requires_grad=True).clone()
+        view = x[1:]
+        x.mul_(2)
+    real = torch.ones(2, requires_grad=True)
+    real.sum().backward()
+    assert real.grad is not None
+    with other:
+        found = storage_addresses()
+    assert {storage_key(each) for each in (view, real, real.grad)} <= found
 
 
 def test_a_remembered_address_is_not_reused() -> None:

@@ -1,0 +1,119 @@
+"""Sizes that vary from step to step under one budget."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fxckpt
+
+TOP = 1024
+
+
+class Block(nn.Module):
+    """A residual MLP behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Blocks and a loss over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.head = nn.Linear(16, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).logsumexp(-1).mean()
+
+
+def step(model: nn.Module, x: Tensor) -> tuple[int, list[Tensor]]:
+    """Return the peak of a step, and its gradients."""
+    for p in model.parameters():
+        p.grad = None
+    peak = fxckpt.measure_peak(lambda: model(x).backward())
+    return peak, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def lengths() -> list[int]:
+    draw = random.Random(1)
+    return [TOP, *(draw.randrange(64, TOP + 1) for _ in range(12))]
+
+
+@pytest.mark.parametrize("by_blocks", [False, True])
+def test_each_length_takes_its_own_level(by_blocks: bool) -> None:
+    """Random lengths keep the budget, compile nothing anew, and recompute where they must."""
+    model = Model()
+    longest, _ = step(model, torch.randn(TOP, 16))
+    plain = Model()
+    plain.load_state_dict(model.state_dict())
+    limit = longest // 2
+    if by_blocks:
+        backend, compiled = fxckpt.compile_blocks(model.blocks, limit, inner="aot_eager"), model
+    else:
+        backend = fxckpt.Backend(limit, inner="aot_eager")
+        compiled = torch.compile(model, backend=backend)
+    graphs, seconds = [], {}
+    for n in lengths():
+        x = torch.randn(n, 16)
+        torch._dynamo.mark_dynamic(x, 0, min=2, max=TOP)
+        peak, found = step(compiled, x)
+        assert peak <= limit
+        assert all(map(torch.equal, found, step(plain, x)[1]))
+        report = backend.report().step
+        assert report is not None and report.measured_peak_bytes <= report.predicted_peak_bytes
+        if not by_blocks:
+            assert report.measured_peak_bytes == report.predicted_peak_bytes
+        graphs.append(len(backend._graphs))
+        seconds[n] = report.extra_seconds
+    # The first two steps learn what is in flight at once.
+    assert len(set(graphs[2:])) == 1
+    assert min(seconds.values()) == 0 < seconds[TOP]
+
+
+def test_growing_lengths_make_one_plan() -> None:
+    """A batch that grows under a budget that never binds has one dynamic plan."""
+    model = Model()
+    backend = fxckpt.Backend("1GiB", inner="aot_eager")
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, backend=counter)
+    for n in (64, 65, 100, 200, 400, 800, 1600, 3200):
+        step(compiled, torch.randn(n, 16))
+    assert len(backend.plans) == counter.frame_count == 2
+
+
+def test_growing_lengths_keep_a_budget() -> None:
+    """Lengths above all that were seen take lower levels of the same graph."""
+    model = Model()
+    limit = step(model, torch.randn(TOP, 16))[0] // 2
+    backend = fxckpt.Backend(limit, inner="aot_eager")
+    compiled = torch.compile(model, backend=backend)
+    seconds = []
+    for n in (64, 96, 256, 512, 768, TOP):
+        assert step(compiled, torch.randn(n, 16))[0] <= limit
+        report = backend.report().step
+        assert report is not None
+        seconds.append(report.extra_seconds)
+    assert len(backend._graphs) == 2
+    assert seconds[1] == 0 < seconds[-1]
+
+
+def test_fractions_are_of_the_largest_step() -> None:
+    """A fraction is of the uncheckpointed step at the largest sizes."""
+    model = Model()
+    longest, _ = step(model, torch.randn(TOP, 16))
+    compiled = torch.compile(model, backend=fxckpt.Backend(0.6, inner="aot_eager"))
+    for n in (64, 96, 512, TOP, TOP, 256):
+        assert step(compiled, torch.randn(n, 16))[0] <= 0.61 * longest
