@@ -47,6 +47,7 @@ from fxckpt.torch_private.inductor.default_partitioner import (
 from fxckpt.torch_private.inductor.lowering import Lowerings
 from fxckpt.torch_private.inductor.options import CustomPartitionerFn
 from fxckpt.torch_private.versions import is_newer
+from fxckpt.utils.progress import searching
 
 log = logging.getLogger("fxckpt")
 
@@ -197,9 +198,10 @@ class Partitioner(CustomPartitionerFn):
             guard_sizes(growing)
             growing = []
         try:
-            forward, backward, plan = self._planned(
-                planner, joint, num_fwd_outputs=num_fwd_outputs, lowerings=lowerings, **given
-            )
+            with searching(f"plan of graph {len(self._plans) + 1}"):
+                forward, backward, plan = self._planned(
+                    planner, joint, num_fwd_outputs=num_fwd_outputs, lowerings=lowerings, **given
+                )
             guard_sizes(growing, _growth(growing, forward, backward, plan, num_fwd_outputs))
         except CaptureDone:
             raise

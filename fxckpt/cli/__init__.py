@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from fxckpt import _interrupts, repro
 from fxckpt._interrupts import INTERRUPTED
@@ -49,6 +48,7 @@ from fxckpt.plans.types import Plan
 from fxckpt.reports.explanation import Explanation
 from fxckpt.reports.memory_bar import memory_bar
 from fxckpt.utils.globs import fits, is_inside
+from fxckpt.utils.progress import progress
 from fxckpt.utils.tables import Column, Table
 
 DONE, INFEASIBLE, FAILED = 0, 1, 3
@@ -374,15 +374,7 @@ def _bench(options: argparse.Namespace) -> Answer:
     target, policy = _load(options)
     budgets = options.budget or [0.5]
     ticks = (len(budgets) + 1) * (options.steps + 2)
-    with (
-        _stdout_to_stderr(),
-        tqdm(total=ticks, desc="bench", file=sys.stderr, disable=None) as bar,
-    ):
-
-        def tick(name: str) -> None:
-            bar.set_description(name)
-            bar.update()
-
+    with _stdout_to_stderr(), progress("bench", "steps", ticks) as shown:
         runs = compare(
             target,
             budgets,
@@ -390,7 +382,7 @@ def _bench(options: argparse.Namespace) -> Answer:
             inner=options.inner,
             policy=policy,
             cost=options.cost,
-            tick=tick,
+            tick=shown.tick,
         )
     text = json.dumps(table(runs).records(), indent=1) if options.json else str(table(runs))
     refused = [run.infeasible for run in runs if run.infeasible is not None]

@@ -58,6 +58,7 @@ from fxckpt.torch_private.inductor.default_partitioner import default_saved, fus
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 from fxckpt.torch_private.inductor.layouts import changes_layout, channels_last, is_convolution
 from fxckpt.torch_private.inductor.lowering import Lowerings, free_early
+from fxckpt.utils.progress import tick
 
 log = logging.getLogger("fxckpt")
 Halves = tuple[fx.GraphModule, fx.GraphModule, Plan]
@@ -500,6 +501,7 @@ class _LoweringSearch:
 
         Unless ``is_whole``, the lowering ends with the first half that is over the limit.
         """
+        tick(f"compiled peak of attempt {len(self.history) + 1}")
         plan = self.plan_of(found, candidate, limit)
         forward, backward, plan = emitted(self.options.planner, self.joint, self.facts, plan)
         lowering = self._lower_halves(

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
-from tqdm import tqdm
 
 from fxckpt import budgets
 from fxckpt.budgets import AUTO_MARGIN, format_bytes
@@ -27,6 +26,7 @@ from fxckpt.planner.capture import is_on_meta, plan
 from fxckpt.planner.target import Target, target_of
 from fxckpt.plans.types import Plan
 from fxckpt.torch_private import allocated_bytes, storage_id
+from fxckpt.utils.progress import progress
 from fxckpt.utils.tables import Column, Table
 from fxckpt.utils.units import format_seconds
 
@@ -252,15 +252,14 @@ def fit(
     name = over if over in inspect.signature(make_step).parameters else None
     tried: dict[int, Trial] = {}
 
-    with tqdm(desc=f"fit {over}", unit=" plans", disable=None) as bar:
+    with progress(f"fit {over}", "plans") as shown:
 
         def fits(count: int) -> bool:
             size = count * multiple
-            bar.set_postfix_str(f"{over} {size}")
+            shown.tick(f"{over} {size}")
             model, inputs = _step(make_step, name, size)
             held = _resident(model, inputs, optimizer, accumulates, device)
             tried[size] = _trial(size, model, inputs, held, usable, options)
-            bar.update()
             return tried[size].fits
 
         first = -(-start // multiple)

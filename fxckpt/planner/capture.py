@@ -33,6 +33,7 @@ from fxckpt.torch_private import (
     capture_whole,
     leave_capture,
 )
+from fxckpt.utils.progress import searching
 
 HERE = Target()
 """The device that a model is on, or this machine's accelerator."""
@@ -154,7 +155,8 @@ def plan(
         measure_workspace=not on_meta and target.named is None,
         device=target.named,
     )
-    joint = capture_joint(model_or_fn, args, kwargs, target)
-    prepare(joint)
-    _, plan = planner.plan(joint)
+    with searching("plan"):
+        joint = capture_joint(model_or_fn, args, kwargs, target)
+        prepare(joint)
+        _, plan = planner.plan(joint)
     return plan

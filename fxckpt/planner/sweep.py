@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from fxckpt.budgets import Budget, validate
 from fxckpt.costs.models import CostModel
@@ -24,6 +23,7 @@ from fxckpt.plans.types import Plan, snapshot_of_plan
 from fxckpt.policies import as_policy
 from fxckpt.reports.tradeoff import Frontier
 from fxckpt.solver.search import PriceSearch, evenly_spaced
+from fxckpt.utils.progress import progress
 
 
 def frontier(
@@ -77,10 +77,10 @@ def frontier(
         measure_workspace=not on_meta and target.named is None,
         device=target.named,
     )
-    joint = capture_joint(model_or_fn, args, kwargs, target)
-    prepare(joint)
-    with tqdm(total=count, desc="frontier", disable=None) as bar:
-        plans = planner.frontier(joint, points=points, tick=bar.update)
+    with progress("frontier", "budgets", count) as shown:
+        joint = capture_joint(model_or_fn, args, kwargs, target)
+        prepare(joint)
+        plans = planner.frontier(joint, points=points, tick=shown.tick)
     return Frontier(plans)
 
 
@@ -97,8 +97,8 @@ def frontier_of(plan: Plan, points: int = 8) -> Frontier:
         )
     step = snapshot_of_plan(plan)
     begin = time.perf_counter()
-    with tqdm(total=points, desc="frontier", disable=None) as bar:
-        found = PriceSearch().frontier(step.program, partial(evenly_spaced, points), bar.update)
+    with progress("frontier", "budgets", points) as shown:
+        found = PriceSearch().frontier(step.program, partial(evenly_spaced, points), shown.tick)
     made = (
         build_plan(step, f, f.best, budget_bytes=f.limit, cost=plan.cost)
         for f in found

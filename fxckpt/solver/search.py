@@ -38,6 +38,7 @@ from fxckpt.solver.schedule import Schedule, StageAssignment, emit, save_all, wi
 from fxckpt.solver.simulate import Simulation, simulate
 from fxckpt.solver.staged_cut import Layout, StagedCut
 from fxckpt.solver.stages import StageBoundaries
+from fxckpt.utils.progress import tick
 
 NEXT_BYTES = 100 * 2**20
 """Bytes beyond a limit at which a second bound is given."""
@@ -263,6 +264,7 @@ class Search:
     def evaluate(self, schedule: Schedule) -> Candidate:
         """Return the candidate of ``schedule``, and remember it."""
         if schedule not in self.seen:
+            tick()
             candidate = self.seen[schedule] = Candidate(schedule, simulate(self.program, schedule))
             if self.program.tables.is_savable[list(schedule.saved)].all() and not exceeded(
                 self.program, schedule.saved
