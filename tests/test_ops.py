@@ -334,6 +334,17 @@ def nested(x: Tensor, weight: Tensor) -> Tensor:
     return x
 
 
+@torch.compiler.nested_compile_region
+def pair(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    y = block(x, weight)
+    return y + 1, block(y, weight)
+
+
+def nested_twice(x: Tensor, weight: Tensor) -> Tensor:
+    one, other = pair(x, weight)
+    return one * pair(other, weight)[1]
+
+
 # In torch 2.11 the gradient of this scan fails with stock "aot_eager" too: "scan might be aliasing
 # the input or the output".
 scans = pytest.param(
@@ -341,7 +352,9 @@ scans = pytest.param(
 )
 
 
-@pytest.mark.parametrize("function", [conditional, scans, nested], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [conditional, scans, nested, nested_twice], ids=lambda f: f.__name__
+)
 def test_higher_order_ops(function: Callable[..., Tensor]) -> None:
     """Steps with higher-order ops give the same bits at every budget."""
     same_at_every_budget(

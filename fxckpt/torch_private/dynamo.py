@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -108,14 +109,49 @@ def calling_line() -> str:
 def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a Dynamo graph with its ``nested_compile_region`` calls inlined.
 
-    A plan spans all regions, whereas AOTAutograd would partition each on its own. Before
-    torch 2.13, which added the pass that inlines, the graph is returned unchanged.
+    A plan spans all regions, whereas AOTAutograd would partition each on its own.
     """
     try:
         from torch._higher_order_ops.passes.inline_invoke_subgraph import inline_invoke_subgraph
-    except ModuleNotFoundError:
-        return gm
+    except ModuleNotFoundError:  # New in torch 2.13.
+        return _inlined(gm)
     return inline_invoke_subgraph(gm)
+
+
+def _inlined(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph with the nodes of its regions in place of their calls, as torch 2.13 does."""
+    graph = gm.graph
+    while calls := graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.invoke_subgraph
+    ):
+        for call in calls:
+            body, _, *operands = call.args
+            with graph.inserting_before(call):
+                results = _copied_body(gm, body.target, operands)
+            for item in list(call.users):
+                assert item.target is operator.getitem
+                item.replace_all_uses_with(results[item.args[1]])
+                graph.erase_node(item)
+            graph.erase_node(call)
+    gm.recompile()
+    return gm
+
+
+def _copied_body(gm: fx.GraphModule, name: str, operands: Sequence[fx.Node]) -> Sequence[fx.Node]:
+    """Copy the nodes of a region's body into a graph, and return its results."""
+    module = getattr(gm, name)
+    inputs = module.graph.find_nodes(op="placeholder")
+    values: dict[fx.Node, Any] = dict(zip(inputs, operands, strict=True))
+    for node in module.graph.nodes:
+        if node.op == "output":
+            return fx.map_arg(node.args[0], lambda n: values[n])  # type: ignore[no-any-return]
+        if node.op == "placeholder":
+            continue
+        values[node] = copied = gm.graph.node_copy(node, lambda n: values[n])
+        if node.op == "get_attr":
+            copied.target = f"{name}_{node.target}".replace(".", "_")
+            setattr(gm, copied.target, operator.attrgetter(node.target)(module))
+    raise AssertionError("a graph ends with its output")
 
 
 def is_cut_short(gm: fx.GraphModule) -> bool:
