@@ -293,7 +293,9 @@ class Backend:
                 return self._compile(module, inputs, split)
 
             def split(joint: fx.GraphModule, *given: Any, **named: Any) -> Any:
-                halves = self.partitioner.split(joint, *given, level=chooser, **named)
+                halves = self.partitioner.split(
+                    joint, *given, level=chooser, holds_sizes=graph.has_one_plan, **named
+                )
                 graph.runs_again = not self._replays and not may_act_before_failing(
                     halves[0].graph, in_order=self.inner == "aot_eager"
                 )
@@ -316,6 +318,7 @@ class Backend:
             compile_level,
             self.partitioner.planner.search,
             symbols_of(example_inputs),
+            has_one_plan=not kept.compiles_again,
         )
         step.compiling()
         goes_on = self._breaks_before_backward(gm)
@@ -323,8 +326,8 @@ class Backend:
         is_alone = not (self._breaks or goes_on or is_in_a_forward())
         run = (
             graph.compile_alone()
-            if is_alone and step.is_known_alone()
-            else graph.compile_cautiously()
+            if graph.has_one_plan or (is_alone and step.is_known_alone())
+            else graph.compile_cautiously(step.limit_of)
         )
         if (misfit := step.misfit(graph)) is not None:
             raise through_dynamo(misfit)

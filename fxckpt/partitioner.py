@@ -179,19 +179,21 @@ class Partitioner(CustomPartitionerFn):
         num_fwd_outputs: int,
         lowerings: Lowerings | None = None,
         level: LevelChooser | None = None,
+        holds_sizes: bool = False,
         **given: Any,
     ) -> Halves:
         """Return the forward and the backward of a joint graph, which is used up; keep the plan.
 
         ``lowerings`` lowers halves where Inductor compiles them. ``level`` chooses the schedule of
-        a graph whose budget is that of a step. A defect of the planner ends no run that asked for
+        a graph whose budget is that of a step; ``holds_sizes`` plans greater sizes of one anew, as
+        without a step. A defect of the planner ends no run that asked for
         no budget: see :meth:`_fall_back`.
         """
         original = remembered(joint)
         planner = self.planner
         if level is not None:
             planner = replace(planner, budget=None, level=level)
-        is_held = self.planner.budget is not None and not self._is_of_step
+        is_held = self.planner.budget is not None and (holds_sizes or not self._is_of_step)
         growing = growing_sizes(joint) if is_held else []
         if not isinstance(budgets.parse(self.planner.budget), int):
             # A share of the uncheckpointed peak is of that at these sizes.

@@ -64,6 +64,8 @@ class StepGraph:
         compile_graph: Compile,
         search: PriceSearch,
         symbols: Sequence[tuple[int, str]] = (),
+        *,
+        has_one_plan: bool = False,
     ) -> None:
         self.number = number
         """Position among the graphs of the backend, from 1."""
@@ -81,6 +83,8 @@ class StepGraph:
         """Reason and line of the graph break that it ends at."""
         self.runs_again = False
         """Whether a forward that ran out of memory has acted on nothing that outlives it."""
+        self.has_one_plan = has_one_plan
+        """Whether it cannot be compiled again, and has the plan for the whole budget only."""
         self.device = device
         """Device whose memory the graph takes."""
         self._excess = (0, 0)
@@ -121,17 +125,17 @@ class StepGraph:
             self.entries = [entry]
         return run
 
-    def compile_cautiously(self) -> Callable[..., Any]:
-        """Compile the graph at the level that holds least."""
+    def compile_cautiously(self, limit_of: Callable[[StepGraph], int | None]) -> Callable[..., Any]:
+        """Compile the graph at the level that holds least, within a limit on its own peak."""
 
         def least(program: Program) -> SearchResult:
             self._take_family(program)
-            return self._result(self.least())
+            return self._result(self.least(limit_of(self)))
 
         run, plan = self._compile(least)
         assert run is not None
         if self.entries:
-            self._compiled(self.entries[self.least()], run, plan)
+            self._compiled(self.entries[self.least(limit_of(self))], run, plan)
         return run
 
     def learn_levels(self, room: int | None = None) -> None:
@@ -139,7 +143,7 @@ class StepGraph:
 
         With ``room`` bytes for its backward, one level is the plan of just that budget.
         """
-        if self._family is not None:
+        if self._family is not None or self.has_one_plan:
             return
 
         def leave(program: Program) -> SearchResult:
@@ -157,17 +161,20 @@ class StepGraph:
         """Whether sizes of its inputs vary."""
         return bool(self._symbols)
 
-    def least(self) -> int:
-        """Return the position of the plan that holds least."""
+    def least(self, limit: int | None = None) -> int:
+        """Return the position of the plan that holds least among those of a peak within a limit.
+
+        Without one within it, it is the plan of least peak.
+        """
         levels = self._planned(())
-        return min(
-            range(len(levels)),
-            key=lambda i: (
-                levels[i].held_bytes,
-                levels[i].backward_bytes,
-                levels[i].extra_seconds,
-            ),
-        )
+
+        def key(i: int) -> tuple[int, int, int, float]:
+            level = levels[i]
+            peak = max(level.forward_bytes, level.backward_bytes)
+            over = 0 if limit is None or peak <= limit else peak
+            return over, level.held_bytes, level.backward_bytes, level.extra_seconds
+
+        return min(range(len(levels)), key=key)
 
     def level(self, position: int, sizes: Sizes = ()) -> Level:
         """Return the bytes and seconds of a plan at some sizes, by default those planned for.

@@ -642,7 +642,18 @@ class StepTracker:
         elif graph.is_alone and not self._flights and self._capacity is None:
             return 0
         graph.learn_levels()
-        return graph.least()
+        return graph.least(self.limit_of(graph))
+
+    def limit_of(self, graph: StepGraph) -> int | None:
+        """Return a limit on the peak of one graph: the budget, of which it may take all."""
+        limit = budgets.parse(self.budget)
+        if isinstance(limit, int):
+            return limit
+        level = graph.uncheckpointed()
+        if not isinstance(limit, float) or level is None:
+            return None
+        # The step is at least this graph.
+        return int(limit * max(level.forward_bytes, level.backward_bytes))
 
     def misfit(self, graph: StepGraph) -> BudgetInfeasible | None:
         """Return the error for a graph that is over a budget in bytes at every level."""

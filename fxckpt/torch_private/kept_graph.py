@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,15 @@ class KeptGraph:
             None if context is None else context.fake_mode,
             None if compiling is None else compiling.compile_id,
         )
+
+    @property
+    def compiles_again(self) -> bool:
+        """Whether the graph can be compiled again: it has no number that Dynamo made a tensor.
+
+        With ``dynamic=True`` Dynamo passes floats as tensors of one element, and only its own
+        compile knows their symbols.
+        """
+        return not any(isinstance(x, FakeTensor) and x.item_memo is not None for x in self.inputs)
 
     def compile(self, compiler: Callable[[fx.GraphModule, Sequence[Any]], Any]) -> Any:
         """Return what ``compiler`` makes of the graph, outside of any compile of Dynamo's.

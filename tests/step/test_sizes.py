@@ -117,3 +117,23 @@ def test_fractions_are_of_the_largest_step() -> None:
     compiled = torch.compile(model, backend=fxckpt.Backend(0.6, inner="aot_eager"))
     for n in (64, 96, 512, TOP, TOP, 256):
         assert step(compiled, torch.randn(n, 16))[0] <= 0.61 * longest
+
+
+def test_floats_that_vary_leave_one_plan() -> None:
+    """A graph with floats as inputs cannot be compiled again: it keeps the plan of its budget."""
+
+    class Scaled(Model):
+        scale = 0.3
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.cos() * self.scale)
+
+    model = Scaled()
+    limit = int(0.6 * step(model, torch.randn(TOP, 16))[0])
+    backend = fxckpt.Backend(limit, inner="aot_eager")
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for n in (512, TOP, 128, TOP):
+        x = torch.randn(n, 16)
+        peak, found = step(compiled, x)
+        assert peak <= limit and all(map(torch.equal, found, step(model, x)[1]))
+    assert all(graph.has_one_plan for graph in backend._graphs)

@@ -169,11 +169,11 @@ def test_small_tail_after_a_graph_break_trains() -> None:
             return y.pow(2).mean()
 
     model = Broken()
-    _, wanted = plain(model)
-    backend = fxckpt.Backend(budget=0.85, inner="aot_eager", scope="step")
+    peak, wanted = plain(model)
+    backend = fxckpt.Backend(budget=0.5, inner="aot_eager", scope="step")
     model.compile(backend=backend)
     for _ in range(3):
-        measured(model)
+        assert measured(model) <= 0.55 * peak
     assert all(map(torch.equal, gradients(model), wanted))
     report = backend.report().step
     assert report is not None and report.measured_peak_bytes <= report.budget_bytes
