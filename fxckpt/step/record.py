@@ -123,7 +123,10 @@ class LearnedStep:
         )
         if growth <= 1:
             return self.moments
-        return tuple(replace(m, outside_bytes=ceil(m.outside_bytes * growth)) for m in self.moments)
+        return tuple(
+            replace(m, outside_bytes=max(m.outside_bytes, ceil(m.outside_bytes * growth)))
+            for m in self.moments
+        )
 
     def sizes_after(self, known: Sequence[Sizes]) -> tuple[Sizes, ...]:
         """Return the sizes that the calls of a step are expected to have, of which some are known.
