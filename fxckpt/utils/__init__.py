@@ -1,1 +1,1 @@
-"""Helpers without knowledge of graphs or plans."""
+"""Functions without knowledge of graphs or plans."""

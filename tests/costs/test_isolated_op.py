@@ -23,7 +23,7 @@ def isolated(function: object, *inputs: torch.Tensor) -> IsolatedOp:
     return found
 
 
-def test_a_call_has_the_op_s_shapes_and_layout() -> None:
+def test_a_call_has_the_shapes_and_layout() -> None:
     """The result of the synthetic call has the shape and strides of the graph's."""
     x = torch.ones(4, 6).t()
     with isolated(lambda x: x.exp(), x).call() as call:

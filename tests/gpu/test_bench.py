@@ -46,7 +46,7 @@ def test_a_case_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "stock, checkpoint by block" in (tmp_path / "gpu.txt").read_text()
 
 
-def test_a_failure_is_recorded_and_the_rest_goes_on(
+def test_a_failure_is_recorded_the_rest_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that fails is one row; the cases after it are run, until the time is over."""

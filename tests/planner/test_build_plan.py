@@ -54,7 +54,7 @@ def test_reasons_of_saved_values(plans: dict[str, fxckpt.Plan]) -> None:
     assert Reason.RNG_STATE not in {row.reason for row in plans["all saved"].rows}
 
 
-def test_a_policy_is_the_reason_for_what_it_recomputes(plans: dict[str, fxckpt.Plan]) -> None:
+def test_a_policy_is_the_reason_it_recomputes(plans: dict[str, fxckpt.Plan]) -> None:
     """An op that costs and may not be saved is recomputed by policy."""
     rows = [r for r in plans["all recomputed"].rows if r.decision is Decision.RECOMPUTED]
     assert {r.reason for r in rows} <= {Reason.POLICY, Reason.FREE}

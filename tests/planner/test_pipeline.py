@@ -76,7 +76,7 @@ def test_the_hook_verifies_the_halves() -> None:
         emit_halves(emission(), (*EMIT, OnBackward(save_more)))
 
 
-def test_a_rewrite_that_does_not_apply_is_left_out() -> None:
+def test_rewrite_that_does_not_apply_is_omitted() -> None:
     """A pass of the backward runs only for emissions to which it applies."""
     seen: list[str] = []
 

@@ -66,7 +66,7 @@ def test_gpu_bytes_are_whole_blocks(width: int) -> None:
     assert curve.plans[-1].peak_bytes == away.baseline_peak_bytes
 
 
-def test_model_on_the_cpu_can_be_planned_for_a_gpu() -> None:
+def test_cpu_model_is_planned_for_a_gpu() -> None:
     """A model on the CPU is planned as one on the GPU; it stays where it is."""
     model, x = layers(500), torch.randn(2049, 500)
     plan = fxckpt.plan(model, x, budget=0.9, device="H100")

@@ -86,7 +86,7 @@ def test_a_forward_short_of_memory_runs_again() -> None:
     assert len(backend.plans) <= before + 2
 
 
-def test_a_whole_model_short_of_memory_in_its_first_step() -> None:
+def test_whole_model_short_of_memory_at_first() -> None:
     """The plan for the whole budget gives way to the one that holds least."""
     plain, model = twins()
     peak = step(plain)
@@ -96,7 +96,7 @@ def test_a_whole_model_short_of_memory_in_its_first_step() -> None:
     assert_same(plain, model)
 
 
-def test_a_backward_short_of_memory_lowers_the_next_step() -> None:
+def test_backward_short_of_memory_lowers_next_step() -> None:
     """The error stands; the same step fits when it is run again."""
     plain, model = twins(lambda: nn.Sequential(*(Block() for _ in range(4))))
     backend = fxckpt.compile_blocks(model, "1GiB", inner="aot_eager")

@@ -448,7 +448,7 @@ def test_a_model_without_graphs_is_told_of(make: type[nn.Module], scope: str) ->
     optimizer.step()
 
 
-def test_small_code_left_to_python_is_not_told_of() -> None:
+def test_small_code_left_to_python_is_untold() -> None:
     class Prints(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -116,7 +116,7 @@ def test_boxed_code_frees_its_arguments() -> None:
     assert freed(run)
 
 
-def test_recorded_code_is_made_once_and_only_for_a_profiler() -> None:
+def test_recorded_code_is_made_for_a_profiler() -> None:
     """Without a profiler ``record`` is not called; with one it is called once."""
     made: list[fx.GraphModule] = []
     run = boxed(traced(product, torch.ones(2, 2)), [], record=made.append)

@@ -41,7 +41,7 @@ def test_each_backward_has_an_identity() -> None:
     assert seen[0] == seen[1] and seen[2] == seen[3] and seen[0] != seen[2]
 
 
-def test_a_callback_runs_at_the_end_of_a_backward() -> None:
+def test_callback_runs_at_the_end_of_backward() -> None:
     """It runs after all nodes, and once."""
     events: list[str] = []
     x = torch.ones(2, requires_grad=True)

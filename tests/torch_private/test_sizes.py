@@ -33,7 +33,7 @@ def unbacked(env: ShapeEnv, most: int | None = None) -> Any:
     return size
 
 
-def test_a_hint_is_the_bound_where_there_is_one(env: ShapeEnv) -> None:
+def test_a_hint_is_the_bound_if_any(env: ShapeEnv) -> None:
     """An int is its own hint; a size with an upper bound counts as that; others as 1."""
     bounded, free = unbacked(env, 12), unbacked(env)
     assert (size_hint(7), size_hint(bounded), size_hint(free)) == (7, 12, 1)
@@ -55,7 +55,7 @@ def graph_of(function: Any, *inputs: Tensor) -> fx.Graph:
     return traced
 
 
-def test_sizes_found_by_looking_are_bound_where_they_begin() -> None:
+def test_sizes_are_bound_where_they_begin() -> None:
     """The op that finds a size binds it; a reader of its result binds nothing."""
     graph = graph_of(lambda x: x.nonzero().sum(1), torch.ones(4))
     found, summed = (
