@@ -7,6 +7,8 @@ time in the partition function. A graph without a backward is compiled by fxckpt
 
 from __future__ import annotations
 
+import gc
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -44,25 +46,28 @@ def boxed(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     return make_boxed_func(gm.forward)
 
 
-def by_backend(model: nn.Module, x: Tensor) -> float:
-    """Return the seconds that planning takes in a compile by the backend."""
+def by_backend(model: nn.Module, x: Tensor) -> tuple[float, str]:
+    """Return the seconds that planning takes in a compile by the backend, and the plan's digest."""
     torch.compiler.reset()
+    gc.collect()
     backend = fxckpt.Backend(0.7, inner="aot_eager", scope="graph")
     backend.partitioner.split = split = Timed(backend.partitioner.split)  # type: ignore[method-assign]
     torch.compile(model, backend=backend)(x)
-    return sum(split.seconds)
+    return sum(split.seconds), backend.plans[0].digest
 
 
-def by_partitioner(model: nn.Module, x: Tensor) -> float:
-    """Return the seconds that planning takes in a compile with a partitioner for AOTAutograd."""
+def by_partitioner(model: nn.Module, x: Tensor) -> tuple[float, str]:
+    """Return the seconds and the digest where the partitioner is given to AOTAutograd."""
     torch.compiler.reset()
-    partition = Timed(fxckpt.Partitioner(0.7))
+    gc.collect()
+    partitioner = fxckpt.Partitioner(0.7)
+    partition = Timed(partitioner)
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         return aot_module_simplified(gm, inputs, fw_compiler=boxed, partition_fn=partition)
 
     torch.compile(model, backend=backend)(x)
-    return sum(partition.seconds)
+    return sum(partition.seconds), partitioner.plans[0].digest
 
 
 def passing(backend: Any) -> float:
@@ -75,6 +80,7 @@ def passing(backend: Any) -> float:
         return x
 
     compiled = torch.compile(function, backend=backend)
+    gc.collect()  # Graphs of earlier compiles are freed now, and not in this one.
     begin = time.perf_counter()
     compiled(torch.ones(8))
     return time.perf_counter() - begin
@@ -83,18 +89,23 @@ def passing(backend: Any) -> float:
 def main() -> None:
     """Print the medians."""
     model, x = LlamaStyle(16), torch.randn(1, 1024, 256)
-    for measure in (by_backend, by_partitioner):
-        measure(model, x)  # Measures each kernel's workspace, once in a process.
-    faces: dict[str, list[float]] = {"Backend": [], "Partitioner": []}
-    passed: dict[str, list[float]] = {"fxckpt": [], "aot_eager": []}
-    for _ in range(ROUNDS):
-        faces["Backend"].append(by_backend(model, x))
-        faces["Partitioner"].append(by_partitioner(model, x))
+    faces = {"Backend": by_backend, "Partitioner": by_partitioner}
+    ways = {
+        "fxckpt": lambda: fxckpt.Backend("1GiB", inner="aot_eager"),
+        "aot_eager": lambda: "aot_eager",
+    }
+    # The first run measures each kernel's workspace, once in a process.
+    digests = {face(model, x)[1] for face in faces.values()}
+    assert len(digests) == 1, "the faces make different plans"
     passing("aot_eager")
+    seconds: dict[str, list[float]] = {name: [] for name in (*faces, *ways)}
+    for _ in range(ROUNDS):
+        for name in random.sample(list(faces), len(faces)):
+            seconds[name].append(faces[name](model, x)[0])
     for _ in range(3 * ROUNDS):
-        passed["fxckpt"].append(passing(fxckpt.Backend("1GiB", inner="aot_eager")))
-        passed["aot_eager"].append(passing("aot_eager"))
-    middle = {name: statistics.median(s) for name, s in {**faces, **passed}.items()}
+        for name in random.sample(list(ways), len(ways)):
+            seconds[name].append(passing(ways[name]()))
+    middle = {name: statistics.median(each) for name, each in seconds.items()}
     rows = tuple(
         (what, 1e3 * middle[name], middle[name] / middle[beside])
         for what, name, beside in (

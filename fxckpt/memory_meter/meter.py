@@ -25,7 +25,7 @@ class Watch(ABC):
         """Return the most bytes in use at once since the start, or until the watch was closed."""
 
     def seen(self) -> int:
-        """Return the most bytes known to have been in use at once: at least those at its calls."""
+        """Return the most bytes that were surely in use at once, a lower bound on the peak."""
         return self.peak()
 
     @abstractmethod

@@ -64,8 +64,6 @@ class LevelFamily:
     candidates: tuple[Candidate, ...]
     levels: tuple[Level, ...]
     """Bytes and seconds of each candidate."""
-    baseline: Level
-    """Bytes and seconds of the uncheckpointed graph."""
     found: SearchResult
     """Bounds and baseline of the program."""
     ops: int
@@ -138,7 +136,6 @@ class LevelSearch:
         return LevelFamily(
             tuple(chosen),
             tuple(level[c.schedule] for c in chosen),
-            level_of(program, seen.baseline),
             found,
             len(program.ops),
         )

@@ -23,13 +23,14 @@ log = logging.getLogger("fxckpt")
 
 SIZES = 4096
 """Most sizes for which the bytes of a graph's plans are remembered."""
+CHANGE = 0.01
+"""Share of a peak by which a measured one must be below the planned to be worth a new choice."""
 
 Compile = Callable[[LevelChooser | None], tuple[Callable[..., Any] | None, Plan | None]]
 """Compiles the graph with a chooser of its schedule; None searches within the whole budget.
 
 Returns no function if the chooser left the compile.
 """
-
 
 Sizes = tuple[int, ...]
 """Values of the sizes that vary among a graph's inputs; empty if none does."""
@@ -40,8 +41,9 @@ class Entry:
     """One plan that a graph may run by."""
 
     program: Program
-    schedule: Schedule
-    candidate: int | None
+    candidate: Candidate
+    """Its schedule, simulated at the sizes that the program was made for."""
+    index: int | None
     """Index in the family; None for the plan that the graph was compiled with by itself."""
     ratios: tuple[float, float] = (1.0, 1.0)
     """Compiled peaks of the forward and the backward over the simulated, by what is known."""
@@ -107,7 +109,7 @@ class StepGraph:
     @property
     def is_alone(self) -> bool:
         """Whether the graph was compiled as if it were the whole step."""
-        return bool(self.entries) and self.entries[0].candidate is None
+        return bool(self.entries) and self.entries[0].index is None
 
     def compile_alone(self) -> Callable[..., Any]:
         """Compile the graph for the whole budget, as if it were the step."""
@@ -120,22 +122,26 @@ class StepGraph:
             self.baseline_alone = plan.baseline_peak_bytes
             if plan.budget_bytes is not None:
                 self.room = plan.budget_bytes - outside_bytes(program)
-            entry = Entry(program, schedule_of(plan), None, (1.0, 1.0), run, plan)
-            entry.ratios = _ratios(entry, plan)
-            self.entries = [entry]
+            candidate = _candidate(program, schedule_of(plan))
+            ratios = _ratios(program, candidate, plan)
+            self.entries = [Entry(program, candidate, None, ratios, run, plan)]
         return run
 
     def compile_cautiously(self, limit_of: Callable[[StepGraph], int | None]) -> Callable[..., Any]:
         """Compile the graph at the level that holds least, within a limit on its own peak."""
 
+        position: int | None = None
+
         def least(program: Program) -> SearchResult:
+            nonlocal position
             self._take_family(program)
-            return self._result(self.least(limit_of(self)))
+            position = self.least(limit_of(self))
+            return self._result(position)
 
         run, plan = self._compile(least)
         assert run is not None
-        if self.entries:
-            self._compiled(self.entries[self.least(limit_of(self))], run, plan)
+        if position is not None:
+            self._compiled(self.entries[position], run, plan)
         return run
 
     def learn_levels(self, room: int | None = None) -> None:
@@ -207,10 +213,13 @@ class StepGraph:
                 self._levels = {sizes: levels}
             at: dict[int, Program] = {}
             for entry in self.entries[len(levels) :]:
-                key = id(entry.program)
-                if key not in at:
-                    at[key] = self._at(entry.program, sizes)
-                levels.append(_scaled(_level(at[key], entry.schedule), entry.ratios))
+                program, candidate = entry.program, entry.candidate
+                if sizes:
+                    if id(program) not in at:
+                        at[id(program)] = self._at(program, sizes)
+                    program = at[id(program)]
+                    candidate = _candidate(program, candidate.schedule)
+                levels.append(_scaled(level_of(program, candidate), entry.ratios))
         return levels
 
     def _at(self, program: Program, sizes: Sizes) -> Program:
@@ -228,7 +237,7 @@ class StepGraph:
             if len(self._baselines) > SIZES:
                 self._baselines.clear()
             program = self._at(self._program, sizes)
-            self._baselines[sizes] = _level(program, save_all(program))
+            self._baselines[sizes] = level_of(program, _candidate(program, save_all(program)))
         level = self._baselines[sizes]
         return _raised(level, *self._excess) if excess else level
 
@@ -253,9 +262,13 @@ class StepGraph:
         forward_bytes: int | None = None,
         backward_bytes: int | None = None,
     ) -> bool:
-        """Take the measured peak of a forward or a backward; return whether any figure rose."""
-        found, level = self.entries[position].measured, self._planned(sizes)[position]
-        excess, before = self._excess, found.get(sizes, (0, 0))
+        """Take the measured peak of a forward or a backward; return whether it changes much.
+
+        It does if it is above what was known of the plan, or well below.
+        """
+        known = self.level(position, sizes)
+        found, planned = self.entries[position].measured, self._planned(sizes)[position]
+        before = found.get(sizes, (0, 0))
         if sizes not in found and len(found) > SIZES:
             found.clear()
         forward, backward = found[sizes] = (
@@ -263,15 +276,22 @@ class StepGraph:
             max(before[1], backward_bytes or 0),
         )
         self._excess = (
-            max(excess[0], forward - level.forward_bytes),
-            max(excess[1], backward - level.backward_bytes),
+            max(self._excess[0], forward - planned.forward_bytes),
+            max(self._excess[1], backward - planned.backward_bytes),
         )
-        return (self._excess, found[sizes]) != (excess, before)
+        now = self.level(position, sizes)
+        return any(
+            new > old or new < (1 - CHANGE) * old
+            for new, old in (
+                (now.forward_bytes, known.forward_bytes),
+                (now.backward_bytes, known.backward_bytes),
+            )
+        )
 
     def _compiled(self, entry: Entry, run: Callable[..., Any], plan: Plan | None) -> None:
         entry.run, entry.plan = run, plan
         if plan is not None and plan.compiled_peak_bytes is not None:
-            entry.ratios = _ratios(entry, plan)
+            entry.ratios = _ratios(entry.program, entry.candidate, plan)
             if max(entry.ratios) > self.model_error:
                 self.model_error = max(entry.ratios)
                 for other in self.entries:
@@ -284,13 +304,12 @@ class StepGraph:
         self._program = self._program or program
         # Positions of plans stay as they are.
         self.entries += [
-            Entry(program, candidate.schedule, i)
-            for i, candidate in enumerate(self._family.candidates)
+            Entry(program, candidate, i) for i, candidate in enumerate(self._family.candidates)
         ]
         log.debug("graph %d has %d levels", self.number, len(self._family.candidates))
 
     def _result(self, position: int, program: Program | None = None) -> SearchResult:
-        family, index = self._family, self.entries[position].candidate
+        family, index = self._family, self.entries[position].index
         assert family is not None and index is not None
         if program is not None and len(program.ops) != family.ops:
             raise PlanningFailed(
@@ -300,20 +319,20 @@ class StepGraph:
         return family.result(index)
 
 
-def _level(program: Program, schedule: Schedule) -> Level:
-    """Return the bytes and seconds of a schedule."""
-    return level_of(program, Candidate(schedule, simulate(program, schedule)))
+def _candidate(program: Program, schedule: Schedule) -> Candidate:
+    """Return a schedule with its memory and time."""
+    return Candidate(schedule, simulate(program, schedule))
 
 
-def _ratios(entry: Entry, plan: Plan) -> tuple[float, float]:
+def _ratios(program: Program, candidate: Candidate, plan: Plan) -> tuple[float, float]:
     """Return the compiled peaks of both halves of a plan over those of its schedule.
 
     Where Inductor compiles, the plan is of a program that its lowering corrected.
     """
-    simulated = _level(entry.program, entry.schedule)
+    simulated = level_of(program, candidate)
     compiled = (plan.compiled_peak_bytes or plan.peak_bytes) / max(1, plan.peak_bytes)
     forward = max(plan.profile[: plan.forward_ops], default=0)
-    backward = max(plan.profile[plan.forward_ops :], default=0) - outside_bytes(entry.program)
+    backward = max(plan.profile[plan.forward_ops :], default=0) - outside_bytes(program)
     return (
         compiled * forward / max(1, simulated.forward_bytes),
         compiled * max(backward, simulated.held_bytes) / max(1, simulated.backward_bytes),

@@ -128,8 +128,6 @@ class Settled:
     """Sizes that the calls are expected to have."""
     choice: Choice
     limit: int
-    version: tuple[int, int]
-    """Versions of the levels and the budget, and of the step, that the choice was made by."""
 
 
 @dataclass
@@ -140,7 +138,8 @@ class KnownStep:
     limit: int
     levels: tuple[int, ...]
     """Levels that it had last."""
-    settled: dict[Sizes, Settled] = field(default_factory=dict)
+    settled: dict[Sizes, tuple[tuple[int, int], Settled]] = field(default_factory=dict)
+    """Choices, each with the versions of the figures and of the step that it was made by."""
     version: int = 0
     """Number of times that it took more outside bytes than before."""
 
@@ -268,7 +267,7 @@ class StepTracker:
             self._take_capacity()
             del self._record.calls[number:]
             if self._current is not None and not is_last:
-                self._current = self._rest_of_step(self._current)
+                self._current = self._rest_of_step(self._current.learned, self._current.sizes)
                 levels = self._current.choice.levels
                 if number < len(levels) and levels[number] != call.position:
                     lower = replace(call, position=levels[number])
@@ -430,7 +429,7 @@ class StepTracker:
     def _calibrate(
         self, call: RecordedCall, forward: int | None = None, backward: int | None = None
     ) -> None:
-        """Take the measured peak of a forward or a backward where it was above the planned one."""
+        """Take the measured peak of a forward or a backward, if all of it was seen."""
         if not self._record.is_of_the_step_alone or not self._was_seen:
             return
         if self._is_exact and call.graph.measured(call.position, call.sizes, forward, backward):
@@ -537,8 +536,8 @@ class StepTracker:
         known = self._known.get(id(graph), {}).get(signature or ())
         if known is None:
             return None
-        settled = known.settled.get(sizes)
-        if settled is not None and settled.version == (self._version, known.version):
+        version, settled = known.settled.get(sizes, (None, None))
+        if version == (self._version, known.version):
             return settled
         learned, expected = known.learned, known.learned.sizes_after([sizes])
         limit = self._limit(learned, expected)
@@ -561,9 +560,8 @@ class StepTracker:
         known.limit, known.levels = limit, choice.levels
         if len(known.settled) > SIZES:
             known.settled.clear()
-        settled = known.settled[sizes] = Settled(
-            learned, expected, choice, limit, (self._version, known.version)
-        )
+        settled = Settled(learned, expected, choice, limit)
+        known.settled[sizes] = (self._version, known.version), settled
         return settled
 
     @staticmethod
@@ -585,12 +583,12 @@ class StepTracker:
         for known in reversed(list(self._known.get(id(calls[0]), {}).values())):
             learned = known.learned
             if list(learned.calls[: number + 1]) == calls:
-                seen = [*(call.sizes for call in self._record.calls), sizes]
-                choice = Choice(known.levels, 0, 0.0)
-                version = (self._version, known.version)
-                begun = Settled(learned, learned.sizes_after(seen), choice, known.limit, version)
-                return self._rest_of_step(begun)
+                return self._rest_of_step(learned, self._sizes_with(learned, sizes))
         return None
+
+    def _sizes_with(self, learned: LearnedStep, sizes: Sizes) -> tuple[Sizes, ...]:
+        """Return the sizes that a step is expected to have, whose next call has ``sizes``."""
+        return learned.sizes_after([*(call.sizes for call in self._record.calls), sizes])
 
     def _compiled_choice(
         self, learned: LearnedStep, sizes: tuple[Sizes, ...], limit: int
@@ -630,13 +628,12 @@ class StepTracker:
         """Return the plan that a call takes."""
         current = self._current
         if current is not None:
-            calls = current.learned.calls
-            if number >= len(calls) or calls[number] is not graph:
+            learned = current.learned
+            if number >= len(learned.calls) or learned.calls[number] is not graph:
                 self._current = current = self._another(number, graph, sizes)
             elif current.sizes[number] != sizes:
-                seen = [*(call.sizes for call in self._record.calls), sizes]
-                expected = current.learned.sizes_after(seen)
-                self._current = current = self._rest_of_step(replace(current, sizes=expected))
+                expected = self._sizes_with(learned, sizes)
+                self._current = current = self._rest_of_step(learned, expected)
             if current is not None:
                 return current.choice.levels[number]
         elif graph.is_alone and not self._flights and self._capacity is None:
@@ -687,20 +684,19 @@ class StepTracker:
             self.budget, self._free, self._capacity = budget, None, None
             self._version += 1
             if self._flights and self._current is not None:
-                self._current = self._rest_of_step(self._current)
+                self._current = self._rest_of_step(self._current.learned, self._current.sizes)
 
-    def _rest_of_step(self, current: Settled) -> Settled:
+    def _rest_of_step(self, learned: LearnedStep, sizes: tuple[Sizes, ...]) -> Settled:
         """Return the choice for the calls to come; those in flight stay at their levels."""
-        learned, done = current.learned, [call.position for call in self._record.calls]
-        program = learned.program(current.sizes)
+        program, done = learned.program(sizes), [call.position for call in self._record.calls]
         fixed = tuple(
             (levels[done[i]],) if i < len(done) else levels
             for i, levels in enumerate(program.calls)
         )
-        limit = self._limit(learned, current.sizes)
+        limit = self._limit(learned, sizes)
         rest = choose(StepProgram(fixed, program.moments), self._room(limit))
         levels = (*done, *rest.levels[len(done) :])
-        return replace(current, choice=choice_of(program, levels), limit=limit)
+        return Settled(learned, sizes, choice_of(program, levels), limit)
 
     # Reports -----------------------------------------------------------------------------------
 

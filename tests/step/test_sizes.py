@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxckpt
+from fxckpt.solver.step_choice import Choice, choose_few
+from fxckpt.step import tracker
 
 TOP = 1024
 
@@ -81,6 +84,31 @@ def test_each_length_takes_its_own_level(by_blocks: bool) -> None:
     # The first two steps learn what is in flight at once.
     assert len(set(graphs[2:])) == 1
     assert min(seconds.values()) == 0 < seconds[TOP]
+
+
+def test_lengths_that_were_seen_cost_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice is made once for each length, and not anew for what another length measured."""
+    made: list[int] = []
+
+    def counted(*args: Any, **options: Any) -> Choice:
+        made.append(0)
+        return choose_few(*args, **options)
+
+    monkeypatch.setattr(tracker, "choose_few", counted)
+    model = Model()
+    limit = step(model, torch.randn(TOP, 16))[0] // 2
+    compiled = torch.compile(model, backend=fxckpt.Backend(limit, inner="aot_eager"))
+
+    def run() -> int:
+        for n in lengths():
+            x = torch.randn(n, 16)
+            torch._dynamo.mark_dynamic(x, 0, min=2, max=TOP)
+            step(compiled, x)
+        return len(made)
+
+    # A level that is new is chosen twice: it is compiled in between.
+    assert run() <= len(set(lengths())) + 4
+    assert run() == run()
 
 
 def test_growing_lengths_make_one_plan() -> None:
