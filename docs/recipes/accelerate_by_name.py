@@ -7,7 +7,8 @@ from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin
 from datasets import Dataset
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from toy import QUIET, gpt2
+from transformers import Trainer, TrainingArguments
 
 from fxckpt.integrations.accelerate import register
 
@@ -41,25 +42,13 @@ def accelerated(**plugin: object) -> list[float]:
 def trained(**arguments: object) -> list[float]:
     """Return the losses of four steps of the Trainer."""
     torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100, "n_positions": 64}
     # Inductor draws other dropout masks than eager mode.
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=0, use_cache=False)
-    model = GPT2LMHeadModel(config)
-    tokens = torch.randint(0, 100, (16, 32)).tolist()
+    model = gpt2(n_layer=2, **drops, use_cache=False)
+    tokens = torch.randint(0, 10, (16, 32)).tolist()
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(
-            "build/recipes",
-            max_steps=4,
-            per_device_train_batch_size=4,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=True,
-            **arguments,
-        ),
+        args=TrainingArguments(**QUIET, max_steps=4, **arguments),
         train_dataset=Dataset.from_dict({"input_ids": tokens, "labels": tokens}),
     )
     trainer.train()

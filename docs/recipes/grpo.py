@@ -2,14 +2,11 @@
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from toy import QUIET, gpt2, tokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import fxckpt
 from fxckpt.integrations.trainer import FxckptCallback
-
-WORDS = ["<pad>", "<eos>", "the", "quick", "brown", "fox", "jumps", "over", "a", "dog"]
 
 
 def short(completions: list[str], **_: object) -> list[float]:
@@ -20,27 +17,13 @@ def short(completions: list[str], **_: object) -> list[float]:
 def losses(**options: object) -> tuple[list[float], list[torch.Tensor]]:
     """Return losses and weights after two steps; ``options`` are those of the callback, if any."""
     torch.manual_seed(0)
-    plain = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="a"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="a"
-    )
-    sizes = {"n_layer": 3, "n_embd": 64, "n_head": 2, "vocab_size": len(WORDS)}
-    # Trainers of policies draw no dropout masks.
-    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=1, eos_token_id=1))
+    model = gpt2()
     arguments = GRPOConfig(
-        "build/recipes",
+        **QUIET,
         max_steps=2,
         learning_rate=1e-3,
-        per_device_train_batch_size=4,
         num_generations=4,
         max_completion_length=8,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
         bf16=False,
         gradient_checkpointing=bool(options),
         gradient_checkpointing_kwargs=dict(options) if options else None,
@@ -50,7 +33,7 @@ def losses(**options: object) -> tuple[list[float], list[torch.Tensor]]:
         reward_funcs=short,
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": ["the quick brown fox"] * 16}),
-        processing_class=tokenizer,
+        processing_class=tokenizer(),
         callbacks=[FxckptCallback()] if options else [],
     )
     with fxckpt.record_regions() as regions:

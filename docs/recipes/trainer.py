@@ -2,29 +2,19 @@
 
 import torch
 from datasets import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from toy import QUIET, gpt2
+from transformers import Trainer, TrainingArguments
 
 import fxckpt
 from fxckpt.integrations.trainer import FxckptCallback
-
-SIZES = {"n_layer": 3, "n_embd": 64, "n_head": 2, "vocab_size": 100, "n_positions": 64}
 
 
 def losses(**options: object) -> list[float]:
     """Return the losses of four steps; ``options`` are those of the callback, if any."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**SIZES, bos_token_id=0, eos_token_id=0, use_cache=False))
-    tokens = torch.randint(0, 100, (16, 32)).tolist()
-    arguments = TrainingArguments(
-        "build/recipes",
-        max_steps=4,
-        per_device_train_batch_size=4,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
+    model = gpt2(use_cache=False)
+    tokens = torch.randint(0, 10, (16, 32)).tolist()
+    arguments = TrainingArguments(**QUIET, max_steps=4)
     trainer = Trainer(
         model=model,
         args=arguments,
