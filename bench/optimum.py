@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from tabulate import tabulate
 
-from fxckpt.solver.milp import optimum
+from fxckpt.solver.exact.milp import optimum
 from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.solver.search import PriceSearch
 

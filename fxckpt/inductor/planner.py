@@ -49,8 +49,8 @@ from fxckpt.planner.planner import (
 from fxckpt.plans.log import log_plan
 from fxckpt.plans.snapshot import GraphSnapshot
 from fxckpt.plans.types import Plan
+from fxckpt.solver.cuts.saved_limits import exceeded
 from fxckpt.solver.program import Program
-from fxckpt.solver.saved_limits import exceeded
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit
 from fxckpt.solver.search import Candidate, SearchResult
 from fxckpt.solver.simulate import simulate

@@ -126,7 +126,7 @@ class Plan:
     lower_bound_seconds: float
     """Lower bound on the recompute time of any plan within the budget.
 
-    See :mod:`fxckpt.solver.lower_bounds`.
+    See :mod:`fxckpt.solver.exact.lower_bounds`.
     """
     price: float
     """Shadow price of the budget: seconds that one more MiB saves, at most and at the margin.

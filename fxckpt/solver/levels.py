@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from fxckpt.solver.lower_bounds import Bound
+from fxckpt.solver.exact.lower_bounds import Bound
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import Schedule
 from fxckpt.solver.search import Candidate, PriceSearch, SearchResult, between, search_of

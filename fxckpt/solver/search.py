@@ -4,13 +4,13 @@ Multi-start local search on Lagrange multipliers. The peak constraint is dualize
 byte: one at the end of the forward, where all saved values are live, and a share of it at every
 stage. A few prices and shares around the price of the lower bound are cut at several numbers of
 stages. Cuts flip whole classes of identical layers at once, so the most promising schedules, over
-the budget or under it, are then repaired by single moves: :mod:`~fxckpt.solver.evict` lowers the
-peak until it fits, :mod:`~fxckpt.solver.retain` removes recomputes that the slack pays for. The
-best schedule is perturbed a few times: evicted to less than the budget and repaired. Small programs
-have random restarts too, and the smallest are solved exactly, by a dynamic program over sets of
-live values or by an integer program. The simulator evaluates every schedule. A program with limits
-on saved values is searched in parts, one for each choice of values within the limits
-(:mod:`~fxckpt.solver.saved_limits`). The search ends after a fixed number of steps and reads
+the budget or under it, are then repaired by single moves: :mod:`~fxckpt.solver.moves.evict` lowers
+the peak until it fits, :mod:`~fxckpt.solver.moves.retain` removes recomputes that the slack pays
+for. The best schedule is perturbed a few times: evicted to less than the budget and repaired. Small
+programs have random restarts too, and the smallest are solved exactly, by a dynamic program over
+sets of live values or by an integer program. The simulator evaluates every schedule. A program with
+limits on saved values is searched in parts, one for each choice of values within the limits
+(:mod:`~fxckpt.solver.cuts.saved_limits`). The search ends after a fixed number of steps and reads
 neither a clock nor true randomness, so that the same graph always has the same plan.
 """
 
@@ -26,18 +26,18 @@ from random import Random
 import numpy as np
 
 from fxckpt.errors import BudgetInfeasible
-from fxckpt.solver.dynamic_program import DynamicProgram
-from fxckpt.solver.evict import Evict
-from fxckpt.solver.heuristics import Heuristics
-from fxckpt.solver.lower_bounds import Bound, LowerBounds
-from fxckpt.solver.milp import Optimum, in_forward, optimum
+from fxckpt.solver.cuts.saved_limits import Choice, SavedLimits, exceeded
+from fxckpt.solver.cuts.staged_cut import Layout, StagedCut
+from fxckpt.solver.cuts.stages import StageBoundaries
+from fxckpt.solver.exact.dynamic_program import DynamicProgram
+from fxckpt.solver.exact.lower_bounds import Bound, LowerBounds
+from fxckpt.solver.exact.milp import Optimum, in_forward, optimum
+from fxckpt.solver.moves.evict import Evict
+from fxckpt.solver.moves.heuristics import Heuristics
+from fxckpt.solver.moves.retain import Retain
 from fxckpt.solver.program import Program
-from fxckpt.solver.retain import Retain
-from fxckpt.solver.saved_limits import Choice, SavedLimits, exceeded
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit, save_all, with_runs
 from fxckpt.solver.simulate import Simulation, simulate
-from fxckpt.solver.staged_cut import Layout, StagedCut
-from fxckpt.solver.stages import StageBoundaries
 from fxckpt.utils.progress import tick
 
 NEXT_BYTES = 100 * 2**20

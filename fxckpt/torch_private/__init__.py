@@ -19,17 +19,13 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 
-from fxckpt.torch_private.aot import (
-    boxed,
-    may_act_before_failing,
-    partitioner_tag,
-    split,
-    tag_side,
-    trace_joint,
-    untag_side,
-    written_after,
+from fxckpt.torch_private.autograd.compiled_backward import (
+    backward_node,
+    has_saved_values,
+    keeps_graph,
+    watch_backward,
 )
-from fxckpt.torch_private.autograd import (
+from fxckpt.torch_private.autograd.engine import (
     after_backward,
     at_engine_exit,
     below_autograd,
@@ -40,15 +36,30 @@ from fxckpt.torch_private.autograd import (
     let_autograd_own,
     surrounding_hooks,
 )
-from fxckpt.torch_private.compiled_backward import (
-    backward_node,
-    has_saved_values,
-    keeps_graph,
-    watch_backward,
+from fxckpt.torch_private.autograd.selective_checkpoint import (
+    REPLACED,
+    TAKES_HOOKS_OPTION,
+    Selective,
+    debug_override,
+    is_called_by_compiler,
+    modules_with,
+    policy_context,
+    policy_output,
+    selective_policy,
+    torch_checkpoint,
+    torch_selective_contexts,
 )
-from fxckpt.torch_private.cpp_build import cpp_command
-from fxckpt.torch_private.dispatcher import has_effect, holds_python, overloads_of
-from fxckpt.torch_private.dynamo import (
+from fxckpt.torch_private.capture.aot import (
+    boxed,
+    may_act_before_failing,
+    partitioner_tag,
+    split,
+    tag_side,
+    trace_joint,
+    untag_side,
+    written_after,
+)
+from fxckpt.torch_private.capture.dynamo import (
     CaptureDone,
     break_after,
     calling_line,
@@ -70,17 +81,14 @@ from fxckpt.torch_private.dynamo import (
     through_dynamo,
     tracing_lock,
 )
-from fxckpt.torch_private.export import guards_function, guards_module, guards_namespace
-from fxckpt.torch_private.gpu_ops import GpuAttention
-from fxckpt.torch_private.graph_modules import GRAPH_FIELDS, MODULE_FIELDS, M, with_code
-from fxckpt.torch_private.kept_graph import (
+from fxckpt.torch_private.capture.export import guards_function, guards_module, guards_namespace
+from fxckpt.torch_private.capture.graph_modules import GRAPH_FIELDS, MODULE_FIELDS, M, with_code
+from fxckpt.torch_private.capture.kept_graph import (
     KeptGraph,
     after_optimizers,
     is_in_a_forward,
 )
-from fxckpt.torch_private.name_op import NAME, name_op
-from fxckpt.torch_private.profiler import RECORD_FUNCTION, allocation_events
-from fxckpt.torch_private.region_budgets import (
+from fxckpt.torch_private.capture.region_budgets import (
     annotate,
     annotates,
     constant_in_graph,
@@ -90,21 +98,7 @@ from fxckpt.torch_private.region_budgets import (
     traced_nodes,
     without_torch_regions,
 )
-from fxckpt.torch_private.rng import default_generator, fake_rng_state, lower_rng
-from fxckpt.torch_private.selective_checkpoint import (
-    REPLACED,
-    TAKES_HOOKS_OPTION,
-    Selective,
-    debug_override,
-    is_called_by_compiler,
-    modules_with,
-    policy_context,
-    policy_output,
-    selective_policy,
-    torch_checkpoint,
-    torch_selective_contexts,
-)
-from fxckpt.torch_private.sizes import (
+from fxckpt.torch_private.capture.sizes import (
     BINDINGS,
     MOST,
     SymbolicSize,
@@ -121,7 +115,12 @@ from fxckpt.torch_private.sizes import (
     unbounded_sizes,
     upper_bound,
 )
-from fxckpt.torch_private.storages import (
+from fxckpt.torch_private.cpp_build import cpp_command
+from fxckpt.torch_private.ops.dispatcher import has_effect, holds_python, overloads_of
+from fxckpt.torch_private.ops.gpu_ops import GpuAttention
+from fxckpt.torch_private.ops.name_op import NAME, name_op
+from fxckpt.torch_private.ops.rng import default_generator, fake_rng_state, lower_rng
+from fxckpt.torch_private.ops.storages import (
     CUDA_BLOCK_BYTES,
     allocated_bytes,
     fake_like,
@@ -137,8 +136,9 @@ from fxckpt.torch_private.storages import (
     storage_id,
     storage_key,
 )
-from fxckpt.torch_private.streams import stream_of, unwrap_syncs, wrap_syncs
-from fxckpt.torch_private.switches import SWITCHES, kernel_switches
+from fxckpt.torch_private.ops.streams import stream_of, unwrap_syncs, wrap_syncs
+from fxckpt.torch_private.ops.switches import SWITCHES, kernel_switches
+from fxckpt.torch_private.profiler import RECORD_FUNCTION, allocation_events
 
 __all__ = [
     "BINDINGS",

@@ -1,8 +1,8 @@
 """Live intervals: the last use of each value, and the bytes that are live at each position.
 
-:mod:`fxckpt.solver.simulate` and :mod:`~fxckpt.solver.evict` have vectorized forms of their own, as
-the search runs them thousands of times; :mod:`fxckpt.passes.analysis.graph_memory` shares no code
-with them, as it checks them.
+:mod:`fxckpt.solver.simulate` and :mod:`~fxckpt.solver.moves.evict` have vectorized forms of their
+own, as the search runs them thousands of times; :mod:`fxckpt.passes.analysis.graph_memory` shares
+no code with them, as it checks them.
 """
 
 from __future__ import annotations

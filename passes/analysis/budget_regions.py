@@ -1,8 +1,8 @@
 """Budget regions: parts of a model with a budget of their own for what is saved of their values.
 
 Read from the annotations of ``fxckpt.budget`` and of torch's ``region_activation_memory_budget``
-(:mod:`fxckpt.torch_private.region_budgets`). The values of a region are those that its forward ops
-write, generator states included; forward outputs are held by the user and do not count.
+(:mod:`fxckpt.torch_private.capture.region_budgets`). The values of a region are those that its
+forward ops write, generator states included; forward outputs are held by the user and do not count.
 
 Leaves the graph alone.
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from fxckpt.solver.cuts.saved_limits import least_bytes, least_bytes_together
 from fxckpt.solver.program import Program, SavedLimit
-from fxckpt.solver.saved_limits import least_bytes, least_bytes_together
 from fxckpt.torch_private import region_keys
 
 LINE = "budget region "

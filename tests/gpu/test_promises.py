@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import fxckpt
 from fxckpt.costs import calibration
 from fxckpt.costs.measured import Records
+from tests.promises.test_random import DRAWS, Residual
 from tests.steps import FLOOR, UNCHECKPOINTED, differing, outcome, same_at_every_budget
-from tests.test_random import DRAWS, Residual
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from gpu_models import MODELS, Made

@@ -23,7 +23,7 @@ from fxckpt.costs.roofline import Roofline
 from fxckpt.planner.build_plan import build_plan
 from fxckpt.plans.snapshot import GraphSnapshot, NodeKind, NodeLabel
 from fxckpt.reports import html
-from fxckpt.solver.lower_bounds import Bound
+from fxckpt.solver.exact.lower_bounds import Bound
 from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.search import Candidate, SearchResult

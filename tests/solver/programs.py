@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from fxckpt.reason import Reason
+from fxckpt.solver.cuts.stages import StageBoundaries
 from fxckpt.solver.program import FORWARD_ONLY, IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.solver.schedule import Schedule, StageAssignment
 from fxckpt.solver.search import PriceSearch
-from fxckpt.solver.stages import StageBoundaries
 
 STATE_BYTES = 3
 QUICK_SEARCH = PriceSearch(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxckpt.solver.milp import in_forward, optimum
+from fxckpt.solver.exact.milp import in_forward, optimum
 from fxckpt.solver.program import Program
 from fxckpt.solver.search import PriceSearch
 from tests.solver.oracle import exhaustive

@@ -11,11 +11,11 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxckpt.solver.heuristics import Heuristics
+from fxckpt.solver.cuts.stages import StageBoundaries
+from fxckpt.solver.moves.heuristics import Heuristics
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.search import evenly_spaced
-from fxckpt.solver.stages import StageBoundaries
 from tests.solver.programs import QUICK_SEARCH, interpret, programs
 
 

@@ -18,10 +18,10 @@ from torch._inductor.codegen.wrapper import (
 from torch._inductor.scheduler import NopKernelSchedulerNode, OutputNode, SchedulerNode
 from torch._inductor.virtualized import V
 
+from fxckpt.torch_private.capture.sizes import greatest
 from fxckpt.torch_private.inductor.lowered import LoweredHalf
 from fxckpt.torch_private.inductor.options import Layout
-from fxckpt.torch_private.sizes import greatest
-from fxckpt.torch_private.storages import allocated_bytes
+from fxckpt.torch_private.ops.storages import allocated_bytes
 
 # Since torch 2.14 one class stands for cond and switch; its code differs only in names.
 Conditional: Any = ir.Switch if hasattr(ir, "Switch") else ir.Conditional

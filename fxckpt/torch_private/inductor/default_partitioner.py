@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from fxckpt.torch_private.region_budgets import without_torch_regions
+from fxckpt.torch_private.capture.region_budgets import without_torch_regions
 
 INDEXING = frozenset(
     (

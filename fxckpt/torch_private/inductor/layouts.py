@@ -11,8 +11,8 @@ from torch._inductor import inductor_prims
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from fxckpt.torch_private.capture.sizes import size_hint
 from fxckpt.torch_private.inductor.options import Layout
-from fxckpt.torch_private.sizes import size_hint
 
 
 def changes_layout(half: fx.GraphModule) -> bool:

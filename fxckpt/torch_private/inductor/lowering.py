@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxckpt.errors import FxckptError, PlanningFailed
-from fxckpt.torch_private.dynamo import outside_trace
+from fxckpt.torch_private.capture.dynamo import outside_trace
 from fxckpt.torch_private.inductor.cpp_outer_loops import whole_rows
 from fxckpt.torch_private.inductor.default_partitioner import copied
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder

@@ -15,8 +15,8 @@ from fxckpt.passes.transforms.recompute_checks import checksum, insert_checks
 from fxckpt.passes.transforms.rematerialize import rematerialize
 from tests.models.zoo import ENTRIES
 from tests.passes.graphs import chain, planned, text_of, traced
+from tests.promises.test_random import drawing, recompute_all
 from tests.steps import FLOOR, same_at_every_budget
-from tests.test_random import drawing, recompute_all
 
 
 @pytest.fixture

@@ -1,0 +1,180 @@
+"""Lower bounds on the peak and the time of any plan for the given order of ops, by flow duality.
+
+Peak: while an op runs, its operands, its results and the gradients of that moment are live, under
+any plan.
+
+Time: before any op of the backward, a plan within ``limit`` bytes holds at most the limit less the
+live gradients in forward values. Each value that the suffix of the backward from there needs is
+held then, or recomputed later, so that the plan's time is at least that of the suffix's one-stage
+cut; further copies do not help. With a Lagrange multiplier p per byte held, ``least(p) - p * room``
+bounds the time from below for every p (the Lagrangian dual). The bound is the greatest over p and
+over a few suffixes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+
+from fxckpt.solver.cuts.min_cut import Network, Unbounded
+from fxckpt.solver.cuts.staged_cut import infeasible, stage_cut
+from fxckpt.solver.program import FloatArray, IntArray, Program
+from fxckpt.solver.schedule import save_all
+from fxckpt.solver.simulate import backward_own_profile, simulate
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Lower bound on the extra time of a plan."""
+
+    seconds: float
+    price: float
+    """Lagrange multiplier of the bound, in seconds per byte."""
+
+
+@dataclass(frozen=True)
+class SuffixCut:
+    """One-stage cut of one suffix of the backward at one price."""
+
+    seconds: float
+    """Recompute time of the suffix."""
+    held: int
+    """Bytes of forward values held when the suffix begins."""
+    error: float
+    """Most by which rounding may raise ``seconds + price * held`` above the least."""
+
+
+@dataclass(frozen=True)
+class SuffixCuts:
+    """One-stage cuts of several suffixes of the backward, each at its own price, in one network."""
+
+    program: Program
+    positions: tuple[int, ...]
+    """First backward op of each suffix."""
+
+    @cached_property
+    def _cut(self) -> tuple[Network, IntArray, IntArray]:
+        """The network, and the ops and storages of its vertices."""
+        length, reach = len(self.program.backward), len(self.program.ops)
+        cuts = [
+            stage_cut(self.program, range(position, length), reach) for position in self.positions
+        ]
+        return (
+            Network.disjoint_union([problem for problem, _, _ in cuts]),
+            np.fromiter(chain.from_iterable(ops for _, ops, _ in cuts), np.int64),
+            np.fromiter(chain.from_iterable(values for _, _, values in cuts), np.int64),
+        )
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, float], SuffixCut]:
+        """Cuts by suffix and price; bisections for several limits begin at the same prices."""
+        return {}
+
+    def least(self, prices: Sequence[float]) -> list[SuffixCut]:
+        """Return the cut of least ``seconds + price * held`` of each suffix."""
+        if any(key not in self._known for key in enumerate(prices)):
+            self._known.update(zip(enumerate(prices), self._solve(np.asarray(prices)), strict=True))
+        return [self._known[key] for key in enumerate(prices)]
+
+    def _solve(self, prices: FloatArray) -> Iterator[SuffixCut]:
+        """Yield the least cut of each suffix at its price."""
+        tables = self.program.tables
+        network, ops, values = self._cut
+        # The first run of an op that only the backward depends on may be part of any step.
+        seconds = np.where(tables.is_either[ops], 0.0, tables.seconds[ops])
+        recompute_cost = np.where(tables.is_recomputable[ops], seconds, math.inf)
+        nbytes = np.where(tables.is_output[values], 0, tables.bytes[values])
+        # After the start, a value that must not be saved may be held: recomputed before.
+        may_keep = (
+            tables.is_savable[values]
+            | tables.is_output[values]
+            | (np.asarray(self.positions) > 0)[network.problem_of_value]
+        )
+        keep_cost = np.where(may_keep, nbytes * prices[network.problem_of_value], math.inf)
+        try:
+            kept, runs = network.solve(recompute_cost, keep_cost)
+        except Unbounded as error:
+            raise infeasible(self.program, int(values[error.value])) from error
+        for suffix, rounding in enumerate(
+            network.rounding_errors(recompute_cost, keep_cost).tolist()
+        ):
+            held = kept & (network.problem_of_value == suffix)
+            recomputed = runs & (network.problem_of_op == suffix)
+            yield SuffixCut(float(seconds[recomputed].sum()), int(nbytes[held].sum()), rounding)
+
+    def bound(self, rooms: Sequence[int], low: float, high: float, steps: int) -> Bound:
+        """Return the greatest bound at prices from ``low`` to ``high``.
+
+        ``rooms`` are the most bytes of forward values that each suffix may hold at its start.
+        """
+        best = [Bound(0.0, 0.0)] * len(rooms)
+        ends = [(low, high)] * len(rooms)
+        for _ in range(steps):
+            prices = [(a * b) ** 0.5 for a, b in ends]
+            for i, (price, cut) in enumerate(zip(prices, self.least(prices), strict=True)):
+                seconds = cut.seconds + price * (cut.held - rooms[i]) - cut.error
+                if seconds > best[i].seconds:
+                    best[i] = Bound(seconds, price)
+                ends[i] = (ends[i][0], price) if cut.held <= rooms[i] else (price, ends[i][1])
+        return max(best, key=lambda b: b.seconds)
+
+
+@dataclass(frozen=True)
+class LowerBounds:
+    """Lower bounds on the plans of one program."""
+
+    program: Program
+    low: float
+    """Least price in question, in seconds per byte."""
+    high: float
+    """Greatest price in question, in seconds per byte."""
+    steps: int = 12
+    """Number of bisections of the price."""
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Bytes that the peak of every plan reaches."""
+        program, tables = self.program, self.program.tables
+        outputs = int(tables.bytes[tables.is_output].sum())
+        nbytes = tables.bytes.tolist()
+        not_held = np.where(tables.is_output, 0, tables.bytes).tolist()
+        forward = [program.ops[o] for o in program.always_forward]
+        at_ops = [
+            sum([nbytes[s] for s in {*op.reads, *op.writes}]) + op.workspace_bytes for op in forward
+        ]
+        for own, op, reads in zip(self._own, program.backward, program.forward_reads, strict=True):
+            at_ops.append(own + outputs + sum([not_held[s] for s in reads]) + op.workspace_bytes)
+        return max(at_ops, default=0)
+
+    def seconds(self, limit: int) -> Bound:
+        """Return the bound on the extra time of any plan within ``limit`` bytes."""
+        outputs = int(self.program.tables.bytes[self.program.tables.is_output].sum())
+        rooms = [limit - outputs - self._own_before(position) for position in self._cuts.positions]
+        return self._cuts.bound(rooms, self.low, self.high, self.steps)
+
+    @cached_property
+    def _own(self) -> list[int]:
+        """Bytes of gradients live during each backward op."""
+        return backward_own_profile(self.program)
+
+    def _own_before(self, position: int) -> int:
+        """Return the bytes of gradients while op ``position`` runs; at 0 only the incoming ones."""
+        return self._own[position] if position else self.program.tangent_bytes
+
+    @cached_property
+    def _cuts(self) -> SuffixCuts:
+        """Cuts from the start, from the uncheckpointed peak and from the peak of the gradients."""
+        schedule = save_all(self.program)
+        simulation = simulate(self.program, schedule)
+        ops = np.arange(len(self._own))
+        at_ops = simulation.live[
+            simulation.forward_ops + ops + np.searchsorted(schedule.before, ops, side="right")
+        ]
+        return SuffixCuts(
+            self.program, tuple(sorted({0, int(at_ops.argmax()), int(np.argmax(self._own))}))
+        )
