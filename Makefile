@@ -56,7 +56,8 @@ sweep: $(VENV)/.test  ## what takes long: every op, every draw, and the property
 	$(BIN)/python -m pytest -m sweep --timeout 1800 tests
 	$(BIN)/python -m pytest --hypothesis-profile sweep --timeout 7200 tests/solver tests/passes tests/planner/test_dags.py
 
-# A machine with a GPU has its own torch, which stays as it is, and often no network: the packages that it lacks come from build/wheels.
+# A machine with a GPU has its own torch, which stays as it is, and often no network: the packages
+# that it lacks come from build/wheels.
 GPU_VENV := build/gpu-venv
 GPU_PACKAGES := scipy networkx tabulate tqdm platformdirs pytest pytest-timeout hypothesis 'setuptools>=77,<82'
 GPU_PYTHON ?= 3.12
@@ -74,7 +75,8 @@ gpu:  ## on a machine with a GPU: its tests, and bench/gpu.py; results in $$OUT 
 	$(PYTHON) bench/gpu_setup.py $(GPU_VENV) build/wheels $(GPU_PACKAGES)
 	$(GPU_VENV)/bin/python bench/gpu.py --tests --only '$(ONLY)' --seconds $(SECONDS) --out $(GPU_OUT)
 
-# FILES="test/test_autograd.py:checkpoint" and WAYS="checkpoint,floor" choose; ON_CPU=cuda runs that device's cases on the CPU.
+# FILES="test/test_autograd.py:checkpoint" and WAYS="checkpoint,floor" choose; ON_CPU=cuda runs that
+# device's cases on the CPU.
 torch-tests: $(VENV)/.test  ## torch's own tests, from a checkout in TORCH_SRC, with fxckpt in place of parts of torch
 	@test -n "$(TORCH_SRC)" || { echo "give a checkout of torch: make torch-tests TORCH_SRC=path/to/pytorch"; exit 1; }
 	$(BIN)/python -m tests.torch_suite $(TORCH_SRC) $(FILES) $(if $(WAYS),--ways $(WAYS)) $(if $(ON_CPU),--on-cpu $(ON_CPU))
@@ -96,7 +98,8 @@ docs: $(VENV)/.docs  ## build the documentation as a site in build/site
 	    | tar cf - -T - | tar xf - -C build/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# The lock file pins each version and the hash of what is fetched; the copies are committed, so that neither npm nor a network is needed to install.
+# The lock file pins each version and the hash of what is fetched; the copies are committed, so that
+# neither npm nor a network is needed to install.
 web:  ## fetch the libraries of the HTML page again (needs npm)
 	rm -rf build/web && mkdir -p build/web fxckpt/reports/web/vendor
 	cp fxckpt/reports/web/package.json fxckpt/reports/web/package-lock.json build/web

@@ -29,8 +29,8 @@ from fxckpt.errors import BudgetInfeasible
 from fxckpt.passes.graphs import Joint
 from fxckpt.planner.capture import capture_joint
 from fxckpt.planner.pipeline import prepare
+from fxckpt.planner.planned_device import planned_device
 from fxckpt.planner.planner import Planner
-from fxckpt.planner.target import target_of
 
 MODELS: dict[str, Callable[..., real_sizes.Made]] = {
     "llama_8b": real_sizes.llama_8b,
@@ -62,7 +62,7 @@ class Row:
 def capture(made: real_sizes.Made, device: str) -> Joint:
     """Return the normalized joint graph of a model on a device that is not here."""
     model, inputs = made
-    joint = capture_joint(model, (), inputs, target_of(device, is_on_meta=True))
+    joint = capture_joint(model, (), inputs, planned_device(device, is_on_meta=True))
     prepare(joint)
     return joint
 

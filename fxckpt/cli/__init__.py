@@ -25,7 +25,7 @@ from fxckpt._interrupts import INTERRUPTED
 from fxckpt.cli.arguments import USAGE, parse
 from fxckpt.cli.factory import (
     POLICY_FORM,
-    Target,
+    ModelCall,
     TargetError,
     load_attribute,
     load_factory,
@@ -169,7 +169,7 @@ def _writing(path: Path) -> Iterator[None]:
         raise InvalidOption(f"cannot write {str(path)!r}: {error.strerror or error}") from error
 
 
-def _load(options: argparse.Namespace) -> tuple[Target, Any]:
+def _load(options: argparse.Namespace) -> tuple[ModelCall, Any]:
     """Return the target and the policy of a command."""
     with _stdout_to_stderr():
         target = load_target(options.target)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fxckpt.backend import Backend, InnerCompiler
 from fxckpt.budgets import Budget, format_bytes
-from fxckpt.cli.factory import Target
+from fxckpt.cli.factory import ModelCall
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import BudgetInfeasible, CaptureError, InvalidOption
 from fxckpt.measure import measure_peak
@@ -43,7 +43,7 @@ class Run:
 
 
 def compare(
-    target: Target,
+    target: ModelCall,
     budgets: Sequence[Budget],
     *,
     steps: int,
@@ -139,7 +139,7 @@ def _least(error: BudgetInfeasible) -> str:
     return f"infeasible: the least is {format_bytes(error.floor_bytes)}"
 
 
-def _leaves(target: Target) -> list[torch.Tensor]:
+def _leaves(target: ModelCall) -> list[torch.Tensor]:
     """Return the parameters and inputs that require a gradient or are on the meta device."""
     model = target.model
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
@@ -151,7 +151,7 @@ def _leaves(target: Target) -> list[torch.Tensor]:
     return [t for t in (*parameters, *inputs) if t.requires_grad or t.is_meta]
 
 
-def _step(target: Target, call: Callable[..., Any]) -> None:
+def _step(target: ModelCall, call: Callable[..., Any]) -> None:
     """Run the forward and the backward of the sum of all outputs that require a gradient."""
     outputs = [
         leaf
@@ -173,7 +173,7 @@ def _clear(leaves: Sequence[torch.Tensor]) -> None:
         leaf.grad = None
 
 
-def _seconds(target: Target, call: Callable[..., Any], leaves: Sequence[torch.Tensor]) -> float:
+def _seconds(target: ModelCall, call: Callable[..., Any], leaves: Sequence[torch.Tensor]) -> float:
     """Run one step with seed 0 and return its time; the gradients stay on the leaves."""
     _clear(leaves)
     torch.manual_seed(0)

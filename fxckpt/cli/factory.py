@@ -40,7 +40,7 @@ class TargetError(FxckptError):
 
 
 @dataclass(frozen=True)
-class Target:
+class ModelCall:
     """A model or function and the arguments of its call."""
 
     model: Callable[..., Any]
@@ -48,7 +48,7 @@ class Target:
     kwargs: Mapping[str, Any]
 
 
-def load_target(text: str) -> Target:
+def load_target(text: str) -> ModelCall:
     """Import ``MODULE:FACTORY``, call the factory and return its model and inputs.
 
     Raises :class:`TargetError` if any of this fails.
@@ -95,7 +95,7 @@ def load_factory(text: str, name: str) -> Callable[[int], tuple[Callable[..., An
     return make
 
 
-def _made(text: str, factory: Callable[..., Any], **given: int) -> Target:
+def _made(text: str, factory: Callable[..., Any], **given: int) -> ModelCall:
     """Call a factory, and return the model and inputs that it made."""
     try:
         result = factory(**given)
@@ -193,20 +193,20 @@ def _parameters(factory: Callable[..., Any]) -> list[inspect.Parameter]:
         return []
 
 
-def _parse_result(text: str, result: Any) -> Target:
+def _parse_result(text: str, result: Any) -> ModelCall:
     """Return the target that a factory returned: (model, inputs) or (model, args, kwargs)."""
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not callable(result[0]):
         raise TargetError(f"{text!r} returned {_type_text(result)}. {FORM}")
     model, inputs = result[0], result[1]
     if isinstance(inputs, Mapping):
-        return Target(model, (), dict(inputs))
+        return ModelCall(model, (), dict(inputs))
     kwargs = result[2] if len(result) == 3 else {}
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     for value, expected in ((inputs, (tuple, list)), (kwargs, Mapping)):
         if not isinstance(value, expected):
             raise TargetError(f"{text!r} returned inputs that are {_type_text(value)}. {FORM}")
-    return Target(model, tuple(inputs), dict(kwargs))
+    return ModelCall(model, tuple(inputs), dict(kwargs))
 
 
 def _type_text(value: Any) -> str:

@@ -31,9 +31,9 @@ from fxckpt.eager.tape import (
     TensorVersion,
     Unpack,
     base_of,
-    flatten,
     paths,
     slice_of,
+    tensors_in,
 )
 from fxckpt.errors import CheckpointError
 from fxckpt.ops.traits import Opacity, Traits, traits_of
@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(out, Tensor):
             versions = [self._made(out, call, TRANSPARENT)]
         else:
-            versions = [self._made(t, call, TRANSPARENT) for t in flatten(out)]
+            versions = [self._made(t, call, TRANSPARENT) for t in tensors_in(out)]
         call.outputs = tuple([weakref.ref(version) for version in versions])
         if self._keep is not None or self._locate is not None:
             self._ask(call, versions, args, {}, out)
@@ -210,13 +210,13 @@ class Recorder(TorchDispatchMode):
                 opacity = _opacity_after(storage, is_whole=is_whole and covers)
                 self._after_write(storage, call, Opacity.OPAQUE if never_twice else opacity)
         opacity = Opacity.OPAQUE if never_twice else known.opacity
-        versions = [self._made(t, call, opacity) for t in flatten(out)]
+        versions = [self._made(t, call, opacity) for t in tensors_in(out)]
         call.outputs = tuple([weakref.ref(version) for version in versions])
         if known.fills is not None:
             self._move_handles(call, args[known.fills])
         if not isinstance(op, OpOverload):
             # The writes of a higher-order op are unknown.
-            for tensor in flatten([*args, *kwargs.values()]):
+            for tensor in tensors_in([*args, *kwargs.values()]):
                 self._storages[storage_key(tensor)].opacity = Opacity.OPAQUE
         if self._keep is not None or self._locate is not None:
             self._ask(call, versions, args, kwargs, out)
@@ -260,7 +260,7 @@ class Recorder(TorchDispatchMode):
         """Ask ``keep`` for the results of a call, and ``locate`` for its line and module."""
         self.calls.append(call)
         if self._locate is not None:
-            first = next(flatten(out), None)
+            first = next(tensors_in(out), None)
             call.detail = Detail(
                 *self._locate(),
                 tuple(paths(out)),
@@ -275,7 +275,7 @@ class Recorder(TorchDispatchMode):
             for storage in self._storages.values()
         ):
             return  # the storage is shared with code outside; the snapshot restores it
-        for i, (version, tensor) in enumerate(zip(versions, flatten(out), strict=True)):
+        for i, (version, tensor) in enumerate(zip(versions, tensors_in(out), strict=True)):
             if (where if isinstance(where, Kept) else i in where) and version.kept is None:
                 self._hold(version, tensor)
                 version.is_chosen = True
@@ -524,8 +524,8 @@ def _written(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], where: int | str
 ) -> Iterator[Tensor]:
     if isinstance(where, str):
-        return flatten(kwargs.get(where))
-    return flatten(args[where]) if where < len(args) else iter(())
+        return tensors_in(kwargs.get(where))
+    return tensors_in(args[where]) if where < len(args) else iter(())
 
 
 def _is_whole(tensor: Tensor) -> bool:
@@ -551,13 +551,13 @@ def _generator(known: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     device = kwargs.get("device")
     if device is None:
         device = next(
-            (t.device for t in flatten(list(args) + list(kwargs.values()))),
+            (t.device for t in tensors_in(list(args) + list(kwargs.values()))),
             torch.get_default_device(),
         )
-    return default_generator(torch.device(device))
+    return generator_of(torch.device(device))
 
 
-def default_generator(device: torch.device) -> torch.Generator:
+def generator_of(device: torch.device) -> torch.Generator:
     """Return a device's default generator; raise :class:`CheckpointError` if it has none."""
     if device.type in ("cpu", "meta"):
         return torch.default_generator

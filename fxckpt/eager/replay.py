@@ -24,8 +24,8 @@ from fxckpt.eager.tape import (
     Snapshot,
     Tape,
     TensorVersion,
-    flatten,
     slice_of,
+    tensors_in,
 )
 from fxckpt.errors import CheckpointError
 from fxckpt.torch_private import (
@@ -227,7 +227,7 @@ def _run_call(call: Call, tensor_of: Callable[[TensorVersion], Tensor]) -> tuple
         raise CheckpointError(
             f"{error}\nIt is read by {call.op}{where}, which the backward recomputes."
         ) from error
-    results = tuple(flatten(call.op(*args, **kwargs)))
+    results = tuple(tensors_in(call.op(*args, **kwargs)))
     if len(results) != len(call.outputs):
         raise CheckpointError(
             f"{call.op} returned {len(call.outputs)} tensors in the forward and {len(results)} "

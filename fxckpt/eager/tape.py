@@ -340,17 +340,17 @@ def slice_of(
     return needed, seen.keys()
 
 
-def flatten(out: Any) -> Iterator[Tensor]:
+def tensors_in(out: Any) -> Iterator[Tensor]:
     """Yield the tensors among an op's arguments or results, in order."""
     if isinstance(out, Tensor):
         yield out
     elif isinstance(out, (tuple, list)):
         for item in out:
-            yield from flatten(item)
+            yield from tensors_in(item)
 
 
 def paths(out: Any, at: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Yield the path of each tensor that :func:`flatten` yields."""
+    """Yield the path of each tensor that :func:`tensors_in` yields."""
     if isinstance(out, Tensor):
         yield at
     elif isinstance(out, (tuple, list)):

@@ -25,7 +25,7 @@ from fxckpt.passes.analysis.placement import graph_outputs, is_held_by_caller, t
 from fxckpt.passes.meta import RECOMPUTE_OF
 from fxckpt.solver.program import IntArray, Program
 from fxckpt.torch_private import size_hint, storage_id
-from fxckpt.torch_private.inductor.layouts import is_convolution, laid_out, may_donate
+from fxckpt.torch_private.inductor.layouts import is_convolution, may_donate, with_layouts
 from fxckpt.torch_private.inductor.lowered import LoweredHalf
 from fxckpt.utils.intervals import last_uses, live_bytes
 
@@ -110,7 +110,7 @@ def backward_bytes(
     return own + held.bytes(inputs_of_step)
 
 
-def calibrate(
+def with_lowered_workspace(
     facts: Facts, lowered: LoweredHalf, backward: fx.GraphModule, workspace: Workspace
 ) -> Program:
     """Return the program with the workspace of its backward ops taken from a lowered backward.
@@ -296,7 +296,7 @@ def _extern_workspace(
     """
     nodes = {node.name: node for node in graph.graph.nodes}
     calls = {
-        i: laid_out(nodes[name], layouts)
+        i: with_layouts(nodes[name], layouts)
         for i, (name, layouts) in half.operands.items()
         if name in nodes
     }

@@ -26,10 +26,10 @@ from fxckpt.inductor.autotune import CompileHalf, step_seconds, unsafe_op
 from fxckpt.inductor.memory import (
     Lower,
     backward_bytes,
-    calibrate,
     forward_bytes,
     lower_backward,
     optimistic_program,
+    with_lowered_workspace,
 )
 from fxckpt.inductor.plan_cache import PlanCache, key_of
 from fxckpt.passes.analysis.graph_snapshot import snapshot_of
@@ -547,7 +547,7 @@ class _LoweringSearch:
         lowered_backward = lower_backward(
             forward, backward, lower, num_fwd_outputs=num_fwd_outputs, lowered_forward=lowered
         )
-        program = calibrate(facts, lowered_backward, backward, workspace)
+        program = with_lowered_workspace(facts, lowered_backward, backward, workspace)
 
         def backward_peak() -> tuple[int, bool]:
             keeping, freeing = (

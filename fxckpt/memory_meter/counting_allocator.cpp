@@ -184,7 +184,8 @@ class CountingAllocator final : public c10::Allocator {
     return block.compare_exchange_deleter(delete_, &release);
   }
 
-  // oneDNN returns raw blocks to whichever allocator is set: one that is unknown is older than this.
+  // oneDNN returns raw blocks to whichever allocator is set: one that is unknown is older than
+  // this.
   static void release(void* block) {
     if (block == nullptr) {
       return;

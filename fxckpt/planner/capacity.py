@@ -23,7 +23,7 @@ from fxckpt.costs.models import CostModel
 from fxckpt.errors import BudgetInfeasible, InvalidBudget, InvalidOption
 from fxckpt.optimizer_state import state_bytes
 from fxckpt.planner.capture import is_on_meta, plan
-from fxckpt.planner.target import Target, target_of
+from fxckpt.planner.planned_device import PlannedDevice, planned_device
 from fxckpt.plans.types import Plan
 from fxckpt.torch_private import allocated_bytes, storage_id
 from fxckpt.utils.progress import progress
@@ -326,7 +326,7 @@ def _resident(
     parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
     buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
     trained = [p for p in parameters if p.requires_grad]
-    target = target_of(device, is_on_meta=is_on_meta(model, *inputs))
+    target = planned_device(device, is_on_meta=is_on_meta(model, *inputs))
     seen: set[int] = set()
     return Resident(
         _held_bytes(parameters, seen, target),
@@ -339,7 +339,7 @@ def _resident(
     )
 
 
-def _held_bytes(values: Iterable[Tensor], seen: set[int], target: Target) -> int:
+def _held_bytes(values: Iterable[Tensor], seen: set[int], target: PlannedDevice) -> int:
     """Return the bytes of the storages of tensors, each counted once."""
     total = 0
     for value in values:
@@ -349,7 +349,7 @@ def _held_bytes(values: Iterable[Tensor], seen: set[int], target: Target) -> int
     return total
 
 
-def _taken(nbytes: int, target: Target) -> int:
+def _taken(nbytes: int, target: PlannedDevice) -> int:
     return allocated_bytes(nbytes, target.place.type if target.place is not None else "cpu")
 
 
@@ -368,7 +368,7 @@ def _optimizer_bytes(trained: list[nn.Parameter], make: MakeOptimizer | None) ->
 def _memory_bytes(memory: int | str | None, device: str | torch.device | None) -> int:
     """Return the memory in bytes."""
     if memory is None:
-        named = target_of(device, is_on_meta=True).named if device is not None else None
+        named = planned_device(device, is_on_meta=True).named if device is not None else None
         if named is None:
             raise InvalidOption(
                 "memory=None is the memory of a named device, and none was named. "
@@ -377,7 +377,7 @@ def _memory_bytes(memory: int | str | None, device: str | torch.device | None) -
         return named.memory_bytes
     parsed = budgets.parse(memory)
     if parsed == "auto":
-        place = target_of(device, is_on_meta=False).place or torch.device("cpu")
+        place = planned_device(device, is_on_meta=False).place or torch.device("cpu")
         return budgets.free_bytes(place)
     if not isinstance(parsed, int):
         raise InvalidBudget(

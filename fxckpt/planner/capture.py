@@ -23,8 +23,8 @@ from fxckpt.passes.graphs import Joint
 from fxckpt.passes.meta import DEVICE, MODEL
 from fxckpt.passes.transforms.place import place
 from fxckpt.planner.pipeline import prepare
+from fxckpt.planner.planned_device import PlannedDevice, planned_device
 from fxckpt.planner.planner import planner_of
-from fxckpt.planner.target import Target, target_of
 from fxckpt.plans.types import Plan
 from fxckpt.torch_private import (
     GpuAttention,
@@ -35,7 +35,7 @@ from fxckpt.torch_private import (
 )
 from fxckpt.utils.progress import searching
 
-HERE = Target()
+HERE = PlannedDevice()
 """The device that a model is on, or this machine's accelerator."""
 
 
@@ -43,7 +43,7 @@ def capture_joint(
     model_or_fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    target: Target = HERE,
+    target: PlannedDevice = HERE,
 ) -> Joint:
     """Return the joint graph of ``model_or_fn(*args, **kwargs)``; nothing is executed.
 
@@ -147,7 +147,7 @@ def plan(
     """
     # A model on the meta device may be far too large for this machine: its kernels are not run.
     on_meta = is_on_meta(model_or_fn, args, kwargs)
-    target = target_of(device, is_on_meta=on_meta)
+    target = planned_device(device, is_on_meta=on_meta)
     planner = planner_of(
         budgets.within(budget, max_slowdown),
         policy,

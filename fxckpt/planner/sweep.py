@@ -16,8 +16,8 @@ from fxckpt.errors import InvalidOption
 from fxckpt.planner.build_plan import build_plan
 from fxckpt.planner.capture import capture_joint, is_on_meta
 from fxckpt.planner.pipeline import prepare
+from fxckpt.planner.planned_device import planned_device
 from fxckpt.planner.planner import Planner
-from fxckpt.planner.target import target_of
 from fxckpt.plans.log import log_frontier
 from fxckpt.plans.types import Plan, snapshot_of_plan
 from fxckpt.policies import as_policy
@@ -69,7 +69,7 @@ def frontier(
     for budget in () if isinstance(points, int) else points:
         validate(budget)
     on_meta = is_on_meta(model_or_fn, args, kwargs)
-    target = target_of(device, is_on_meta=on_meta)
+    target = planned_device(device, is_on_meta=on_meta)
     planner = Planner(
         None,
         as_policy(policy),

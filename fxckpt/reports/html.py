@@ -26,7 +26,7 @@ from fxckpt.reports.explanation import explain
 from fxckpt.reports.narrate import Narrator
 from fxckpt.reports.plots import HOLDER_STYLES
 from fxckpt.reports.timeline import uncheckpointed_profile
-from fxckpt.solver.live_intervals import NO_STORAGE, Holder, live_intervals, moments
+from fxckpt.solver.live_intervals import NO_STORAGE, Holder, live_intervals, op_runs
 from fxckpt.utils.units import format_seconds, format_shape
 
 HOLDERS = tuple(Holder)
@@ -168,7 +168,7 @@ def _round(seconds: float) -> float:
 def _plan_data(step: GraphSnapshot, plan: Plan) -> dict[str, Any]:
     """Return the figures, decisions and live intervals of one plan."""
     program, schedule = step.program, schedule_of(plan)
-    order, intervals = moments(program, schedule), live_intervals(program, schedule)
+    order, intervals = op_runs(program, schedule), live_intervals(program, schedule)
     position = {label.name: i for i, label in enumerate(step.labels)}
     narrator = Narrator(plan)
     budget = (

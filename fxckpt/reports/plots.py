@@ -161,7 +161,7 @@ def _draw_phases(axes: Axes, split: float) -> None:
         )
 
 
-def frontier(
+def draw_frontier(
     curve: Frontier,
     ax: Axes | None = None,
     *,

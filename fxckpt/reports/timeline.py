@@ -14,10 +14,10 @@ from fxckpt.solver.live_intervals import (
     NO_STORAGE,
     Holder,
     LiveInterval,
-    Moment,
+    OpRun,
     aligned,
     live_intervals,
-    moments,
+    op_runs,
     stacked,
 )
 from fxckpt.solver.program import Program
@@ -146,7 +146,7 @@ def timeline(plan: Plan) -> Timeline:
     """
     step = snapshot_of_plan(plan)
     program, schedule = step.program, schedule_of(plan)
-    order = moments(program, schedule)
+    order = op_runs(program, schedule)
     uncheckpointed = uncheckpointed_profile(program, order)
     ticks = tuple(
         _tick(step, moment, live, live_uncheckpointed)
@@ -158,13 +158,13 @@ def timeline(plan: Plan) -> Timeline:
     return Timeline(ticks, held, plan.forward_ops, plan.budget_bytes)
 
 
-def uncheckpointed_profile(program: Program, order: Sequence[Moment]) -> list[int]:
+def uncheckpointed_profile(program: Program, order: Sequence[OpRun]) -> list[int]:
     """Return the live bytes of the uncheckpointed step, aligned with the ops of a plan."""
     baseline = save_all(program)
-    return aligned(order, moments(program, baseline), simulate(program, baseline).profile)
+    return aligned(order, op_runs(program, baseline), simulate(program, baseline).profile)
 
 
-def _tick(step: GraphSnapshot, moment: Moment, live: int, live_uncheckpointed: int) -> Tick:
+def _tick(step: GraphSnapshot, moment: OpRun, live: int, live_uncheckpointed: int) -> Tick:
     phase = "forward" if moment.is_forward else ("recompute" if moment.is_recompute else "backward")
     label = step.by_name.get(moment.op.name)
     module = label.module if label else ""

@@ -114,7 +114,7 @@ class Frontier:
 
         if chosen is not None:
             self._check_same_graph(chosen, "plot")
-        return plots.frontier(self, ax, chosen=chosen, peers=peers)
+        return plots.draw_frontier(self, ax, chosen=chosen, peers=peers)
 
     def to_html(
         self, path: str | Path, *, chosen: Plan | None = None, title: str | None = None

@@ -208,7 +208,7 @@ class GraphRunner(Runner):
     ) -> _Compiled:
         assert isinstance(self.source, fx.GraphModule)
         refuse_flat_weights(self.source)
-        call = _FlatCall(without_regions(self.source), tuple(names), tuple(leaves), spec)
+        call = _FlatCall(with_inlined_regions(self.source), tuple(names), tuple(leaves), spec)
         with torch.enable_grad():
             return _Compiled(self.recorder(_graph_of(call, tensors), list(tensors)), call.rebuild)
 
@@ -282,7 +282,7 @@ def refuse_flat_weights(source: nn.Module) -> None:
             )
 
 
-def without_regions(source: fx.GraphModule) -> fx.GraphModule:
+def with_inlined_regions(source: fx.GraphModule) -> fx.GraphModule:
     """Return a graph with its ``nested_compile_region`` calls inlined; itself if it has none."""
     if not any("invoke_subgraph" in str(node.target) for node in source.graph.nodes):
         return source

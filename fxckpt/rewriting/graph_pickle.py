@@ -75,7 +75,7 @@ class Packed:
     """Whether ``train`` and ``eval`` raise, as those of exported graphs do."""
 
 
-def pack(module: nn.Module) -> nn.Module | Packed | Guards:
+def pack_module(module: nn.Module) -> nn.Module | Packed | Guards:
     """Return a graph module or an export's guards as data, and any other module unchanged."""
     if not isinstance(module, fx.GraphModule):
         return guards_of(module) or module
@@ -94,13 +94,13 @@ def pack(module: nn.Module) -> nn.Module | Packed | Guards:
             for name, value in held.items()
             if name not in (*GRAPH_FIELDS, *MODES, "_modules")
         },
-        {name: child and pack(child) for name, child in module._modules.items()},
+        {name: child and pack_module(child) for name, child in module._modules.items()},
         all(name in held for name in MODES),
     )
 
 
-def unpack(packed: nn.Module | Packed | Guards) -> nn.Module:
-    """Return the module from :func:`pack`'s data.
+def unpack_module(packed: nn.Module | Packed | Guards) -> nn.Module:
+    """Return the module from :func:`pack_module`'s data.
 
     Raises :class:`CaptureError` for input checks made by another version of Python.
     """
@@ -111,7 +111,7 @@ def unpack(packed: nn.Module | Packed | Guards) -> nn.Module:
     root = nn.Module()
     root.__dict__.update(packed.attributes)
     for name, child in packed.children.items():
-        root.add_module(name, child and unpack(child))
+        root.add_module(name, child and unpack_module(child))
     graph = fx.Graph()
     if packed.codegen is not None:
         graph.set_codegen(packed.codegen)

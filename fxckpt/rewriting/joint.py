@@ -15,7 +15,7 @@ from fxckpt.passes.graphs import Joint
 from fxckpt.planner.pipeline import Emission, emit_halves, prepare
 from fxckpt.planner.planner import planner_of
 from fxckpt.plans.types import Plan
-from fxckpt.rewriting.graph_pickle import Packed, pack, unpack
+from fxckpt.rewriting.graph_pickle import Packed, pack_module, unpack_module
 
 PLAN, FORWARD, BACKWARD, SOURCE = (
     "fxckpt_plan",
@@ -68,19 +68,19 @@ class RewrittenJoint(fx.GraphModule):
         return (
             _unpickled,
             (
-                pack(self),
+                pack_module(self),
                 self.plan,
-                *map(pack, (self.forward_graph, self.backward_graph, self.source)),
+                *map(pack_module, (self.forward_graph, self.backward_graph, self.source)),
             ),
         )
 
 
 def _unpickled(joint: Packed, plan: Plan, *others: Packed) -> RewrittenJoint:
-    plain = unpack(joint)
+    plain = unpack_module(joint)
     assert isinstance(plain, fx.GraphModule)
     made = RewrittenJoint(plain, plain.graph)
     made.meta |= dict(
-        zip((PLAN, FORWARD, BACKWARD, SOURCE), (plan, *map(unpack, others)), strict=True)
+        zip((PLAN, FORWARD, BACKWARD, SOURCE), (plan, *map(unpack_module, others)), strict=True)
     )
     return made
 

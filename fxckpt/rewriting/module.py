@@ -16,7 +16,7 @@ from fxckpt.errors import CaptureError
 from fxckpt.plans.types import Plan
 from fxckpt.rewriting.execution import DynamoRunner, GraphRunner, Halves, RecordingBackend, Runner
 from fxckpt.rewriting.export_guards import Guards
-from fxckpt.rewriting.graph_pickle import Packed, pack, unpack
+from fxckpt.rewriting.graph_pickle import Packed, pack_module, unpack_module
 from fxckpt.torch_private import (
     GRAPH_FIELDS,
     is_jit_traced,
@@ -154,13 +154,13 @@ class Rewritten(fx.GraphModule):
         return Rewritten(StepModule(copy.copy(self.source), self._step.options, self.plans))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_unpickled, (pack(self.source), self._step.options, self.plans))
+        return (_unpickled, (pack_module(self.source), self._step.options, self.plans))
 
 
 def _unpickled(
     source: nn.Module | Packed | Guards, options: tuple[Any, ...], known: Sequence[Plan]
 ) -> Rewritten:
-    return Rewritten(StepModule(unpack(source), options, known))
+    return Rewritten(StepModule(unpack_module(source), options, known))
 
 
 def _class_of(source: nn.Module) -> type[nn.Module]:

@@ -43,7 +43,7 @@ class LiveInterval(NamedTuple):
     bytes: int
 
 
-class Moment(NamedTuple):
+class OpRun(NamedTuple):
     """One position of the profile: an op that runs."""
 
     op: Op
@@ -53,16 +53,16 @@ class Moment(NamedTuple):
     """Whether the op is a forward op that the backward runs."""
 
 
-def moments(program: Program, schedule: Schedule) -> list[Moment]:
+def op_runs(program: Program, schedule: Schedule) -> list[OpRun]:
     """Return the ops of a schedule in the order of its profile."""
-    found = [Moment(program.ops[o], True, False) for o in forward_ops(program, schedule.saved)]
+    found = [OpRun(program.ops[o], True, False) for o in forward_ops(program, schedule.saved)]
     runs = list(zip(schedule.runs, schedule.before, strict=True))
     at = 0
     for j, op in enumerate(program.backward):
         while at < len(runs) and runs[at][1] == j:
-            found.append(Moment(program.ops[runs[at][0]], False, True))
+            found.append(OpRun(program.ops[runs[at][0]], False, True))
             at += 1
-        found.append(Moment(op, False, False))
+        found.append(OpRun(op, False, False))
     return found
 
 
@@ -71,7 +71,7 @@ def live_intervals(program: Program, schedule: Schedule) -> list[LiveInterval]:
 
     They add up to the profile of :func:`~fxckpt.solver.simulate.simulate`.
     """
-    order = moments(program, schedule)
+    order = op_runs(program, schedule)
     saved = set(schedule.saved)
     backward_at = sum(moment.is_forward for moment in order)
     last = len(order) - 1
@@ -141,8 +141,8 @@ def stacked(intervals: Iterable[LiveInterval], length: int) -> dict[Holder, list
     return {holder: live_bytes(of, length).tolist() for holder, of in found.items()}
 
 
-def aligned(order: Sequence[Moment], other: Sequence[Moment], profile: Sequence[int]) -> list[int]:
-    """Return the profile of the moments ``other`` at the moments ``order``.
+def aligned(order: Sequence[OpRun], other: Sequence[OpRun], profile: Sequence[int]) -> list[int]:
+    """Return the profile of the op_runs ``other`` at the op_runs ``order``.
 
     Each op in common has the most bytes since the one before, each other op those of the next in
     common.
@@ -159,7 +159,7 @@ def aligned(order: Sequence[Moment], other: Sequence[Moment], profile: Sequence[
     return list(reversed(list(_filled(reversed(order), bytes_at))))
 
 
-def _filled(order: Iterable[Moment], bytes_at: dict[str, int]) -> Iterator[int]:
+def _filled(order: Iterable[OpRun], bytes_at: dict[str, int]) -> Iterator[int]:
     """Yield the bytes at each moment, or those of the latest op that has any."""
     latest = 0
     for moment in order:

@@ -26,7 +26,7 @@ from random import Random
 import numpy as np
 
 from fxckpt.errors import BudgetInfeasible
-from fxckpt.solver.cuts.saved_limits import Choice, SavedLimits, exceeded
+from fxckpt.solver.cuts.saved_limits import SavedChoice, SavedLimits, exceeded
 from fxckpt.solver.cuts.staged_cut import Layout, StagedCut
 from fxckpt.solver.cuts.stages import StageBoundaries
 from fxckpt.solver.exact.dynamic_program import DynamicProgram
@@ -556,7 +556,7 @@ class _LimitedSearch(Search):
             self.prices[price] = allowed.prices
             self._add(allowed.choice)
 
-    def _add(self, choice: Choice) -> None:
+    def _add(self, choice: SavedChoice) -> None:
         """Add the part of a choice, with what else its recomputes leave room for."""
         candidate = self.evaluate(choice.schedule(self.program))
         if candidate in self.legal:
@@ -659,7 +659,7 @@ def search_of(options: PriceSearch, program: Program) -> Search:
     return (_LimitedSearch if can_exceed else Search)(options, program)
 
 
-def infeasible_together(program: Program, fewest: Choice) -> BudgetInfeasible:
+def infeasible_together(program: Program, fewest: SavedChoice) -> BudgetInfeasible:
     """Return the error for limits that no plan was found to keep, with the fewest bytes found."""
     saved = np.flatnonzero(fewest.saved).tolist()
     over = exceeded(program, saved) or program.limits

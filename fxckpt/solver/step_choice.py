@@ -1,4 +1,4 @@
-"""Choice of a level for every call of a step, so that the step's peak fits a budget.
+"""LevelChoice of a level for every call of a step, so that the step's peak fits a budget.
 
 A step is a sequence of moments. At each, the calls in flight hold their saved values, at most one
 call runs and works with more, and other bytes are allocated outside of all graphs. The peak is the
@@ -121,7 +121,7 @@ class StepTables:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LevelChoice:
     """A level for every call of a step."""
 
     levels: tuple[int, ...]
@@ -131,20 +131,20 @@ class Choice:
     """Sum of the calls' extra seconds."""
 
 
-def choice_of(step: StepProgram, levels: Sequence[int]) -> Choice:
+def choice_of(step: StepProgram, levels: Sequence[int]) -> LevelChoice:
     """Return the choice of these levels, with its peak and its time."""
     tables = step.tables
     # The rows of the tables are padded with the last level.
     levels = [min(level, len(call) - 1) for level, call in zip(levels, step.calls, strict=True)]
     seconds = tables.seconds[np.arange(len(levels)), np.asarray(levels, dtype=np.int64)]
-    return Choice(
+    return LevelChoice(
         tuple(levels),
         int(tables.usage(levels).max(initial=0)),
         float(seconds.sum()),
     )
 
 
-def choose(step: StepProgram, limit: int) -> Choice:
+def choose(step: StepProgram, limit: int) -> LevelChoice:
     """Return the levels of least extra time whose peak is at most ``limit`` bytes.
 
     If nothing fits, the choice is the one of the least peak that was found. Greedy by the price of
@@ -181,7 +181,7 @@ def choose_few(
     *,
     most: int,
     spare: float = 0.0,
-) -> Choice:
+) -> LevelChoice:
     """Return a choice within ``limit`` bytes of few levels for each graph, as each is a compile.
 
     ``graphs`` is the graph of each call; calls of one graph have the same levels. ``ready`` are the
@@ -223,7 +223,7 @@ FEW_COST = 0.25
 """Share of the recompute time that fewer compiles may cost."""
 
 
-def least_peak(step: StepProgram) -> Choice:
+def least_peak(step: StepProgram) -> LevelChoice:
     """Return the choice of least peak that was found, of the fastest such.
 
     Ever lower limits are tried, each as far below the last peak as the greatest share that worked.

@@ -26,7 +26,7 @@ from fxckpt.memory_meter import Meter, Watch, meter_of
 from fxckpt.planner.planner import infeasible
 from fxckpt.reports.step_report import StepReport, StepRow
 from fxckpt.solver.step_choice import (
-    Choice,
+    LevelChoice,
     Moment,
     StepProgram,
     bound_seconds,
@@ -126,7 +126,7 @@ class Settled:
     learned: LearnedStep
     sizes: tuple[Sizes, ...]
     """Sizes that the calls are expected to have."""
-    choice: Choice
+    choice: LevelChoice
     limit: int
 
 
@@ -565,7 +565,7 @@ class StepTracker:
         return settled
 
     @staticmethod
-    def _is_good(learned: LearnedStep, now: Choice, room: int) -> bool:
+    def _is_good(learned: LearnedStep, now: LevelChoice, room: int) -> bool:
         """Return whether a choice recomputes next to nothing, or is the plan of the only graph.
 
         That plan was made for about as many bytes; at smaller sizes it may recompute too much.
@@ -592,7 +592,7 @@ class StepTracker:
 
     def _compiled_choice(
         self, learned: LearnedStep, sizes: tuple[Sizes, ...], limit: int
-    ) -> Choice:
+    ) -> LevelChoice:
         """Return a choice of levels that are compiled, as only then their bytes are certain."""
         choice = self._choose(learned, sizes, limit)
         for _ in range(COMPILES):
@@ -608,7 +608,7 @@ class StepTracker:
     @staticmethod
     def _choose(
         learned: LearnedStep, sizes: tuple[Sizes, ...], limit: int, most: int = LEVELS
-    ) -> Choice:
+    ) -> LevelChoice:
         graphs = {id(graph): graph for graph in learned.calls}
         ready = [
             (key, i)

@@ -64,14 +64,14 @@ def _force(image: fx.Node) -> None:
     )
 
 
-def forced_like(value: fx.Node, laid_out: torch.Tensor) -> fx.Node:
-    """Return a new node after a value: the same value, laid out like ``laid_out``."""
+def forced_like(value: fx.Node, with_layouts: torch.Tensor) -> fx.Node:
+    """Return a new node after a value: the same value, laid out like ``with_layouts``."""
     with value.graph.inserting_after(value):
-        forced = value.graph.call_function(FORCE_STRIDE_ORDER, (value, list(laid_out.stride())))
+        forced = value.graph.call_function(FORCE_STRIDE_ORDER, (value, list(with_layouts.stride())))
     forced.meta.update(
         (key, of) for key, of in value.meta.items() if key not in (IS_RECOMPUTE, FIRST_RUN_OF)
     )
-    forced.meta["val"] = laid_out
+    forced.meta["val"] = with_layouts
     return forced
 
 

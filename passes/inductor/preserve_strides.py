@@ -29,9 +29,9 @@ def preserve_strides(backward: fx.GraphModule) -> None:
         traced = value.meta["val"]
         if value.op == "placeholder" or not all(isinstance(n, int) for n in traced.shape):
             continue
-        laid_out = torch.empty_like(traced)
+        with_layouts = torch.empty_like(traced)
         # Inductor makes no value with holes or overlaps.
-        if laid_out.stride() == traced.stride():
+        if with_layouts.stride() == traced.stride():
             if value not in forced:
-                forced[value] = forced_like(value, laid_out)
+                forced[value] = forced_like(value, with_layouts)
             reader.replace_input_with(value, forced[value])

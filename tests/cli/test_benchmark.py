@@ -7,15 +7,15 @@ import torch
 
 import fxckpt
 from fxckpt.cli.benchmark import Run, _verdict, compare, table
-from fxckpt.cli.factory import Target
+from fxckpt.cli.factory import ModelCall
 
 
 def test_compare_refuses_steps_that_cannot_run() -> None:
     """A benchmark needs a timed step, and a model with memory."""
-    target = Target(torch.sin, (torch.ones(2, requires_grad=True),), {})
+    target = ModelCall(torch.sin, (torch.ones(2, requires_grad=True),), {})
     with pytest.raises(fxckpt.InvalidOption, match="at least one step"):
         compare(target, [0.5], steps=0)
-    on_meta = Target(torch.sin, (torch.ones(2, device="meta"),), {})
+    on_meta = ModelCall(torch.sin, (torch.ones(2, device="meta"),), {})
     with pytest.raises(fxckpt.CaptureError, match="meta device"):
         compare(on_meta, [0.5], steps=1)
 
@@ -23,7 +23,7 @@ def test_compare_refuses_steps_that_cannot_run() -> None:
 def test_infeasible_budget_keeps_other_rows() -> None:
     """A budget that is infeasible has a row with the least peak; the others have figures."""
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
-    target = Target(model, (torch.randn(256, 32),), {})
+    target = ModelCall(model, (torch.randn(256, 32),), {})
     runs = compare(target, ["1B", "min"], steps=1)
     assert [run.infeasible is None for run in runs] == [True, False, True]
     assert runs[2].gradients == "equal, bitwise" and runs[2].seconds is not None

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 import fxckpt
-from fxckpt.inductor.memory import calibrate, lower_backward
+from fxckpt.inductor.memory import lower_backward, with_lowered_workspace
 from fxckpt.inductor.planner import InductorPlanner
 from fxckpt.passes.analysis.joint import no_workspace
 from fxckpt.passes.graphs import Joint
@@ -328,7 +328,7 @@ def test_calibration_learns_overwritten_inputs() -> None:
         Joint(joint, count), bind_preferences=True, never_stored=kernels
     )
     lowered = lower_backward(forward, backward, Lowerings(None).lower, num_fwd_outputs=count)
-    program, seen = facts.program, calibrate(facts, lowered, backward, no_workspace)
+    program, seen = facts.program, with_lowered_workspace(facts, lowered, backward, no_workspace)
     pairs = zip(program.backward, seen.backward, strict=True)
     spared = {
         k: one.workspace_bytes - other.workspace_bytes for k, (one, other) in enumerate(pairs)

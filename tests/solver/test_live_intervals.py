@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxckpt.solver.live_intervals import Holder, aligned, live_intervals, moments, stacked
+from fxckpt.solver.live_intervals import Holder, aligned, live_intervals, op_runs, stacked
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import emit, save_all
 from fxckpt.solver.simulate import simulate
@@ -25,12 +25,12 @@ def test_intervals_add_up_to_the_profile(data: st.DataObject, program: Program) 
 
 @given(data=st.data(), program=programs())
 def test_aligned_profile_keeps_its_peak(data: st.DataObject, program: Program) -> None:
-    """The uncheckpointed profile has the same peak over the moments of another schedule."""
+    """The uncheckpointed profile has the same peak over the op_runs of another schedule."""
     schedule, baseline = emit(program, data.draw(assignments(program))), save_all(program)
     profile = simulate(program, baseline).profile
-    over = aligned(moments(program, schedule), moments(program, baseline), profile)
+    over = aligned(op_runs(program, schedule), op_runs(program, baseline), profile)
     assert len(over) == len(simulate(program, schedule).profile)
     assert max(over) == max(profile)
     assert (
-        aligned(moments(program, baseline), moments(program, baseline), profile)[-1] == profile[-1]
+        aligned(op_runs(program, baseline), op_runs(program, baseline), profile)[-1] == profile[-1]
     )

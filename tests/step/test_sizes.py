@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxckpt
-from fxckpt.solver.step_choice import Choice, choose_few
+from fxckpt.solver.step_choice import LevelChoice, choose_few
 from fxckpt.step import tracker
 
 TOP = 1024
@@ -90,7 +90,7 @@ def test_lengths_that_were_seen_cost_no_choice(monkeypatch: pytest.MonkeyPatch) 
     """A choice is made once for each length, and not anew for what another length measured."""
     made: list[int] = []
 
-    def counted(*args: Any, **options: Any) -> Choice:
+    def counted(*args: Any, **options: Any) -> LevelChoice:
         made.append(0)
         return choose_few(*args, **options)
 

@@ -1,4 +1,5 @@
-// The page: one plan and one selection at a time, shown by the graph, the timeline and the panel alike.
+// The page: one plan and one selection at a time, shown by the graph, the timeline and the panel
+// alike.
 "use strict";
 fx.MOST_FOUND = 60;
 fx.MOST_LISTED = 24;
@@ -8,10 +9,18 @@ fx.start = async function () {
   const data = await fx.unpack($("data").textContent);
   const model = new fx.Model(data);
   const tree = new fx.Tree(model);
-  let plan = null, states = null, selected = null;
+  let plan = null,
+    states = null,
+    selected = null;
 
   const graph = new fx.Graph($("graph"), model, tree, {
-    select, hover, plan: () => plan, note, views: (on) => { $("show-views").checked = on; },
+    select,
+    hover,
+    plan: () => plan,
+    note,
+    views: (on) => {
+      $("show-views").checked = on;
+    },
   });
   const timeline = new fx.Timeline($("timeline"), model, { hover: readout, click: selectTick });
 
@@ -34,13 +43,16 @@ fx.start = async function () {
     graph.live([]);
     graph.mark(thing);
     timeline.mark(storagesOf(thing));
-    $("panel").innerHTML = thing === null ? figures() : typeof thing === "number" ? nodePanel(thing) : groupPanel(thing);
+    $("panel").innerHTML =
+      thing === null ? figures() : typeof thing === "number" ? nodePanel(thing) : groupPanel(thing);
   }
 
   function storagesOf(thing) {
     if (thing === null || typeof thing !== "number") return [];
     const state = model.storageOf.get(`${model.name(thing)}_rng_state`);
-    return state === undefined ? model.nodes.storages[thing] : [...model.nodes.storages[thing], state];
+    return state === undefined
+      ? model.nodes.storages[thing]
+      : [...model.nodes.storages[thing], state];
   }
 
   // Show a node, unfolding what it is in.
@@ -63,25 +75,36 @@ fx.start = async function () {
   }
 
   const link = (i, text) => `<a data-node="${i}">${fx.escape(text ?? model.name(i))}</a>`;
-  const rows = (pairs) => `<table>${pairs.map(([name, text]) => `<tr><td>${fx.escape(name)}</td><td>${text}</td></tr>`).join("")}</table>`;
+  const rows = (pairs) =>
+    `<table>${pairs.map(([name, text]) => `<tr><td>${fx.escape(name)}</td><td>${text}</td></tr>`).join("")}</table>`;
   const list = (found) => {
     if (!found.length) return "<p>none</p>";
-    const shown = found.slice(0, fx.MOST_LISTED).map((i) => `<li>${link(i)} <span class="rest">${fx.escape(model.module(i))}</span></li>`).join("");
+    const shown = found
+      .slice(0, fx.MOST_LISTED)
+      .map((i) => `<li>${link(i)} <span class="rest">${fx.escape(model.module(i))}</span></li>`)
+      .join("");
     return `<ul>${shown}</ul>${found.length > fx.MOST_LISTED ? `<p class="rest">and ${found.length - fx.MOST_LISTED} more</p>` : ""}`;
   };
 
   function figures() {
-    const help = ["Click a box for what it holds and why, double-click to unfold it, drag to move, scroll to zoom.", "On the timeline, drag to zoom, double-click to reset, click to see what is live."];
-    if (model.plans.length > 1) help.unshift("Move the slider, or click a point beside it, for another plan.");
+    const help = [
+      "Click a box for what it holds and why, double-click to unfold it, drag to move, scroll to zoom.",
+      "On the timeline, drag to zoom, double-click to reset, click to see what is live.",
+    ];
+    if (model.plans.length > 1)
+      help.unshift("Move the slider, or click a point beside it, for another plan.");
     return `<h2>This plan</h2>${rows([...model.about, ...plan.figures].map(([name, text]) => [name, fx.escape(text)]))}<p class="rest">${help.join(" ")}</p>${key()}`;
   }
 
   // Every colour, line and arrow of the page, with what it means.
   function key() {
-    const box = (fill, more = "") => `<rect x="1" y="2" width="24" height="11" rx="2" fill="${fill}" stroke="#5b646d" ${more}/>`;
-    const arrow = (color, more = "", head = true) => `<path d="M1 7.5H${head ? 20 : 25}" stroke="${color}" fill="none" ${more}/>${head ? `<path d="M19 4l6 3.5l-6 3.5z" fill="${color}"/>` : ""}`;
+    const box = (fill, more = "") =>
+      `<rect x="1" y="2" width="24" height="11" rx="2" fill="${fill}" stroke="#5b646d" ${more}/>`;
+    const arrow = (color, more = "", head = true) =>
+      `<path d="M1 7.5H${head ? 20 : 25}" stroke="${color}" fill="none" ${more}/>${head ? `<path d="M19 4l6 3.5l-6 3.5z" fill="${color}"/>` : ""}`;
     const bar = `${box("#ffffff", 'stroke-width="1.5"')}<path d="M2 11h14" stroke="${fx.STATES[fx.SAVED].color}" stroke-width="3"/><path d="M16 11h8" stroke="${fx.STATES[fx.RECOMPUTED].color}" stroke-width="3"/>`;
-    const line = ([drawing, text]) => `<tr><td><svg width="26" height="15" aria-hidden="true">${drawing}</svg></td><td>${fx.escape(text)}</td></tr>`;
+    const line = ([drawing, text]) =>
+      `<tr><td><svg width="26" height="15" aria-hidden="true">${drawing}</svg></td><td>${fx.escape(text)}</td></tr>`;
     const ofGraph = [
       ...fx.STATES.map((s) => [box(s.color), s.label]),
       [bar, "a folded module; the bar has its bytes by colour"],
@@ -89,16 +112,34 @@ fx.start = async function () {
       [box("#ffffff", 'stroke-dasharray="3 2"'), "a view: no memory of its own"],
       [arrow(fx.COLORS.arrow), "is read by"],
       [arrow(fx.COLORS.arrow, 'stroke-opacity="0.35"', false), "is read by, one of many readers"],
-      [arrow(fx.STATES[fx.SAVED].color, 'stroke-width="2.5"'), "saved for the backward; the wider, the more bytes"],
-      [arrow(fx.STATES[fx.RECOMPUTED].color, 'stroke-width="2.5" stroke-dasharray="4 3"'), "recomputed for the backward"],
-      [box("#ffffff", `style="stroke: ${fx.COLORS.chosen}; stroke-width: 2"`), "selected, or its neighbour"],
-      [`${box("#ffffff")}<rect width="26" height="15" fill="${fx.COLORS.chosen}" fill-opacity="0.18"/>`, "live at the chosen moment"],
+      [
+        arrow(fx.STATES[fx.SAVED].color, 'stroke-width="2.5"'),
+        "saved for the backward; the wider, the more bytes",
+      ],
+      [
+        arrow(fx.STATES[fx.RECOMPUTED].color, 'stroke-width="2.5" stroke-dasharray="4 3"'),
+        "recomputed for the backward",
+      ],
+      [
+        box("#ffffff", `style="stroke: ${fx.COLORS.chosen}; stroke-width: 2"`),
+        "selected, or its neighbour",
+      ],
+      [
+        `${box("#ffffff")}<rect width="26" height="15" fill="${fx.COLORS.chosen}" fill-opacity="0.18"/>`,
+        "live at the chosen moment",
+      ],
     ];
     const ofTimeline = [
       ...model.holders.map((h) => [box(h.color), h.label]),
-      [box(fx.COLORS.uncheckpointed, `style="stroke: ${fx.COLORS.uncheckpointedLine}"`), "uncheckpointed, all values saved"],
+      [
+        box(fx.COLORS.uncheckpointed, `style="stroke: ${fx.COLORS.uncheckpointedLine}"`),
+        "uncheckpointed, all values saved",
+      ],
       [arrow(fx.COLORS.budget, 'stroke-width="1.5" stroke-dasharray="6 4"', false), "the budget"],
-      [`<rect x="7" width="12" height="15" fill="${fx.COLORS.chosen}" fill-opacity="0.16" stroke="${fx.COLORS.chosen}"/>`, "while the selected value is held"],
+      [
+        `<rect x="7" width="12" height="15" fill="${fx.COLORS.chosen}" fill-opacity="0.16" stroke="${fx.COLORS.chosen}"/>`,
+        "while the selected value is held",
+      ],
       [`<path d="M13 0v15" stroke="#2b3036" stroke-dasharray="2 3"/>`, "end of the forward"],
     ];
     return `<h3>graph</h3><table class="key">${ofGraph.map(line).join("")}</table><h3>timeline</h3><table class="key">${ofTimeline.map(line).join("")}</table>`;
@@ -106,12 +147,26 @@ fx.start = async function () {
 
   // Extra time against peak, a point for each plan, the one that is shown filled.
   function drawFrontier(number) {
-    const width = 150, height = 40, margin = 6;
-    const spread = (values) => { const low = Math.min(...values), high = Math.max(...values); return (v) => (high > low ? (v - low) / (high - low) : 0.5); };
-    const across = spread(model.plans.map((p) => p.peak)), up = spread(model.plans.map((p) => p.slowdown));
-    const at = model.plans.map((p) => [margin + (width - 2 * margin) * across(p.peak), height - margin - (height - 2 * margin) * up(p.slowdown)]);
-    const points = at.map(([x, y], k) => `<circle data-plan="${k}" cx="${x}" cy="${y}" r="${k === number ? 4.5 : 3}" class="${k === number ? "current" : ""}"><title>${fx.escape(model.plans[k].title)}</title></circle>`);
-    $("frontier").innerHTML = `<title>extra time (up) against peak (right) of the plans</title><polyline points="${at.map((p) => p.join(",")).join(" ")}"/>${points.join("")}`;
+    const width = 150,
+      height = 40,
+      margin = 6;
+    const spread = (values) => {
+      const low = Math.min(...values),
+        high = Math.max(...values);
+      return (v) => (high > low ? (v - low) / (high - low) : 0.5);
+    };
+    const across = spread(model.plans.map((p) => p.peak)),
+      up = spread(model.plans.map((p) => p.slowdown));
+    const at = model.plans.map((p) => [
+      margin + (width - 2 * margin) * across(p.peak),
+      height - margin - (height - 2 * margin) * up(p.slowdown),
+    ]);
+    const points = at.map(
+      ([x, y], k) =>
+        `<circle data-plan="${k}" cx="${x}" cy="${y}" r="${k === number ? 4.5 : 3}" class="${k === number ? "current" : ""}"><title>${fx.escape(model.plans[k].title)}</title></circle>`,
+    );
+    $("frontier").innerHTML =
+      `<title>extra time (up) against peak (right) of the plans</title><polyline points="${at.map((p) => p.join(",")).join(" ")}"/>${points.join("")}`;
   }
 
   function nodePanel(i) {
@@ -119,11 +174,29 @@ fx.start = async function () {
     const state = fx.STATES[states[i]];
     const readers = model.readers(i);
     const again = readers.forward.filter((u) => plan.rows[model.name(u)]?.[0]);
-    const pairs = [["op", fx.escape(model.op(i))], ["value", fx.escape(model.text("type", i))], ["bytes", nodes.bytes[i] ? fx.formatBytes(nodes.bytes[i]) : model.kind(i) === fx.VIEW ? "none of its own (a view)" : "none of its own"]];
-    if (model.kind(i) === fx.OP) pairs.push(["one run", `${fx.formatSeconds(nodes.seconds[i])}${nodes.flops[i] ? `, ${fx.formatFlops(nodes.flops[i])}` : ""}`]);
+    const pairs = [
+      ["op", fx.escape(model.op(i))],
+      ["value", fx.escape(model.text("type", i))],
+      [
+        "bytes",
+        nodes.bytes[i]
+          ? fx.formatBytes(nodes.bytes[i])
+          : model.kind(i) === fx.VIEW
+            ? "none of its own (a view)"
+            : "none of its own",
+      ],
+    ];
+    if (model.kind(i) === fx.OP)
+      pairs.push([
+        "one run",
+        `${fx.formatSeconds(nodes.seconds[i])}${nodes.flops[i] ? `, ${fx.formatFlops(nodes.flops[i])}` : ""}`,
+      ]);
     const runs = plan.rows[model.name(i)]?.[1];
     if (runs) pairs.push(["recomputed", runs === 1 ? "once" : `${runs} times`]);
-    pairs.push(["module", fx.escape(model.module(i) || "(model)")], ["source", fx.escape(model.text("source", i) || "not recorded")]);
+    pairs.push(
+      ["module", fx.escape(model.module(i) || "(model)")],
+      ["source", fx.escape(model.text("source", i) || "not recorded")],
+    );
     const drawn = plan.rows[`${model.name(i)}_rng_state`];
     return `<h2>${fx.escape(model.name(i))}</h2>
       <p class="why" style="--tag: ${state.color}">${fx.escape(model.why(i, plan, states[i]))}</p>
@@ -137,19 +210,40 @@ fx.start = async function () {
   function groupPanel(group) {
     const members = tree.members(group);
     const sums = fx.STATES.map(() => [0, 0]);
-    for (const i of members) { sums[states[i]][0] += 1; sums[states[i]][1] += model.nodes.bytes[i]; }
-    const pairs = fx.STATES.map((s, k) => [s.label, sums[k]]).filter(([, [count]]) => count).map(([label, [count, bytes]]) => [label, `${fx.formatBytes(bytes)} in ${count} node${count > 1 ? "s" : ""}`]);
-    const largest = members.filter((i) => model.nodes.bytes[i]).sort((a, b) => model.nodes.bytes[b] - model.nodes.bytes[a]).slice(0, fx.MOST_LISTED);
-    const line = (i) => `<tr><td>${link(i)}</td><td><i style="background:${fx.STATES[states[i]].color}"></i>${fx.STATES[states[i]].label}</td><td class="number">${fx.formatBytes(model.nodes.bytes[i])}</td></tr>`;
+    for (const i of members) {
+      sums[states[i]][0] += 1;
+      sums[states[i]][1] += model.nodes.bytes[i];
+    }
+    const pairs = fx.STATES.map((s, k) => [s.label, sums[k]])
+      .filter(([, [count]]) => count)
+      .map(([label, [count, bytes]]) => [
+        label,
+        `${fx.formatBytes(bytes)} in ${count} node${count > 1 ? "s" : ""}`,
+      ]);
+    const largest = members
+      .filter((i) => model.nodes.bytes[i])
+      .sort((a, b) => model.nodes.bytes[b] - model.nodes.bytes[a])
+      .slice(0, fx.MOST_LISTED);
+    const line = (i) =>
+      `<tr><td>${link(i)}</td><td><i style="background:${fx.STATES[states[i]].color}"></i>${fx.STATES[states[i]].label}</td><td class="number">${fx.formatBytes(model.nodes.bytes[i])}</td></tr>`;
     return `<h2>${fx.escape(group.path || "(model)")}</h2><p>${group.isBackward ? "backward" : "forward"}, ${group.nodes} nodes
       · <a data-toggle="${group.id}">${group.isOpen ? "fold" : "unfold"}</a></p>${rows(pairs)}<h3>largest values</h3><table>${largest.map(line).join("")}</table>`;
   }
 
   function tickPanel(tick, live) {
     const op = plan.ops[tick];
-    const when = tick < plan.forward ? "forward" : plan.again[tick] === "1" ? "recomputed in the backward" : "backward";
-    const name = (l) => (l.storage < 0 ? "workspace of the kernel" : link(model.nodes.owner[l.storage], model.nodes.storage_names[l.storage]));
-    const line = (l) => `<tr><td>${name(l)}</td><td>${model.holders[l.holder].label}</td><td class="number">${fx.formatBytes(l.bytes)}</td></tr>`;
+    const when =
+      tick < plan.forward
+        ? "forward"
+        : plan.again[tick] === "1"
+          ? "recomputed in the backward"
+          : "backward";
+    const name = (l) =>
+      l.storage < 0
+        ? "workspace of the kernel"
+        : link(model.nodes.owner[l.storage], model.nodes.storage_names[l.storage]);
+    const line = (l) =>
+      `<tr><td>${name(l)}</td><td>${model.holders[l.holder].label}</td><td class="number">${fx.formatBytes(l.bytes)}</td></tr>`;
     const shown = live.filter((l) => l.bytes).slice(0, 2 * fx.MOST_LISTED);
     return `<h2>${op >= 0 ? link(op) : "end of the step"}</h2><p>op ${tick + 1} of ${plan.ops.length}, ${when}${op >= 0 && model.module(op) ? `, in ${fx.escape(model.module(op))}` : ""}</p>
       <p><b>${fx.formatBytes(plan.profile[tick])}</b> live; uncheckpointed ${fx.formatBytes(plan.uncheckpointed[tick])}</p>
@@ -159,26 +253,40 @@ fx.start = async function () {
   function readout(tick) {
     if (tick === null) tick = plan.profile.indexOf(Math.max(...plan.profile));
     const op = plan.ops[tick];
-    const parts = model.holders.map((h, k) => (timeline.stack[k][tick] ? `<i style="background:${h.color}"></i>${h.label} ${fx.formatBytes(timeline.stack[k][tick])}` : "")).join("");
+    const parts = model.holders
+      .map((h, k) =>
+        timeline.stack[k][tick]
+          ? `<i style="background:${h.color}"></i>${h.label} ${fx.formatBytes(timeline.stack[k][tick])}`
+          : "",
+      )
+      .join("");
     const isPeak = plan.profile[tick] === plan.peak;
-    $("readout").innerHTML = `<b>${fx.formatBytes(plan.profile[tick])}</b>${isPeak ? " (the peak)" : ""} during ${fx.escape(op >= 0 ? model.name(op) : "the end")}${plan.again[tick] === "1" ? ", again" : ""}${parts}`;
+    $("readout").innerHTML =
+      `<b>${fx.formatBytes(plan.profile[tick])}</b>${isPeak ? " (the peak)" : ""} during ${fx.escape(op >= 0 ? model.name(op) : "the end")}${plan.again[tick] === "1" ? ", again" : ""}${parts}`;
   }
 
   function needed(i) {
     const { backward } = model.readers(i);
     if (model.isBackward(i) || !backward.length) return "";
-    return `<br>read in the backward by ${fx.escape(backward.slice(0, 3).map((u) => model.name(u)).join(", "))}${backward.length > 3 ? ` and ${backward.length - 3} more` : ""}`;
+    return `<br>read in the backward by ${fx.escape(
+      backward
+        .slice(0, 3)
+        .map((u) => model.name(u))
+        .join(", "),
+    )}${backward.length > 3 ? ` and ${backward.length - 3} more` : ""}`;
   }
 
   function hover(thing, place) {
     const box = $("hover");
     box.hidden = thing === null;
     if (thing === null) return;
-    const text = typeof thing === "number"
-      ? `<b>${fx.escape(model.name(thing))}</b> ${fx.escape(model.text("type", thing))} ${model.nodes.bytes[thing] ? fx.formatBytes(model.nodes.bytes[thing]) : ""}<br>${fx.escape(model.why(thing, plan, states[thing]))}${needed(thing)}`
-      : `<b>${fx.escape(thing.path || thing.label)}</b><br>${thing.nodes} nodes; double-click to ${thing.isOpen ? "fold" : "unfold"}`;
+    const text =
+      typeof thing === "number"
+        ? `<b>${fx.escape(model.name(thing))}</b> ${fx.escape(model.text("type", thing))} ${model.nodes.bytes[thing] ? fx.formatBytes(model.nodes.bytes[thing]) : ""}<br>${fx.escape(model.why(thing, plan, states[thing]))}${needed(thing)}`
+        : `<b>${fx.escape(thing.path || thing.label)}</b><br>${thing.nodes} nodes; double-click to ${thing.isOpen ? "fold" : "unfold"}`;
     box.innerHTML = text;
-    const frame = $("graph-box").getBoundingClientRect(), inner = $("graph").getBoundingClientRect();
+    const frame = $("graph-box").getBoundingClientRect(),
+      inner = $("graph").getBoundingClientRect();
     box.style.left = `${Math.max(4, Math.min(place.x + 14, frame.width - 430))}px`;
     box.style.top = `${Math.min(place.y + inner.top - frame.top + 16, frame.height - box.offsetHeight - 6)}px`;
   }
@@ -188,7 +296,9 @@ fx.start = async function () {
     $("note").textContent = text;
     $("note").hidden = false;
     clearTimeout(noteTimer);
-    noteTimer = setTimeout(() => { $("note").hidden = true; }, 4000);
+    noteTimer = setTimeout(() => {
+      $("note").hidden = true;
+    }, 4000);
   }
 
   const names = model.nodes.name.map((name) => name.toLowerCase());
@@ -203,43 +313,99 @@ fx.start = async function () {
     const scored = (i) => {
       const name = names[i];
       if (name.includes(wanted)) return name === wanted ? 0 : name.startsWith(wanted) ? 1 : 2;
-      return matches[model.nodes.module[i]] || matches[model.nodes.op[i]] || matches[model.nodes.source[i]] ? 3 : 4;
+      return matches[model.nodes.module[i]] ||
+        matches[model.nodes.op[i]] ||
+        matches[model.nodes.source[i]]
+        ? 3
+        : 4;
     };
     const matches = texts.map((t) => t.includes(wanted));
-    for (let i = 0; i < model.count; i++) { const score = scored(i); if (score < 4) found.push([score, i]); }
+    for (let i = 0; i < model.count; i++) {
+      const score = scored(i);
+      if (score < 4) found.push([score, i]);
+    }
     found.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
-    box.innerHTML = found.slice(0, fx.MOST_FOUND).map(([, i]) => `<li data-node="${i}">${fx.escape(model.name(i))} <small>${fx.escape(model.module(i))}</small></li>`).join("")
-      + (found.length > fx.MOST_FOUND ? `<li><small>and ${found.length - fx.MOST_FOUND} more</small></li>` : "") + (found.length ? "" : "<li><small>nothing has that name</small></li>");
+    box.innerHTML =
+      found
+        .slice(0, fx.MOST_FOUND)
+        .map(
+          ([, i]) =>
+            `<li data-node="${i}">${fx.escape(model.name(i))} <small>${fx.escape(model.module(i))}</small></li>`,
+        )
+        .join("") +
+      (found.length > fx.MOST_FOUND
+        ? `<li><small>and ${found.length - fx.MOST_FOUND} more</small></li>`
+        : "") +
+      (found.length ? "" : "<li><small>nothing has that name</small></li>");
   }
 
   const pick = (event) => {
-    const node = event.target.closest("[data-node]"), fold = event.target.closest("[data-toggle]");
-    if (node) { go(Number(node.dataset.node)); $("found").hidden = true; }
+    const node = event.target.closest("[data-node]"),
+      fold = event.target.closest("[data-toggle]");
+    if (node) {
+      go(Number(node.dataset.node));
+      $("found").hidden = true;
+    }
     if (fold) graph.toggle(tree.groups[Number(fold.dataset.toggle)]);
   };
   $("panel").addEventListener("click", pick);
   $("found").addEventListener("mousedown", pick);
   $("search").addEventListener("input", () => search($("search").value));
   $("search").addEventListener("focus", () => search($("search").value));
-  $("search").addEventListener("blur", () => { $("found").hidden = true; });
+  $("search").addEventListener("blur", () => {
+    $("found").hidden = true;
+  });
   $("search").addEventListener("keydown", (event) => {
     if (event.key === "Escape") $("found").hidden = true;
     const first = $("found").querySelector("[data-node]");
-    if (event.key === "Enter" && first && !$("found").hidden) { go(Number(first.dataset.node)); $("found").hidden = true; }
+    if (event.key === "Enter" && first && !$("found").hidden) {
+      go(Number(first.dataset.node));
+      $("found").hidden = true;
+    }
   });
   $("slider").max = String(model.plans.length - 1);
   $("slider").disabled = model.plans.length < 2;
   $("frontier").toggleAttribute("hidden", model.plans.length < 2);
-  $("frontier").addEventListener("click", (event) => { const point = event.target.closest("[data-plan]"); if (point) setPlan(Number(point.dataset.plan)); });
-  $("about").textContent = model.about.filter(([name]) => name !== "model").map(([name, text]) => (name === "device" ? `on ${text}` : text)).join(", ");
+  $("frontier").addEventListener("click", (event) => {
+    const point = event.target.closest("[data-plan]");
+    if (point) setPlan(Number(point.dataset.plan));
+  });
+  $("about").textContent = model.about
+    .filter(([name]) => name !== "model")
+    .map(([name, text]) => (name === "device" ? `on ${text}` : text))
+    .join(", ");
   $("slider").addEventListener("input", () => setPlan(Number($("slider").value)));
-  $("fold").addEventListener("click", () => { tree.fold(); graph.draw(); graph.fit(); select(null); });
-  $("unfold").addEventListener("click", () => { if (!tree.unfoldLevel(fx.MOST_SHOWN)) note(`no room to unfold all of a level: ${fx.MOST_SHOWN} boxes are the most`); graph.draw(); graph.fit(); select(selected); });
+  $("fold").addEventListener("click", () => {
+    tree.fold();
+    graph.draw();
+    graph.fit();
+    select(null);
+  });
+  $("unfold").addEventListener("click", () => {
+    if (!tree.unfoldLevel(fx.MOST_SHOWN))
+      note(`no room to unfold all of a level: ${fx.MOST_SHOWN} boxes are the most`);
+    graph.draw();
+    graph.fit();
+    select(selected);
+  });
   $("fit").addEventListener("click", () => graph.fit());
-  $("show-views").addEventListener("change", () => { graph.showViews = $("show-views").checked; graph.draw(); select(selected); });
-  $("show-across").addEventListener("change", () => { graph.showAcross = $("show-across").checked; graph.draw(); select(selected); });
-  $("legend").innerHTML = fx.STATES.map((s) => `<span><i style="background:${s.color}"></i>${s.label}</span>`).join("");
-  new ResizeObserver(() => { graph.cy.resize(); timeline.resize(); }).observe(document.body);
+  $("show-views").addEventListener("change", () => {
+    graph.showViews = $("show-views").checked;
+    graph.draw();
+    select(selected);
+  });
+  $("show-across").addEventListener("change", () => {
+    graph.showAcross = $("show-across").checked;
+    graph.draw();
+    select(selected);
+  });
+  $("legend").innerHTML = fx.STATES.map(
+    (s) => `<span><i style="background:${s.color}"></i>${s.label}</span>`,
+  ).join("");
+  new ResizeObserver(() => {
+    graph.cy.resize();
+    timeline.resize();
+  }).observe(document.body);
 
   tree.fold();
   tree.unfoldSome(fx.FIRST_SHOWN);
@@ -247,7 +413,17 @@ fx.start = async function () {
   graph.draw();
   graph.begin();
   // What a test, or a curious reader's console, holds on to.
-  window.fxpage = { model, tree, graph, timeline, go, select, setPlan, selected: () => selected, states: () => states };
+  window.fxpage = {
+    model,
+    tree,
+    graph,
+    timeline,
+    go,
+    select,
+    setPlan,
+    selected: () => selected,
+    states: () => states,
+  };
   document.body.dataset.ready = "yes";
 };
 fx.start();

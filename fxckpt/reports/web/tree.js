@@ -1,4 +1,5 @@
-// The modules as a tree: two roots, forward and backward; a module's ops and submodules in the order of the graph, never too many in one box.
+// The modules as a tree: two roots, forward and backward; a module's ops and submodules in the
+// order of the graph, never too many in one box.
 "use strict";
 fx.MOST_CHILDREN = 60;
 fx.LEAST_BOXED = 4;
@@ -13,7 +14,18 @@ fx.Tree = class {
   }
 
   group(label, path, parent, isBackward) {
-    const made = { id: this.groups.length, label, path, parent, isBackward, isBox: false, children: [], first: Infinity, nodes: 0, isOpen: false };
+    const made = {
+      id: this.groups.length,
+      label,
+      path,
+      parent,
+      isBackward,
+      isBox: false,
+      children: [],
+      first: Infinity,
+      nodes: 0,
+      isOpen: false,
+    };
     this.groups.push(made);
     return made;
   }
@@ -34,7 +46,12 @@ fx.Tree = class {
       return found;
     };
     for (let i = 0; i < model.count; i++) {
-      if (model.isBackward(i) !== isBackward || model.kind(i) === fx.INPUT || model.kind(i) === fx.SIZE) continue;
+      if (
+        model.isBackward(i) !== isBackward ||
+        model.kind(i) === fx.INPUT ||
+        model.kind(i) === fx.SIZE
+      )
+        continue;
       at(this.placeOf(i)).children.push(i);
     }
     this.measure(root);
@@ -43,12 +60,19 @@ fx.Tree = class {
     return root;
   }
 
-  // The module a node is shown in. What adds up gradients was made by no module: it goes with the last of them.
+  // The module a node is shown in. What adds up gradients was made by no module: it goes with the
+  // last of them.
   placeOf(i) {
     const { model } = this;
     const inputs = model.nodes.inputs[i];
     let place = model.module(i);
-    if (!place && model.isBackward(i) && inputs.length && inputs.every((from) => model.isBackward(from) && model.kind(from) !== fx.INPUT)) place = this.places[inputs[inputs.length - 1]] ?? "";
+    if (
+      !place &&
+      model.isBackward(i) &&
+      inputs.length &&
+      inputs.every((from) => model.isBackward(from) && model.kind(from) !== fx.INPUT)
+    )
+      place = this.places[inputs[inputs.length - 1]] ?? "";
     this.places[i] = place;
     return place;
   }
@@ -58,16 +82,25 @@ fx.Tree = class {
     group.first = Infinity;
     group.nodes = 0;
     for (const child of group.children) {
-      if (typeof child === "number") { group.first = Math.min(group.first, child); group.nodes += 1; continue; }
+      if (typeof child === "number") {
+        group.first = Math.min(group.first, child);
+        group.nodes += 1;
+        continue;
+      }
       this.measure(child);
       group.first = Math.min(group.first, child.first);
       group.nodes += child.nodes;
     }
   }
 
-  // Join a box with its only box, order children as the graph has them, and put long rows into boxes of their own.
+  // Join a box with its only box, order children as the graph has them, and put long rows into
+  // boxes of their own.
   tidy(group) {
-    while (group.children.length === 1 && typeof group.children[0] !== "number" && group.parent !== null) {
+    while (
+      group.children.length === 1 &&
+      typeof group.children[0] !== "number" &&
+      group.parent !== null
+    ) {
       const [only] = group.children;
       group.label = `${group.label}.${only.label}`;
       group.path = only.path;
@@ -76,16 +109,25 @@ fx.Tree = class {
     }
     const place = (child) => (typeof child === "number" ? child : child.first);
     group.children.sort((a, b) => place(a) - place(b));
-    for (const child of group.children) if (typeof child !== "number") { child.parent = group; this.tidy(child); }
-    if (group.children.some((child) => typeof child !== "number")) group.children = this.boxRuns(group);
+    for (const child of group.children)
+      if (typeof child !== "number") {
+        child.parent = group;
+        this.tidy(child);
+      }
+    if (group.children.some((child) => typeof child !== "number"))
+      group.children = this.boxRuns(group);
     if (group.children.length > fx.MOST_CHILDREN) this.split(group);
   }
 
   split(group) {
-    const size = Math.max(8, Math.min(fx.MOST_CHILDREN, Math.ceil(Math.sqrt(group.children.length))));
+    const size = Math.max(
+      8,
+      Math.min(fx.MOST_CHILDREN, Math.ceil(Math.sqrt(group.children.length))),
+    );
     while (group.children.length > fx.MOST_CHILDREN) {
       const boxes = [];
-      for (let k = 0; k < group.children.length; k += size) boxes.push(this.box(group, group.children.slice(k, k + size)));
+      for (let k = 0; k < group.children.length; k += size)
+        boxes.push(this.box(group, group.children.slice(k, k + size)));
       group.children = boxes;
     }
   }
@@ -100,7 +142,10 @@ fx.Tree = class {
       run = [];
     };
     for (const child of group.children) {
-      if (typeof child === "number") { run.push(child); continue; }
+      if (typeof child === "number") {
+        run.push(child);
+        continue;
+      }
       close();
       found.push(child);
     }
@@ -109,7 +154,8 @@ fx.Tree = class {
   }
 
   box(group, children) {
-    const name = (child) => (typeof child === "number" ? this.model.name(child) : child.label.split(" … ")[0]);
+    const name = (child) =>
+      typeof child === "number" ? this.model.name(child) : child.label.split(" … ")[0];
     const last = children[children.length - 1];
     const end = typeof last === "number" ? this.model.name(last) : last.label.split(" … ").pop();
     const made = this.group(`${name(children[0])} … ${end}`, group.path, group, group.isBackward);
@@ -157,8 +203,12 @@ fx.Tree = class {
   unfoldSome(most) {
     for (;;) {
       const shown = this.visible();
-      const fits = shown.filter((v) => typeof v !== "number" && !v.isBox && shown.length - 1 + v.children.length <= most);
-      const next = fits.sort((a, b) => this.depth(a) - this.depth(b) || b.nodes - a.nodes || a.id - b.id)[0];
+      const fits = shown.filter(
+        (v) => typeof v !== "number" && !v.isBox && shown.length - 1 + v.children.length <= most,
+      );
+      const next = fits.sort(
+        (a, b) => this.depth(a) - this.depth(b) || b.nodes - a.nodes || a.id - b.id,
+      )[0];
       if (next === undefined) return;
       next.isOpen = true;
     }
@@ -173,14 +223,19 @@ fx.Tree = class {
         else walk(child);
       }
     };
-    for (const root of this.roots) if (root.nodes) { if (root.isOpen) walk(root); else found.push(root); }
+    for (const root of this.roots)
+      if (root.nodes) {
+        if (root.isOpen) walk(root);
+        else found.push(root);
+      }
     return found;
   }
 
   // The box or node that stands for a node: the outermost folded box it is in.
   standIn(i) {
     let found = i;
-    for (let group = this.groups[this.groupOf[i]]; group; group = group.parent) if (!group.isOpen) found = group;
+    for (let group = this.groups[this.groupOf[i]]; group; group = group.parent)
+      if (!group.isOpen) found = group;
     return found;
   }
 
@@ -190,7 +245,12 @@ fx.Tree = class {
 
   members(group) {
     const found = [];
-    const walk = (g) => { for (const child of g.children) { if (typeof child === "number") found.push(child); else walk(child); } };
+    const walk = (g) => {
+      for (const child of g.children) {
+        if (typeof child === "number") found.push(child);
+        else walk(child);
+      }
+    };
     walk(group);
     return found;
   }

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from fxckpt.solver.cuts.min_cut import Network, Unbounded
-from fxckpt.solver.cuts.staged_cut import infeasible, stage_cut
+from fxckpt.solver.cuts.staged_cut import no_finite_cut, stage_cut
 from fxckpt.solver.program import BoolArray, FloatArray, IntArray, Program, SavedLimit
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit
 
@@ -68,7 +68,7 @@ def exceeded(program: Program, saved: Iterable[int]) -> tuple[SavedLimit, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class SavedChoice:
     """The least choice of saved and recomputed values at some prices."""
 
     saved: BoolArray
@@ -101,7 +101,7 @@ class SavedCut:
         network = Network.disjoint_union([problem])
         return network, np.asarray(ops, np.int64), np.asarray(values, np.int64)
 
-    def least(self, prices: FloatArray, *, time: float = 1.0) -> Choice:
+    def least(self, prices: FloatArray, *, time: float = 1.0) -> SavedChoice:
         """Return the choice of least ``time * seconds + prices * bytes``.
 
         Raises :class:`~fxckpt.errors.FxckptError` if a value can be neither saved nor recomputed.
@@ -117,13 +117,13 @@ class SavedCut:
         try:
             kept, runs = network.solve(recompute_cost, keep_cost)
         except Unbounded as error:
-            raise infeasible(self.program, int(values[error.value])) from error
+            raise no_finite_cut(self.program, int(values[error.value])) from error
         saved = np.zeros(len(tables.bytes), dtype=bool)
         saved[values[kept]] = True
         rounding = float(network.rounding_errors(recompute_cost, keep_cost).sum())
         spent = float(seconds[runs].sum())
         paid = float((nbytes * prices[values])[kept].sum())
-        return Choice(saved, ops[runs], spent, time * spent + paid - rounding)
+        return SavedChoice(saved, ops[runs], spent, time * spent + paid - rounding)
 
 
 def least_bytes(program: Program, storages: Sequence[int]) -> int:
@@ -152,7 +152,7 @@ def least_bytes_together(program: Program, groups: Sequence[Sequence[int]]) -> l
 class Allowance:
     """A choice of saved values within all limits."""
 
-    choice: Choice
+    choice: SavedChoice
     prices: tuple[float, ...]
     """Price of each limit, in seconds per byte."""
 
@@ -200,7 +200,7 @@ class SavedLimits:
             prices = np.where(over, RAISE * prices, prices)
         return best
 
-    def fewest(self) -> Choice:
+    def fewest(self) -> SavedChoice:
         """Return the choice that saves the fewest bytes of all limits."""
         return self.cut.least(self.member.sum(axis=0).astype(np.float64), time=0.0)
 
@@ -233,18 +233,18 @@ class SavedLimits:
             default=0.0,
         )
 
-    def _least(self, price: float, prices: FloatArray) -> Choice:
+    def _least(self, price: float, prices: FloatArray) -> SavedChoice:
         choice = self.cut.least(price + self.tie + prices @ self.member)
         most = self.tie * float(self.nbytes.sum())
         self.bounds.append((price, choice.value - most - float(prices @ self.limits)))
         return choice
 
-    def _over(self, choice: Choice) -> BoolArray:
+    def _over(self, choice: SavedChoice) -> BoolArray:
         over: BoolArray = self.member @ np.where(choice.saved, self.nbytes, 0) > self.limits
         return over
 
     def _better(
-        self, price: float, best: Allowance | None, choice: Choice, prices: FloatArray
+        self, price: float, best: Allowance | None, choice: SavedChoice, prices: FloatArray
     ) -> Allowance | None:
         """Return the better of two choices; None if neither is within the limits."""
         if self._over(choice).any():
@@ -253,5 +253,5 @@ class SavedLimits:
             return best
         return Allowance(choice, tuple(prices.tolist()))
 
-    def _cost(self, price: float, choice: Choice) -> float:
+    def _cost(self, price: float, choice: SavedChoice) -> float:
         return choice.seconds + price * float(self.nbytes[choice.saved].sum())

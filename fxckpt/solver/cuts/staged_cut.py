@@ -80,7 +80,7 @@ class StagedCut:
                     )
                 except Unbounded as error:
                     value = group.values.start + error.value % keep_cost.shape[1]
-                    raise infeasible(layout.program, int(layout.storage[value])) from error
+                    raise no_finite_cut(layout.program, int(layout.storage[value])) from error
                 kept[:, group.values] = keeps.reshape(keep_cost.shape)
                 runs[:, group.ops] = recomputes.reshape(recompute_cost.shape)
             changed = (before[0] != kept).any(axis=1) | (before[1] != runs).any(axis=1)
@@ -343,7 +343,7 @@ def stage_cut(
     return unpriced, list(ops), list(values)
 
 
-def infeasible(program: Program, s: int) -> FxckptError:
+def no_finite_cut(program: Program, s: int) -> FxckptError:
     """Return the error for a storage that may be neither saved nor recomputed, with its path."""
     name, path = program.storages[s].name, " -> ".join(_path(program, s))
     return FxckptError(

@@ -41,7 +41,7 @@ class StageBoundaries:
     @cached_property
     def width(self) -> IntArray:
         """Bytes that cross a boundary before each backward op, without returned gradients."""
-        return crossing_bytes(self.program)
+        return boundary_widths(self.program)
 
     @cached_property
     def depth(self) -> dict[int, int]:
@@ -67,7 +67,7 @@ class StageBoundaries:
         return tuple(split)
 
 
-def crossing_bytes(program: Program) -> IntArray:
+def boundary_widths(program: Program) -> IntArray:
     """Return :attr:`StageBoundaries.width`."""
     first = dict.fromkeys(program.tangents, -1)
     last: dict[int, int] = {}

@@ -22,7 +22,7 @@ from itertools import chain
 import numpy as np
 
 from fxckpt.solver.cuts.min_cut import Network, Unbounded
-from fxckpt.solver.cuts.staged_cut import infeasible, stage_cut
+from fxckpt.solver.cuts.staged_cut import no_finite_cut, stage_cut
 from fxckpt.solver.program import FloatArray, IntArray, Program
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.simulate import backward_own_profile, simulate
@@ -99,7 +99,7 @@ class SuffixCuts:
         try:
             kept, runs = network.solve(recompute_cost, keep_cost)
         except Unbounded as error:
-            raise infeasible(self.program, int(values[error.value])) from error
+            raise no_finite_cut(self.program, int(values[error.value])) from error
         for suffix, rounding in enumerate(
             network.rounding_errors(recompute_cost, keep_cost).tolist()
         ):

@@ -62,7 +62,7 @@ def channels_last(node: fx.Node) -> fx.Node:
     return _called_with(node, given)
 
 
-def laid_out(node: fx.Node, layouts: Sequence[Layout]) -> fx.Node | None:
+def with_layouts(node: fx.Node, layouts: Sequence[Layout]) -> fx.Node | None:
     """Return a copy of a call whose tensor operands have the given layouts, in order.
 
     Returns the node itself if it was traced so, and None if the operands do not match.

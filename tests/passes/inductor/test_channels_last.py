@@ -35,7 +35,7 @@ def gradients(gradient: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, T
     return of_y * x.cos(), of_w, y
 
 
-def laid_out(*inputs: Tensor, tracing_mode: str = "fake") -> tuple[fx.GraphModule, fx.Node]:
+def with_layouts(*inputs: Tensor, tracing_mode: str = "fake") -> tuple[fx.GraphModule, fx.Node]:
     gm = make_fx(gradients, tracing_mode=tracing_mode)(*inputs)
     to_channels_last(gm)
     gm.graph.lint()
@@ -56,7 +56,7 @@ def images(channels: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_both_images_of_a_convolution_are_forced() -> None:
     """The incoming gradient and the input are forced to channels last."""
-    _, call = laid_out(*images(3, 8))
+    _, call = with_layouts(*images(3, 8))
     for image in call.args[:2]:
         assert isinstance(image, fx.Node)
         assert image.target is FORCE_STRIDE_ORDER
@@ -65,7 +65,7 @@ def test_both_images_of_a_convolution_are_forced() -> None:
 
 def test_outputs_keep_their_layout() -> None:
     """An image that is returned, too, is returned as it was."""
-    gm, call = laid_out(*images(3, 8))
+    gm, call = with_layouts(*images(3, 8))
     returned = gm.graph.output_node().args[0]
     assert returned[2] is call.args[1].args[0], "the sine itself"
     assert gm(*images(3, 8))[2].is_contiguous()
@@ -95,13 +95,13 @@ def test_inputs_of_the_backward_are_left_alone() -> None:
 )
 def test_values_of_one_layout_are_left_alone(inputs: tuple[Tensor, ...], forced: int) -> None:
     """Images of one channel or one pixel, and signals, are not forced."""
-    gm, _ = laid_out(*inputs)
+    gm, _ = with_layouts(*inputs)
     assert len(gm.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER)) == forced
 
 
 def test_dynamic_sizes_are_left_alone() -> None:
     """Strides of a dynamic image would not be numbers."""
-    gm, _ = laid_out(*images(3, 8), tracing_mode="symbolic")
+    gm, _ = with_layouts(*images(3, 8), tracing_mode="symbolic")
     assert not gm.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER)
 
 

@@ -1,4 +1,4 @@
-"""Target: the device that a step is planned for, which need not be this machine's."""
+"""PlannedDevice: the device that a step is planned for, which need not be this machine's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxckpt.errors import InvalidOption
 
 
 @dataclass(frozen=True)
-class Target:
+class PlannedDevice:
     """Where a graph's values are, and whose rates price its ops."""
 
     place: torch.device | None = None
@@ -34,7 +34,7 @@ class Target:
 GPU = torch.device("cuda", 0)
 
 
-def target_of(device: str | torch.device | None, *, is_on_meta: bool) -> Target:
+def planned_device(device: str | torch.device | None, *, is_on_meta: bool) -> PlannedDevice:
     """Return the target that a user asked for.
 
     None is where the model is; for one on the meta device it is the accelerator of this machine,
@@ -43,17 +43,18 @@ def target_of(device: str | torch.device | None, *, is_on_meta: bool) -> Target:
     """
     if device is None:
         if not is_on_meta or torch.accelerator.current_accelerator(check_available=True):
-            return Target()
+            return PlannedDevice()
         named = device_named(REFERENCE)
-        return Target(GPU, replace(named, name=f"{REFERENCE}, the reference for the meta device"))
+        name = f"{REFERENCE}, the reference for the meta device"
+        return PlannedDevice(GPU, replace(named, name=name))
     name = str(device)
     if name == "cpu":
-        return Target(torch.device("cpu"))
+        return PlannedDevice(torch.device("cpu"))
     if name.partition(":")[0] == "cuda":
         if not torch.cuda.is_available():
             raise InvalidOption(
                 f"device={name!r}: there is no CUDA device here (torch "
                 f"{torch.__version__}). Name the one to plan for: device='H100'."
             )
-        return Target(GPU)
-    return Target(GPU, device_named(name))
+        return PlannedDevice(GPU)
+    return PlannedDevice(GPU, device_named(name))

@@ -13,7 +13,7 @@ import fxckpt
 from fxckpt.costs.devices import REFERENCE
 from fxckpt.errors import InvalidBudget, InvalidOption
 from fxckpt.planner.capture import capture_joint
-from fxckpt.planner.target import target_of
+from fxckpt.planner.planned_device import planned_device
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a GPU is traced on itself, see tests/gpu"
@@ -101,7 +101,7 @@ def attention_ops(**given: object) -> list[str]:
         grouped = kv is not None
         return F.scaled_dot_product_attention(q, k, k, mask, enable_gqa=grouped).sum()
 
-    joint = capture_joint(step, (q, k, mask), {}, target_of("H100", is_on_meta=True))
+    joint = capture_joint(step, (q, k, mask), {}, planned_device("H100", is_on_meta=True))
     values = [n.meta["val"] for n in joint.module.graph.nodes if "val" in n.meta]
     assert {t.device for t in values if isinstance(t, Tensor)} == {torch.device("cuda", 0)}
     return [str(n.target) for n in joint.module.graph.nodes if "attention" in str(n.target)]
@@ -158,7 +158,7 @@ def test_dropout_mask_is_of_booleans() -> None:
 
     model = on_meta(Dropping)
     x = torch.empty(64, 512, device="meta")
-    joint = capture_joint(model, (x,), {}, target_of("H100", is_on_meta=True))
+    joint = capture_joint(model, (x,), {}, planned_device("H100", is_on_meta=True))
     masks = [
         n.meta["val"][1]
         for n in joint.module.graph.nodes
@@ -175,7 +175,7 @@ def test_factories_are_on_the_device() -> None:
             return super().forward(x) * torch.arange(256, device=x.device)
 
     model, x = on_meta(lambda: Scaled(256, 256)), torch.empty(64, 256, device="meta")
-    joint = capture_joint(model, (x,), {}, target_of("H100", is_on_meta=True))
+    joint = capture_joint(model, (x,), {}, planned_device("H100", is_on_meta=True))
     (made,) = (n for n in joint.module.graph.nodes if "arange" in str(n.target))
     assert made.kwargs["device"] == made.meta["val"].device == torch.device("cuda", 0)
 

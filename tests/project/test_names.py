@@ -1,0 +1,53 @@
+"""Names: one word for one thing, over all packages and tests."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OF_EACH_TRAINER = {"FxckptCallback"}
+"""Classes that the packages of two trainers call alike."""
+VERBS = {"checked", "load", "parse", "resolve", "save", "write"}
+"""Functions whose module says of what."""
+
+
+def definitions(*folders: str) -> Iterator[ast.stmt]:
+    """Yield the top-level statements of all files in some folders."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield from ast.parse(path.read_text()).body
+
+
+def repeated(names: Iterator[str]) -> set[str]:
+    """Return the public names that occur twice."""
+    return {n for n, count in Counter(names).items() if count > 1 and not n.startswith("_")}
+
+
+def test_no_class_name_twice() -> None:
+    """A class name stands for one class."""
+    found = definitions("fxckpt", "passes")
+    assert repeated(n.name for n in found if isinstance(n, ast.ClassDef)) == OF_EACH_TRAINER
+
+
+def test_no_function_name_twice() -> None:
+    """A function name stands for one function, but for verbs that read with their module."""
+    found = definitions("fxckpt", "passes")
+    assert repeated(n.name for n in found if isinstance(n, ast.FunctionDef)) == VERBS
+
+
+def test_test_names_are_short() -> None:
+    """Names of tests have at most eight words; a sentence is a docstring."""
+    found = (node for s in definitions("tests") for node in ast.walk(s))
+    names = [n.name for n in found if isinstance(n, ast.FunctionDef)]
+    assert not [n for n in names if n.startswith("test_") and n.count("_") > 8]
+
+
+def test_folders_hold_few_files() -> None:
+    """A folder of code has three to thirteen files and a README of what it is for."""
+    folders = {path.parent for top in ("fxckpt", "passes") for path in (ROOT / top).rglob("*.py")}
+    sizes = {str(f.relative_to(ROOT)): len(list(f.glob("*.py"))) for f in folders}
+    assert not {name: size for name, size in sizes.items() if not 3 <= size <= 13}
+    assert all((folder / "README.md").exists() for folder in folders)
