@@ -22,6 +22,7 @@ from fxckpt.costs.models import CostModel
 from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed, VerifyError
 from fxckpt.inductor.plan_cache import PlanCache
 from fxckpt.inductor.planner import InductorPlanner
+from fxckpt.ops.registry import registrations
 from fxckpt.passes.analysis.budget_regions import budget_regions
 from fxckpt.passes.analysis.graph_memory import emitted_peak
 from fxckpt.passes.graphs import Joint
@@ -354,20 +355,32 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> str | None:
         """Return the key of torch's caches: the options, and the version of fxckpt's own code.
 
-        The budgets of regions belong to the graph that Dynamo compiles; torch's keys lack them.
-        None, which leaves the caches out, for options whose repr does not tell them from others: a
-        policy or cost model in Python of the user's own, and ``budget="auto"``.
+        The budgets of regions, and the modules that a policy may name, belong to the graph that
+        Dynamo compiles; torch's keys lack them. So do the ops that were registered. None, which
+        leaves the caches out, for what no text tells from others: a policy or cost model in Python
+        of the user's own, a closure that counts an op's FLOPs, and ``budget="auto"``.
         """
-        cost = self.planner.cost
+        cost, ops = self.planner.cost, registrations()
         if (
             budgets.parse(self.planner.budget) == "auto"
             or not isinstance(cost, str)
             or _holds_function(self.planner.policy)
+            or ops is None
         ):
             return None
-        applied = " ".join(plan.digest for plan in self.planner.known)
-        regions = " ".join(region.line for region in budget_regions(traced_nodes()))
-        return f"{source_digest()} {replace(self.planner, known=())!r} {applied} {regions}".rstrip()
+        nodes = traced_nodes()
+        parts = [
+            source_digest(),
+            repr(replace(self.planner, known=())),
+            *(plan.digest for plan in self.planner.known),
+            *(region.line for region in budget_regions(nodes)),
+            ops,
+        ]
+        if self.planner.policy is not None:
+            # The paths alone: the stacks are keyed by addresses.
+            stacks = [list((node.meta.get("nn_module_stack") or {}).values()) for node in nodes]
+            parts.append(hashlib.sha256(repr(stacks).encode()).hexdigest())
+        return " ".join(filter(None, parts))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
         # Inductor copies its configuration; the plans must still reach the object the user holds.

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,42 @@ def test_uuid_tells_options_apart() -> None:
     assert fxckpt.Partitioner(policy=lambda ctx, op, *args, **kwargs: True).uuid() is None
     assert fxckpt.Partitioner(policy=save_matmuls | (lambda *a, **k: None)).uuid() is None
     assert fxckpt.Partitioner(budget="auto").uuid() is None
+
+
+def test_uuid_knows_registered_ops() -> None:
+    """Code that recomputes an op must not be found where nothing allows it."""
+
+    @torch.library.custom_op("uuid::triple", mutates_args=())
+    def triple(x: Tensor) -> Tensor:
+        return 3 * x
+
+    before = fxckpt.Partitioner().uuid()
+    fxckpt.register_op(triple, recompute=True, flops=lambda x: x.numel())
+    with_flops = fxckpt.Partitioner().uuid()
+    assert with_flops == fxckpt.Partitioner().uuid() and None not in (before, with_flops)
+    factor = 2
+    fxckpt.register_op(triple, recompute=True, flops=lambda x: factor * x.numel())
+    assert fxckpt.Partitioner().uuid() is None, "a closure counts what its code does not tell"
+    fxckpt.register_op(triple, recompute=True, flops=1)
+    assert len({before, with_flops, fxckpt.Partitioner().uuid()}) == 3
+
+
+def test_cache_knows_what_the_policy_names() -> None:
+    """One graph of modules with other names is another one for a policy of names."""
+    x, saved = torch.randn(256, 32), []
+    with fresh_cache():
+        for names in (("one", "two"), ("two", "one"), ("one", "two")):
+            torch._dynamo.reset()
+            layers = [
+                (f"linear{i}", nn.Linear(32, 32)) if i % 2 == 0 else (names[i // 2], nn.GELU())
+                for i in range(5)
+            ]
+            partitioner = fxckpt.Partitioner(policy=fxckpt.policies.recompute("one"))
+            with inductor_config.patch(custom_partitioner_fn=partitioner):
+                torch.compile(nn.Sequential(OrderedDict(layers)))(x).sum().backward()
+            saved.append([plan.saved for plan in partitioner.plans])
+    assert saved[0] and saved[1] and saved[0] != saved[1]
+    assert not saved[2], "the code of the first one is found again"
 
 
 def test_second_process_hits_torchs_caches(tmp_path: Path) -> None:

@@ -1,16 +1,20 @@
 """Registration of ops by users: their costs, and whether they may be recomputed.
 
 A registration is an attribute of the op itself (an ``OpOverload`` lives as long as its library),
-so that no table has to be kept in step.
+so that no table has to be kept in step; :func:`registrations` lists what has one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import marshal
 import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
+from weakref import WeakSet
 
 from fxckpt.errors import InvalidOption
 from fxckpt.torch_private import OpOverload, has_effect, overloads_of
@@ -32,6 +36,8 @@ class Registered:
 
 
 NOTHING = Registered()
+_registered: WeakSet[Any] = WeakSet()
+"""The ops that have a registration."""
 
 
 def register_op(
@@ -85,6 +91,7 @@ def register_op(
             )
     for overload in overloads:
         setattr(overload, _ATTRIBUTE, registration)
+        _registered.add(overload)
 
 
 def _has_visible_effect(overload: OpOverload) -> bool:
@@ -96,6 +103,31 @@ def registered(op: Any) -> Registered:
     """Return the registration of an op; one without facts if there is none."""
     registration = getattr(op, _ATTRIBUTE, NOTHING)
     return registration if isinstance(registration, Registered) else NOTHING
+
+
+def registrations() -> str | None:
+    """Return all registrations as text that is the same in another process.
+
+    None if a count is a function that its code does not tell from others: a closure, or an object
+    that is no plain function.
+    """
+    lines = []
+    for op in _registered:
+        facts = registered(op)
+        counts = [_stable(facts.flops), _stable(facts.bytes)]
+        if None in counts:
+            return None
+        lines.append(f"{op} {counts} {facts.recompute}")
+    return " ".join(sorted(lines))
+
+
+def _stable(count: Count | None) -> str | None:
+    """Return a count as text; None for a function that its code does not tell from others."""
+    if not callable(count):
+        return repr(count)
+    if not isinstance(count, FunctionType) or count.__closure__ or count.__defaults__:
+        return None
+    return hashlib.sha256(marshal.dumps(count.__code__)).hexdigest()
 
 
 def _count(name: str, count: Count | None) -> Count | None:

@@ -30,6 +30,23 @@ GRAPHS: dict[str, Callable[[Tensor], Any]] = {
     "constant output": lambda a: (a.sin(), torch.ones(2)),
     "unused op of several": lambda a: (a.sin(), a.topk(2)[0].detach())[0],
     "unused results": lambda a: (torch.var_mean(a), a.exp())[1],
+    "unused results alone": lambda a: (torch.var_mean(a), a.sort())[:0],
+    "unused gradient of several": lambda a: torch.var_mean(a)[0].detach() + a.topk(2)[1],
+    "no differentiable output": lambda a: (a > 0, a.argmax(), a.detach().exp()),
+    "integers alone": lambda a: (a > 0).sum(),
+    "complex through": lambda a: torch.view_as_real(torch.complex(a, a).conj() * 2j),
+    "complex view": lambda a: torch.complex(a, a.sin()).real,
+    "no output": lambda a: (a.sin(), None)[1],
+    "no inputs used": lambda a: torch.ones(2, 2) * 3,
+    "input twice": lambda a: (a, a),
+    "view of the input": lambda a: (a.t(), a.sin()),
+    "output of views of views": lambda a: [v.t() for v in a.sin().unbind(0)[0].split(2)],
+    "write to a view": lambda a: (lambda b: (b[0].mul_(2), b)[1])(a.sin()),
+    "empty of both": lambda a: (a[:0] @ a[:0].t(), a[:, :0].sum(1)),
+    "product with nothing": lambda a: a[:, :0] @ a[:, :0].t() + a.sum(),
+    "argument of no size": lambda a: torch.cat([a[:0].flatten(), a.sin().flatten()]),
+    "one element everywhere": lambda a: (a[:1, :1].sin() @ a[:1, :1].exp()).mean().sqrt(),
+    "set and reset": lambda a: (torch.set_grad_enabled(True), a.cos())[1],
     "empty tensor": lambda a: a[:0].sin(),
     "empty and full": lambda a: (a[:0].sin(), a.sin()),
     "one element": lambda a: a[0, 0].sin(),
@@ -79,16 +96,39 @@ def by_backend(inner: str) -> Callable[..., Any]:
     )
 
 
+def by_rewrite(function: Callable[[Tensor], Any], budget: Any) -> Callable[[Tensor], Any]:
+    """Return a function as a module that follows a plan."""
+    return fxckpt.rewrite(function, example_inputs=x34.clone().requires_grad_(), budget=budget)
+
+
+def by_configuration(function: Callable[[Tensor], Any], budget: Any) -> Callable[[Tensor], Any]:
+    """Return a function compiled by Inductor, whose configuration has the partitioner."""
+    partitioner = fxckpt.Partitioner(budget=budget)
+    return torch.compile(function, options={"custom_partitioner_fn": partitioner})
+
+
 ENTRIES: dict[str, Callable[..., Any]] = {
     "aot_eager": by_backend("aot_eager"),
     "partition_fn": by_partition_fn,
+    "rewrite": by_rewrite,
     "checkpoint": lambda function, budget: lambda a: fxckpt.checkpoint(function, a, budget=budget),
 }
 CASES = [(name, entry) for name in GRAPHS for entry in ENTRIES]
 FEW = ("views only", "identity", "aliased outputs", "empty and full", "integer output")
-CASES += [(name, "inductor") for name in FEW]
-SWEPT = [(name, "inductor") for name in GRAPHS if name not in FEW]
-ENTRIES["inductor"] = by_backend("inductor")
+FUSED = {"inductor": by_backend("inductor"), "configuration": by_configuration}
+CASES += [(name, entry) for name in FEW for entry in FUSED]
+SWEPT = [(name, entry) for name in GRAPHS if name not in FEW for entry in FUSED]
+ENTRIES |= FUSED
+
+
+def has_work(function: Callable[[Tensor], Any]) -> bool:
+    """Return whether an output has a gradient and memory of its own."""
+    a = x34.clone().requires_grad_()
+    given = a.untyped_storage().data_ptr()
+    return any(
+        t.requires_grad and (t.untyped_storage().data_ptr() != given or not t.numel())
+        for t in leaves(function(a))
+    )
 
 
 def check(function: Callable[[Tensor], Any], entry: str) -> None:
@@ -97,6 +137,12 @@ def check(function: Callable[[Tensor], Any], entry: str) -> None:
     expected = outcome(function)
     budgets: list[Any] = [None, 1.0]
     try:
+        compiled(function, None)
+    except fxckpt.CaptureError as error:
+        assert entry == "rewrite" and "nothing to plan" in str(error)
+        assert not has_work(function)
+        return
+    try:
         torch._dynamo.reset()
         outcome(compiled(function, 1))
     except fxckpt.BudgetInfeasible as error:
@@ -104,7 +150,7 @@ def check(function: Callable[[Tensor], Any], entry: str) -> None:
     for budget in budgets:
         torch._dynamo.reset()
         found = outcome(compiled(function, budget))
-        same = torch.allclose if entry == "inductor" else torch.equal
+        same = torch.allclose if entry in FUSED else torch.equal
         assert len(found) == len(expected), budget
         assert all(same(one, other) for one, other in zip(found, expected, strict=True)), budget
 
@@ -167,7 +213,7 @@ def program(steps: list[tuple[int, int]], returned: list[int]) -> Callable[[Tens
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("entry", ["aot_eager", "partition_fn", "checkpoint"])
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry not in FUSED])
 def test_small_graphs_keep_their_values(entry: str) -> None:
     """Generated graphs of up to six ops, whose outputs repeat and alias values and the input."""
 

@@ -182,6 +182,38 @@ def test_torch_regions_bind_nested_and_apart(inner: str) -> None:
     assert sum(saved(free.plans[0])) > 0 and free.plans[0].saved_bytes > plan.saved_bytes
 
 
+@needs_torch_regions
+def test_break_in_torch_region_as_in_stock() -> None:
+    """Where stock torch goes on after the break, both graphs have the region; else it raises."""
+
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        x = (x @ w).sin()
+        with torch_region(0.0):
+            x = (x @ w).sin().exp()
+            torch._dynamo.graph_break()
+            x = (x @ w).sin().exp()
+        return (x @ w).sum()
+
+    def run(backend: Any) -> list[Tensor] | str:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
+        try:
+            loss = torch.compile(model, backend=backend)(x, w)
+        except RuntimeError as error:
+            return str(error)
+        return [loss.detach(), *torch.autograd.grad(loss, x)]
+
+    backend = fxckpt.Backend(inner="aot_eager")
+    stock, found = run("eager"), run(backend)
+    if isinstance(stock, str):
+        assert found == stock and "inside a torch.compile region" in stock
+        return
+    torch.testing.assert_close(found, stock, rtol=0, atol=0)
+    assert [region.budget for plan in backend.plans for region in plan.regions] == ["0", "0"]
+    assert all(saved(plan) == [0] for plan in backend.plans)
+
+
 @pytest.mark.parametrize("inner", INNERS)
 def test_graph_budget_of_torch_counts_without_ours(inner: str) -> None:
     """torch's budget for whole graphs is that of the ops in no region; ours takes its place."""
