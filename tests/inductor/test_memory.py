@@ -60,6 +60,11 @@ class Regions(nn.Module):
         return x.square().mean()
 
 
+TRUE_IS_FIRST = torch.__version__ < "2.14"
+"""Whether the code of a ``cond`` has its true branch first; since one class stands for cond and
+switch, branches come by their index, and False is 0."""
+
+
 class Branches(nn.Module):
     """Layers of two branches, of which Inductor stores nothing inside.
 
@@ -73,7 +78,7 @@ class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.cond(
-                x.abs().sum() < 0,
+                (x.abs().sum() < 0) == TRUE_IS_FIRST,
                 lambda t, layer=layer: F.gelu(layer(t)),
                 lambda t, layer=layer: (layer(t) * 0.5).sin(),
                 (x,),

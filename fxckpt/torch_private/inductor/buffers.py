@@ -381,12 +381,23 @@ class _Pool:
 
 def _bodies(node: Any) -> list[Any]:
     """Return the lowered graphs that a kernel runs: branches and loop bodies."""
-    subgraphs = (
-        node.node.get_subgraphs()
-        if node.is_extern() and hasattr(node.node, "get_subgraphs")
-        else []
-    )
-    return [subgraph.graph for subgraph in subgraphs if subgraph.graph is not None]
+    if not node.is_extern():
+        return []
+    op = node.node
+    if hasattr(op, "get_subgraphs"):
+        subgraphs = op.get_subgraphs()
+    else:
+        # torch 2.11 has no name for them that all ops share.
+        subgraphs = [getattr(op, name, None) for name in _SUBGRAPHS.get(type(op).__name__, ())]
+    return [each.graph for each in subgraphs if each is not None and each.graph is not None]
+
+
+_SUBGRAPHS = {
+    "InvokeSubgraph": ("subgraph",),
+    "Conditional": ("true_subgraph", "false_subgraph"),
+    "WhileLoop": ("cond_subgraph", "body_subgraph"),
+}
+"""Attributes of an op that hold the graphs it runs, in torch 2.11."""
 
 
 def _body_bytes(body: Any) -> tuple[int, int]:
