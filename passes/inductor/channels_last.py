@@ -1,7 +1,8 @@
 """Channels last: give the images that a backward's convolutions read the layout of the forward's.
 
 Inductor decides for each half whether convolutions get channels-last images, and decides for a
-backward by the convolutions recomputed in it: one of them changes the layout of all. Recomputed
+backward by the convolutions recomputed in it: one of them changes the layout of all. (Since torch
+2.15 their backwards count too, so that most backwards are laid out like their forward.) Recomputed
 values and gradients are then made as they were traced and copied to the layout that a convolution
 takes. The forward needs no such copy, so a plan that recomputes a value would pay for two. Inductor
 makes an image in the layout that is forced on it instead.
