@@ -128,6 +128,10 @@ class Memory(nn.Module):
         return self.second(image).flatten(1) * torch.tanh(rows * torch.linspace(0, 1, 2048))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="Inductor of torch 2.11 fuses the zeros that a scatter writes into with what reads them",
+)
 def test_recomputed_as_strided_reads_the_traced_layout() -> None:
     """Gradients through a recomputed as_strided equal those of eager."""
 
