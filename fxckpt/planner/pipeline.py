@@ -21,6 +21,7 @@ from torch import fx
 from fxckpt.passes.analysis.joint import Facts
 from fxckpt.passes.graphs import Joint
 from fxckpt.passes.inductor.channels_last import to_channels_last
+from fxckpt.passes.inductor.copy_views_alone import copy_views_alone
 from fxckpt.passes.inductor.execution_order import mark_execution_order
 from fxckpt.passes.inductor.fusion_model import is_extern_kernel
 from fxckpt.passes.inductor.isolate_matmuls import isolate_matmuls
@@ -28,16 +29,13 @@ from fxckpt.passes.inductor.preserve_strides import preserve_strides
 from fxckpt.passes.inductor.save_views import save_views
 from fxckpt.passes.inductor.sink_reshapes import sink_reshapes
 from fxckpt.passes.transforms.bind_sizes import bind_sizes
-from fxckpt.passes.transforms.normalize import (
-    eliminate_dead_code,
-    merge_common_subexpressions,
-    raise_getitems,
-    take_names,
-)
+from fxckpt.passes.transforms.merge_common_subexpressions import merge_common_subexpressions
 from fxckpt.passes.transforms.partition import partition
+from fxckpt.passes.transforms.raise_getitems import raise_getitems
 from fxckpt.passes.transforms.recompute_checks import insert_checks
 from fxckpt.passes.transforms.rematerialize import Rematerialized, rematerialize
-from fxckpt.passes.transforms.storage_copies import copy_views_alone, copy_whole_storages
+from fxckpt.passes.transforms.storage_copies import copy_whole_storages
+from fxckpt.passes.transforms.take_names import take_names
 from fxckpt.passes.transforms.verify import verify
 from fxckpt.plans.types import Plan
 from fxckpt.torch_private import unwrap_syncs, wrap_syncs
@@ -222,7 +220,7 @@ class OnBackward:
 PREPARE: tuple[Pass[Joint], ...] = (
     OnJoint(unwrap_syncs),
     OnJoint(take_names),
-    OnJoint(eliminate_dead_code),
+    OnJoint(fx.Graph.eliminate_dead_code),
     OnJoint(merge_common_subexpressions),
     OnJoint(raise_getitems),
     OnJoint(copy_whole_storages),
@@ -232,7 +230,7 @@ PREPARE: tuple[Pass[Joint], ...] = (
 PREPARE_INDUCTOR: tuple[Pass[Joint], ...] = (
     OnJoint(unwrap_syncs),
     OnJoint(take_names),
-    OnJoint(eliminate_dead_code),
+    OnJoint(fx.Graph.eliminate_dead_code),
     OnJoint(merge_common_subexpressions),
     OnJoint(raise_getitems),
     OnJoint(copy_views_alone),

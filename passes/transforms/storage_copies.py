@@ -1,8 +1,8 @@
 """Storage copies: give fake values storages of the size that real values have.
 
 Some ops clone the whole storage of their first argument and return a view of the clone; a write
-into a slice, ``x[i] = y``, becomes one of them. Traces show a smaller storage. A compiler that
-writes its own kernels for such ops copies the slice alone.
+into a slice, ``x[i] = y``, becomes one of them. Traces show a smaller storage. What a compiler with
+kernels of its own does is :mod:`~fxckpt.passes.inductor.copy_views_alone`.
 
 Expects a graph with ``meta["val"]``. Leaves its ops alone, and replaces fake values.
 """
@@ -16,9 +16,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fxckpt.ops.properties import tensors
-from fxckpt.torch_private import fake_like, seen_in, shown, size_hint, storage_id
+from fxckpt.torch_private import fake_like, seen_in, size_hint, storage_id
 
-as_strided = torch.ops.aten.as_strided.default
 COPIES_STORAGE = frozenset(
     (
         torch.ops.aten.copy.default,
@@ -33,30 +32,10 @@ COPIES_STORAGE = frozenset(
 
 def copy_whole_storages(graph: fx.Graph) -> None:
     """Give ops that clone their first argument's storage an output storage of that size."""
-    _replace_values(graph, _in_whole_storage)
+    replace_values(graph, _in_whole_storage)
 
 
-def copy_views_alone(graph: fx.Graph) -> None:
-    """Give those ops an output storage of the size of the view they return.
-
-    Traces disagree here: an op found in the cache of fake tensors has a smaller storage than the
-    first of its kind.
-    """
-    # as_strided reads at an offset in the storage, so such a storage must stay.
-    addressed = {
-        storage_id(t)
-        for n in graph.find_nodes(op="call_function", target=as_strided)
-        for t in tensors(n.meta.get("val"))
-    }
-
-    def smaller(node: fx.Node) -> Tensor | None:
-        value = node.meta["val"]
-        return None if storage_id(value) in addressed else _in_own_storage(value)
-
-    _replace_values(graph, smaller)
-
-
-def _replace_values(graph: fx.Graph, replacement: Callable[[fx.Node], Tensor | None]) -> None:
+def replace_values(graph: fx.Graph, replacement: Callable[[fx.Node], Tensor | None]) -> None:
     """Replace the fake values of storage-cloning ops, and all values in the same storages.
 
     ``replacement`` returns the new value of an op, or None to leave it.
@@ -86,14 +65,6 @@ def share_storages(node: fx.Node, moved: Mapping[int, tuple[Tensor, Tensor]]) ->
             lambda t: seen_in(t, *moved[storage_id(t)]) if storage_id(t) in moved else t,
             value,
         )
-
-
-def _in_own_storage(value: Tensor) -> Tensor | None:
-    """Return a fake value in a storage no longer than it needs; None if its own is no longer."""
-    count = shown(value)
-    if size_hint(value.untyped_storage().nbytes()) <= size_hint(count) * value.element_size():
-        return None
-    return fake_like(value, (count,), value.dtype).as_strided(value.shape, value.stride())
 
 
 def _in_whole_storage(node: fx.Node) -> Tensor | None:

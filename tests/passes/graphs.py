@@ -86,3 +86,13 @@ def dropped(primals: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
     """A random mask, and a gradient that reads a view of it."""
     mask = torch.bernoulli(primals, 0.5)
     return mask.exp(), mask.t() * tangents
+
+
+def storages_of(graph: fx.Graph) -> str:
+    """Return a line for each value: the bytes of its fake storage, and where in it it begins."""
+    values = ((text, node.meta.get("val")) for node, text in lines_of(graph))
+    return "\n".join(
+        f"{text}: {v.untyped_storage().nbytes()} B from {v.storage_offset()}"
+        for text, v in values
+        if isinstance(v, Tensor)
+    )

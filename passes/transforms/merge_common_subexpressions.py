@@ -1,8 +1,8 @@
-"""Normalize: take names, drop dead code, merge common subexpressions, raise items of tuples.
+"""Merge common subexpressions: classic local value numbering on the joint graph.
 
-Merging is classic local value numbering on the joint graph: two calls of one pure op on the same
-arguments are one value. It never merges random, mutating and effectful ops, outputs, reads of
-storages that are written later, or ops of different checkpoint regions, budget regions or names.
+Two calls of one pure op on the same arguments are one value. Random, mutating and effectful ops,
+outputs, reads of storages that are written later, and ops of different checkpoint regions, budget
+regions or names stay apart.
 
 Expects a joint graph. Leaves a joint graph that computes the same outputs and draws the same random
 numbers in the same order.
@@ -10,7 +10,6 @@ numbers in the same order.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from torch import Tensor, fx, strided
@@ -20,29 +19,7 @@ from fxckpt.ops.properties import has_hidden_effect, is_known_pure, is_mutating,
 from fxckpt.passes.analysis.placement import graph_outputs
 from fxckpt.passes.meta import NAME
 from fxckpt.passes.transforms.storage_copies import share_storages
-from fxckpt.torch_private import OpOverload, name_op, region_keys, storage_id, stream_of
-
-
-def take_names(graph: fx.Graph) -> None:
-    """Turn calls of :func:`fxckpt.name` into metadata of the op or the input they name."""
-    for node in graph.find_nodes(op="call_function", target=name_op):
-        owner, label = _owner(node.args[0]), node.args[1]
-        owner.meta[NAME] = tuple(dict.fromkeys((*owner.meta.get(NAME, ()), label)))
-        graph.erase_node(node)
-
-
-def _owner(node: fx.Node) -> fx.Node:
-    """Return the op or input whose storage a value holds; the node itself if it is no view."""
-    held = {storage_id(t) for t in tensors(node.meta.get("val"))}
-    for arg in node.all_input_nodes if node.op == "call_function" and is_known_pure(node) else ():
-        if any(storage_id(t) in held for t in tensors(arg.meta.get("val"))):
-            return _owner(arg)
-    return node
-
-
-def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Remove nodes without users; random ops stay, because they advance their generator."""
-    graph.eliminate_dead_code()
+from fxckpt.torch_private import region_keys, storage_id, stream_of
 
 
 def merge_common_subexpressions(graph: fx.Graph) -> None:
@@ -123,12 +100,3 @@ def _key(node: fx.Node) -> Any:
         stream_of(node),
     )
     return node.target, typed, spec, group
-
-
-def raise_getitems(graph: fx.Graph) -> None:
-    """Move every ``getitem`` right behind its op, so that the tuple dies at once."""
-    for node in list(graph.nodes):
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            parent = node.args[0]
-            if isinstance(parent.target, OpOverload):
-                parent.append(node)
