@@ -345,6 +345,10 @@ class Backend:
         """Change the budget, from the next forward on.
 
         Raises :class:`InvalidOption` for a backend without a budget of a step.
+
+        >>> import fxckpt
+        >>> backend = fxckpt.Backend(budget="2GiB")
+        >>> backend.set_budget("1.5GiB")
         """
         budgets.validate(budget)
         if self.step is None or not budgets.is_in_bytes(budget):

@@ -48,7 +48,7 @@ class Repro:
     nodes: list[dict[str, Any]]
     """The graph in the form of :mod:`fxckpt.planner.graph_json`; empty if it has none."""
     no_nodes: str
-    """What the graph holds that has no such form."""
+    """Parts of the graph that have no such form."""
     version: int = VERSION
     """Version of this form."""
 

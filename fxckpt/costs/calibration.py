@@ -15,7 +15,7 @@ from fxckpt.budgets import free_bytes
 from fxckpt.costs.devices import Device
 from fxckpt.costs.measured import Records, kept, known, machine
 from fxckpt.errors import InvalidOption
-from fxckpt.torch_private import outside_trace
+from fxckpt.torch_private import outside_trace, scaled_mm
 
 FIGURES = tuple(f.name for f in fields(Device) if f.name != "name")
 """The figures of a device, in order."""
@@ -158,7 +158,7 @@ def _scaled_matmul(fastest: _Clock, sizes: Sizes) -> float:
     one = torch.ones((), device=device)
 
     def product() -> torch.Tensor:
-        return torch._scaled_mm(a, a.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        return scaled_mm(a, a.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
     return 2 * side**3 / fastest(product)
 

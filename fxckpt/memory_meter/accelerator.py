@@ -37,7 +37,7 @@ class AcceleratorMeter(Meter):
 
     @property
     def describes(self) -> str:
-        """What the figures count and what they do not see."""
+        """Allocations that the figures count, and those that they do not see."""
         return (
             "bytes of blocks in the device's caching allocator, rounded as it rounds them. A peak "
             "that is not above one from before the watch is a bound: the device has one peak for "

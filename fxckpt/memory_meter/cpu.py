@@ -19,7 +19,7 @@ from fxckpt.torch_private import storage_addresses
 log = logging.getLogger("fxckpt")
 
 NO_LIMIT = (1 << 63) - 1
-"""What the library takes as no limit."""
+"""Value that the library takes as no limit."""
 
 _installing = threading.Lock()
 
@@ -52,7 +52,7 @@ class CountingMeter(CounterMeter):
 
     @property
     def describes(self) -> str:
-        """What the figures count and what they do not see."""
+        """Allocations that the figures count, and those that they do not see."""
         text = (
             "bytes requested from torch's CPU allocator, by any thread. Not seen: memory of NumPy, "
             "of shared and mapped files and of libraries with buffers of their own, and blocks "
@@ -82,7 +82,7 @@ class ProcessMeter(CounterMeter):
 
     @property
     def describes(self) -> str:
-        """What the figures count and what they do not see."""
+        """Allocations that the figures count, and those that they do not see."""
         return (
             f"{self._describes}, whoever took them. Not seen: a peak between two readings of the "
             "meter. The allocator that counts every block could not be set; fxckpt's log says why."

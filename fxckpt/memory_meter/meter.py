@@ -63,7 +63,7 @@ class Meter(ABC):
     @property
     @abstractmethod
     def describes(self) -> str:
-        """What the figures count and what they do not see, in a sentence or two."""
+        """Allocations that the figures count or do not see, in a sentence or two."""
 
     @abstractmethod
     def allocated(self) -> int:

@@ -50,7 +50,7 @@ PURE = frozenset(("aten", "prims", "quantized", "inductor"))
 
 
 class Opacity(enum.IntEnum):
-    """What the tape does not know of a storage's content, in increasing degree.
+    """Facts that the tape does not know of a storage's content, in increasing degree.
 
     A value of an opaque storage is kept when it is read, with the content that it has then.
     """

@@ -71,7 +71,7 @@ class Trial:
     size: int
     """The size."""
     resident: Resident
-    """What the step's memory holds besides the plan's peak."""
+    """Bytes of the step's memory besides the plan's peak."""
     plan: Plan | None
     """The plan; None where none fits."""
     peak_bytes: int

@@ -101,6 +101,16 @@ class Plan:
     True
     >>> fxckpt.Plan.from_json(plan.to_json()) == plan
     True
+
+    Methods explain it, compare it, and plan other budgets without a new capture:
+
+    >>> least, *_, most = plan.frontier(points=2).plans
+    >>> least.peak_bytes == plan.floor_bytes, most.recompute_seconds
+    (True, 0.0)
+    >>> len(plan.explain().rows) == len(plan.rows)
+    True
+    >>> max(tick.bytes for tick in plan.timeline().ticks) == plan.peak_bytes
+    True
     """
 
     saved: tuple[str, ...]

@@ -69,7 +69,7 @@ class StepReport:
     extra_seconds: float
     """Recompute seconds of the step."""
     sees: str
-    """What the measured figures see."""
+    """Allocations that the measured figures see."""
 
     def table(self) -> Table:
         """Return the rows as a table with exports."""

@@ -24,7 +24,7 @@ class RecordedCall:
 
 @dataclass
 class StepRecord:
-    """What happened in a step so far."""
+    """Calls, moments and peak of a step so far."""
 
     calls: list[RecordedCall] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)

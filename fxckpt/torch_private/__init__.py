@@ -117,7 +117,7 @@ from fxckpt.torch_private.capture.sizes import (
 )
 from fxckpt.torch_private.cpp_build import cpp_command
 from fxckpt.torch_private.ops.dispatcher import has_effect, holds_python, overloads_of
-from fxckpt.torch_private.ops.gpu_ops import GpuAttention
+from fxckpt.torch_private.ops.gpu_ops import GpuAttention, scaled_mm
 from fxckpt.torch_private.ops.name_op import NAME, name_op
 from fxckpt.torch_private.ops.rng import default_generator, fake_rng_state, lower_rng
 from fxckpt.torch_private.ops.storages import (
@@ -238,6 +238,7 @@ __all__ = [
     "remember_storage",
     "run_and_save_rng_state",
     "run_with_rng_state",
+    "scaled_mm",
     "seen_in",
     "selective_policy",
     "share_version",

@@ -11,19 +11,19 @@ from fxckpt.torch_private.capture.dynamo import not_compiled
 
 
 class BackwardWatcher(Protocol):
-    """What is told of the backwards of one call."""
+    """Listener to the backwards of one call."""
 
     def enter(self) -> None:
-        """Take note that a backward begins."""
+        """Note that a backward begins."""
 
     def leave(self) -> None:
-        """Take note that it ended."""
+        """Note that it ended."""
 
     def failed(self, error: BaseException) -> None:
-        """Take note that it raised an error."""
+        """Note that it raised an error."""
 
     def unseen(self) -> None:
-        """Take note that compiled autograd runs it as a part of a graph of its own."""
+        """Note that compiled autograd runs it as a part of a graph of its own."""
 
 
 def backward_node(outputs: Any) -> Any:

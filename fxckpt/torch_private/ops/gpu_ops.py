@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_HEAD = 256
 """Largest head dimension of the flash kernel."""
+scaled_mm = torch._scaled_mm
+"""Product of two matrices of one-byte floats, with a scale for each."""
 ALIGNED = 8
 """The flash kernel takes head dimensions that are multiples of it; torch pads others."""
 
