@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor
+from torch._inductor.fx_passes.memory_estimator import build_memory_profile
+from torch.nn import functional as F
 
 from fxckpt.passes.analysis.graph_memory import emitted_peak, inner_bytes, memory_profile
 from fxckpt.passes.transforms.partition import partition
+from fxckpt.passes.transforms.place import place
 from fxckpt.passes.transforms.rematerialize import rematerialize
 from tests.passes.graphs import chain, planned, traced
 
@@ -53,3 +59,21 @@ def test_emitted_peak_is_the_plan_s() -> None:
 def test_plain_op_has_no_inner_bytes() -> None:
     """Only higher-order ops have subgraphs."""
     assert not any(inner_bytes(node) for node in traced(four_ops, torch.ones(4)).graph.nodes)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        four_ops,
+        lambda x: x.topk(64).values.sum() + x.view(32, 32).t().exp().sum(),
+        lambda x: F.layer_norm(x.view(32, 32).softmax(-1), [32]) @ x.view(32, 32),
+        lambda x: F.gelu(x.split(256)[1].clone()).cumsum(0) * x[:256],
+    ],
+)
+def test_peak_is_that_of_torch_s_estimator(function: Callable[[Tensor], Tensor]) -> None:
+    """Torch's estimate for a device finds the same peak; all sizes are whole blocks there."""
+    graph = traced(function, torch.ones(4 if function is four_ops else 1024)).graph
+    place(graph, torch.device("cuda", 0))
+    profile, _ = memory_profile(graph, start=0, free=EMPTY, held=EMPTY)
+    peer = build_memory_profile(graph, lambda node: True, lambda nbytes: -(-nbytes // 512) * 512)
+    assert max(profile) == max(peer) > 0
