@@ -174,7 +174,11 @@ class Backend:
         """The compiler of the halves."""
         self._breaks: list[Break] = []
         is_of_step = scope == "step" and budgets.is_in_bytes(budget)
-        self.step = StepTracker(budget, in_flight, strict) if is_of_step else None
+        named = {"budget": budget, "policy": policy, "inner": inner, "in_flight": in_flight}
+        usual = {"policy": None, "inner": "inductor", "in_flight": 1}
+        shown = (f"{k}={v!r}" for k, v in named.items() if k not in usual or v != usual[k])
+        name = f"Backend({', '.join(shown)})"
+        self.step = StepTracker(budget, in_flight, strict, name) if is_of_step else None
         """Runs the calls of a step, if the budget is one of a step."""
         if self.step is not None:
             self.partitioner.expect_steps()

@@ -21,7 +21,13 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxckpt import budgets
-from fxckpt.errors import BudgetExceeded, BudgetInfeasible, CaptureError, FxckptError
+from fxckpt.errors import (
+    BudgetExceeded,
+    BudgetInfeasible,
+    CaptureError,
+    FxckptError,
+    InvalidOption,
+)
 from fxckpt.memory_meter import Meter, Watch, meter_of
 from fxckpt.planner.planner import infeasible
 from fxckpt.reports.step_report import StepReport, StepRow
@@ -38,6 +44,7 @@ from fxckpt.solver.step_choice import (
 from fxckpt.step.graph import SIZES, Sizes, StepGraph
 from fxckpt.step.out_of_memory import GeneratorStates, free_memory, is_out_of_memory
 from fxckpt.step.record import LearnedStep, RecordedCall, StepRecord
+from fxckpt.step.running import RunningBackwards
 from fxckpt.torch_private import (
     after_optimizers,
     at_engine_exit,
@@ -80,6 +87,10 @@ within the memory that there was, then the one that holds least."""
 def _spare(learned: LearnedStep) -> float:
     """Return the seconds of recompute that are not worth a compile."""
     return SPARE * sum(graph.step_seconds for graph in learned.calls)
+
+
+RUNNING: RunningBackwards[StepTracker] = RunningBackwards()
+"""Trackers with calls in the backwards that run."""
 
 
 class _Flight:
@@ -147,8 +158,12 @@ class KnownStep:
 class StepTracker:
     """Runs the calls of a step, each at the level that keeps the step within the budget."""
 
-    def __init__(self, budget: budgets.Budget, in_flight: int = 1, strict: bool = False) -> None:
+    def __init__(
+        self, budget: budgets.Budget, in_flight: int = 1, strict: bool = False, name: str = ""
+    ) -> None:
         self.budget, self.in_flight, self.strict = budget, in_flight, strict
+        self.name = name
+        """Name of its backend in errors."""
         self._made_at = time.time()
         self.steps = 0
         """Number of steps that ended."""
@@ -296,12 +311,26 @@ class StepTracker:
             if flight.step is not self._record:
                 return  # A second backward of an earlier step.
             if self._backward != current_backward():
+                self._refuse_second(current_backward())
                 self._backward = current_backward()
                 at_engine_exit(self._leave_engine)
             self._close_gap()
             self._note_left()
             self._note_measure()
             flight.start = self._restart()
+
+    def _refuse_second(self, backward: object) -> None:
+        """Raise :class:`InvalidOption` if another budget's calls are in the same backward."""
+        RUNNING.leave(self)  # A backward that failed may not have told of its end.
+        other = RUNNING.enter(backward, self)
+        if other is None or other._device != self._device:
+            return
+        self._forget()
+        raise InvalidOption(
+            f"two budgets of one step: {other.name} and {self.name} have calls in one backward. A "
+            "budget is that of the whole step: compile all of it with one Backend object, or give "
+            "each graph a budget of its own with scope='graph'."
+        )
 
     def leave_backward(self, flight: _Flight) -> None:
         """Record the backward of a call."""
@@ -343,6 +372,7 @@ class StepTracker:
         self._forward_ended = None
 
     def _leave_engine(self) -> None:
+        RUNNING.leave(self)
         with self._lock:
             self._backward = None
             self._close_gap()
