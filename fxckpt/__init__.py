@@ -67,6 +67,8 @@ from fxckpt.plans.types import Plan, Recompute, RegionBudget, Row
 from fxckpt.reason import Decision, Reason
 from fxckpt.reports.tradeoff import Frontier
 from fxckpt.rewriting.api import rewrite
+from fxckpt.verification.api import verify
+from fxckpt.verification.verdict import Finding, Verdict
 
 # People write ``from fxckpt.checkpoint import checkpoint``, as they do of torch.utils.checkpoint.
 sys.modules["fxckpt.checkpoint"] = sys.modules["fxckpt.eager.api"]
@@ -82,6 +84,7 @@ __all__ = [
     "CheckpointPolicy",
     "Decision",
     "DefaultDeviceType",
+    "Finding",
     "Fit",
     "Frontier",
     "FxckptError",
@@ -109,6 +112,7 @@ __all__ = [
     "SlowdownInfeasible",
     "TorchPatch",
     "Trial",
+    "Verdict",
     "VerifyError",
     "budget",
     "check_backward_validity",
@@ -133,5 +137,6 @@ __all__ = [
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",
+    "verify",
 ]
 __version__ = "0.1.0"

@@ -287,10 +287,10 @@ class Backend:
     ) -> Callable[..., Any]:
         """Compile a graph whose calls take their levels from the step."""
         kept = KeptGraph.of(gm, example_inputs)
-        is_first = True
+        # A cell would keep the real inputs of the first call for good.
+        first = [(gm, example_inputs)]
 
         def compile_level(chooser: LevelChooser | None) -> tuple[Any, Plan | None]:
-            nonlocal is_first
             count = len(self.plans)
 
             def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -306,11 +306,7 @@ class Backend:
                 return halves
 
             try:
-                if is_first:
-                    is_first = False
-                    run = compile_graph(gm, example_inputs)
-                else:
-                    run = kept.compile(compile_graph)
+                run = compile_graph(*first.pop()) if first else kept.compile(compile_graph)
             except CaptureDone:
                 run = None
             return run, self.plans[-1] if len(self.plans) > count else None

@@ -1,14 +1,15 @@
 """The command line: plan, explain, draw and run a model's step without writing a script.
 
 Exit codes: 0, done; 1, the budget is infeasible; 2, the arguments are not usable; 3, the model
-cannot be captured, planned or run, or the doctor found something wrong; 130, interrupted. With
-``--json`` the standard output is one JSON value and nothing else.
+cannot be captured, planned or run, or the doctor or verify found something wrong; 130, interrupted.
+With ``--json`` the standard output is one JSON value and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ import torch
 
 from fxckpt import _interrupts, repro
 from fxckpt._interrupts import INTERRUPTED
+from fxckpt.backend import Backend
 from fxckpt.cli.arguments import USAGE, parse
 from fxckpt.cli.factory import (
     POLICY_FORM,
@@ -50,6 +52,7 @@ from fxckpt.reports.memory_bar import memory_bar
 from fxckpt.utils.globs import fits, is_inside
 from fxckpt.utils.progress import progress
 from fxckpt.utils.tables import Column, Table
+from fxckpt.verification.api import verify
 
 DONE, INFEASIBLE, FAILED = 0, 1, 3
 DEFAULT_ROWS = 20
@@ -391,6 +394,29 @@ def _bench(options: argparse.Namespace) -> Answer:
     return Answer(text, INFEASIBLE if refused else DONE)
 
 
+def _verify(options: argparse.Namespace) -> Answer:
+    with _stdout_to_stderr():
+        target = load_target(options.target)
+        step, reference = target.model, None
+        if options.reference is not None:
+            reference = load_target(options.reference).model
+        elif options.budget is not None:
+            backend = Backend(budget=options.budget, inner="aot_eager")
+            step, reference = torch.compile(copy.deepcopy(step), backend=backend), step
+        verdict = verify(
+            step,
+            reference,
+            *target.args,
+            tolerance=options.tolerance,
+            steps=options.steps,
+            **target.kwargs,
+        )
+    code = DONE if verdict.ok else FAILED
+    if not options.json:
+        return Answer(str(verdict), code)
+    return Answer(_json_answer(asdict(verdict)).text, code)
+
+
 def _calibrate(options: argparse.Namespace) -> Answer:
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cpu":
@@ -430,6 +456,7 @@ COMMANDS = {
     "fit": _fit,
     "html": _html,
     "bench": _bench,
+    "verify": _verify,
     "calibrate": _calibrate,
     "doctor": _doctor,
 }

@@ -28,6 +28,7 @@ examples:
   fxckpt html train.py:make_step --budget 0.6 --out plan.html
   fxckpt html train.py:make_step --max-slowdown 0.1
   fxckpt bench train.py:make_step --budget 0.8 --budget 0.5
+  fxckpt verify train.py:make_step --reference train.py:make_plain_step
   fxckpt calibrate
   fxckpt doctor
 
@@ -35,7 +36,7 @@ train.py:make_step is a function without arguments that returns (model, inputs).
 meta device can be planned, not run. train.py:make_batch is one that takes the size to find.
 
 exit codes: 0 done, 1 the budget is infeasible, 2 unusable arguments, 3 the model cannot be
-captured, planned or run (doctor: something is wrong), 130 interrupted
+captured, planned or run (doctor and verify: something is wrong), 130 interrupted
 """
 
 
@@ -65,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_fit(commands)
     _add_html(commands)
     _add_bench(commands)
+    _add_verify(commands)
     _add_calibrate(commands)
     _add_doctor(commands)
     return parser
@@ -290,6 +292,38 @@ def _add_bench(commands: _Subparsers) -> None:
         choices=("aot_eager", "inductor"),
         default="aot_eager",
         help="the compiler of the two halves (aot_eager)",
+    )
+
+
+def _add_verify(commands: _Subparsers) -> None:
+    parser = _add_command(
+        commands,
+        "verify",
+        "Compare a checkpointed step with the plain one: gradients, random numbers, memory.",
+        "fxckpt verify train.py:make_step --reference train.py:make_plain_step",
+    )
+    parser.add_argument("target", metavar="MODULE:FACTORY", help=FORM)
+    against = parser.add_mutually_exclusive_group()
+    against.add_argument(
+        "--reference",
+        metavar="MODULE:FACTORY",
+        help="the same model without checkpointing, whose inputs are not used; by default a copy "
+        "of the model after its own gradient_checkpointing_disable()",
+    )
+    against.add_argument(
+        "--budget",
+        type=_budget,
+        metavar="BYTES",
+        help="compare fxckpt's own plan within this budget with the model as it is",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="SHARE",
+        help="relative difference that is rounding, 0 for bitwise equality; by default by type",
+    )
+    parser.add_argument(
+        "--steps", type=_count, default=4, metavar="N", help="steps for the memory, 3 or more (4)"
     )
 
 

@@ -70,6 +70,24 @@ class Keyed(nn.Module):
     def forward(self, x):
         return self.heads["a[0]"](x) + self.heads["a[1]"](x)
 
+def checkpointed():
+    return Dropped(True), torch.randn(64, 8)
+
+def plain():
+    return Dropped(False), torch.randn(64, 8)
+
+class Dropped(nn.Sequential):
+    def __init__(self, is_on):
+        super().__init__(nn.Linear(8, 8), nn.Dropout(0.5))
+        self.is_on = is_on
+
+    def forward(self, x):
+        from torch.utils.checkpoint import checkpoint
+        forward = super().forward
+        if not self.is_on:
+            return forward(x)
+        return checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
+
 def save_all(ctx, op, *args, **kwargs):
     from torch.utils.checkpoint import CheckpointPolicy
     return CheckpointPolicy.MUST_SAVE
@@ -108,6 +126,20 @@ def test_plan_for_a_device_elsewhere(step: str, capsys: pytest.CaptureFixture[st
     assert main(["frontier", f"{step}:make", *points]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert rows[-1]["peak_bytes"] == costs[0]["baseline_peak_bytes"]
+
+
+def test_verify_finds_masks_drawn_anew(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The step is compared with a reference's, or fxckpt's own plan with the step as it is."""
+    arguments = ["verify", f"{step}:checkpointed", "--reference", f"{step}:plain"]
+    assert main([*arguments, "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert found[0]["kind"] == "random" and found[0]["where"] == "1"
+    assert main(arguments) == 3
+    assert "1: aten.bernoulli_ drew other numbers" in capsys.readouterr().out
+    assert main(["verify", f"{step}:make", "--budget", "0.8", "--steps", "3"]) == 0
+    assert "no finding" in capsys.readouterr().out
+    assert main(["verify", f"{step}:plain"]) == 2
+    assert "without a reference" in capsys.readouterr().err
 
 
 def test_calibrate_prints_what_it_keeps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,1 @@
+"""Checks of a checkpointed or offloaded step against the same step without."""

@@ -1,0 +1,147 @@
+"""Causes: the first ops of a recompute that did not do what the forward did.
+
+An op that reads what one of the forward read, and gives the same, is right; what reads the result
+of a wrong op is a consequence. Of the rest, an op that reads the same and gives something else drew
+anew or is not repeatable; one that reads something else reads a tensor that was changed; and one
+that no module ran in the forward is another path through the model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fxckpt.verification.op_log import Call, OpLog, Read
+from fxckpt.verification.verdict import Finding
+
+WRITTEN = (
+    "A region's inputs, and what its code reads, must stay unchanged until the backward: write to "
+    "a copy, or save it inside the region."
+)
+"""Advice on tensors that were written too early."""
+
+
+def causes(log: OpLog, names: Mapping[int, str]) -> list[Finding]:
+    """Return what a recompute did otherwise than the forward, in order.
+
+    ``names`` holds the names of parameters, buffers and inputs by the address of their storage.
+    """
+    judge = _Judge(log, names)
+    for call in log.recompute:
+        judge.judge(call)
+    return [*judge.roots.values(), *judge.flips()]
+
+
+class _Judge:
+    def __init__(self, log: OpLog, names: Mapping[int, str]) -> None:
+        self.log, self.names = log, names
+        self.gave: defaultdict[Any, set[tuple[str, ...]]] = defaultdict(set)
+        self.read_by: defaultdict[str, set[str]] = defaultdict(set)
+        self.choices: defaultdict[tuple[str, str], list[Call]] = defaultdict(list)
+        for call in log.forward:
+            self.gave[call.key].add(call.gives)
+            self.read_by[call.op].update(read.digest for read in call.reads)
+            if call.choices:
+                self.choices[call.op, call.module].append(call)
+        self.known = {read.digest for call in log.forward for read in call.reads}
+        self.known |= {given for call in log.forward for given in call.gives}
+        self.wrong: set[str] = set()
+        self.roots: dict[tuple[Any, ...], Finding] = {}
+        self.flipped: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+
+    def judge(self, call: Call) -> None:
+        """Take one call of a recompute into account."""
+        given = self.gave.get(call.key, set())
+        if call.gives in given:
+            return
+        is_consequence = any(read.digest in self.wrong for read in call.reads)
+        if not call.is_view and not is_consequence:
+            finding = self._root(call, bool(given))
+            if finding is not None:
+                self.roots.setdefault((finding.kind, finding.where, finding.text), finding)
+        # A value that the forward knew is right, whatever op gave it here.
+        self.wrong.update(set(call.gives) - self.known)
+        if call.choices:
+            self._compare_choices(call)
+
+    def _root(self, call: Call, reads_the_same: bool) -> Finding | None:
+        if reads_the_same and call.is_random:
+            return Finding(
+                "random",
+                call.module,
+                f"{call.op} drew other numbers in the recompute",
+                "Recompute with the generator's state of the forward: "
+                "preserve_rng_state=True, or a library that keeps it.",
+                1.0,
+            )
+        if reads_the_same:
+            return Finding(
+                "recompute",
+                call.module,
+                f"{call.op} gave other values in the recompute from the same inputs",
+                "The op is not repeatable: save its result, with a selective policy, or call "
+                "torch.use_deterministic_algorithms(True).",
+                1.0,
+            )
+        changed = [read for read in call.reads if read.digest not in self.read_by[call.op]]
+        if changed and self.read_by[call.op]:
+            return self._changed(call, changed[0])
+        if all(given in self.known for given in call.gives):
+            return None
+        return Finding(
+            "recompute",
+            call.module,
+            f"the recompute runs {call.op}({call.settings}), which the forward did not run",
+            "The region's Python code took another path the second time: what it reads (flags, "
+            "counters, autocast) must be as in the forward.",
+            1.0,
+        )
+
+    def _changed(self, call: Call, read: Read) -> Finding:
+        name = self.names.get(read.address, "")
+        write = self.log.writes.get(read.address)
+        by = ""
+        if write is not None:
+            by = f"; last written by {write.op}" + (f" at {write.line}" if write.line else "")
+        return Finding(
+            "write",
+            name or call.module,
+            f"{read.type} read by {call.op} in the recompute is not what the forward read{by}",
+            WRITTEN,
+            1.0,
+        )
+
+    def _compare_choices(self, call: Call) -> None:
+        same = [
+            other
+            for other in self.choices[call.op, call.module]
+            if [c.shape for c in other.choices] == [c.shape for c in call.choices]
+        ]
+        if not same:
+            return
+        changed = min(_differing(call.choices, other.choices) for other in same)
+        counts = self.flipped[call.op, call.module]
+        counts[0] += changed
+        counts[1] += sum(c.numel() for c in call.choices)
+
+    def flips(self) -> list[Finding]:
+        """Return the ops that chose otherwise, with the share of choices."""
+        return [
+            Finding(
+                "routing",
+                module,
+                f"{changed} of {total} choices of {op} differ in the recompute",
+                "Save what the op chooses, with a selective policy; fxckpt never recomputes "
+                "discrete choices.",
+                changed / total,
+            )
+            for (op, module), (changed, total) in self.flipped.items()
+            if changed
+        ]
+
+
+def _differing(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> int:
+    return sum(int((a != b).sum()) for a, b in zip(some, others, strict=True))

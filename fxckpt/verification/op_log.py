@@ -1,0 +1,250 @@
+"""A log of the ops of a step: what each read and gave, in the forward and in the recompute.
+
+An op of the backward runs in a recompute where gradients are enabled, as only recomputes enable
+them there. Compiled code shows no ops.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxckpt.ops.properties import CHOOSING, UNINITIALIZED
+
+Phase = Literal["forward", "backward", "recompute"]
+OVERWRITING = frozenset(("copy_", "fill_", "zero_"))
+"""Ops that write a whole tensor, whatever it held."""
+TORCH = str(Path(torch.__file__).parent)
+HERE = str(Path(__file__).parent)
+
+
+@dataclass(frozen=True)
+class Read:
+    """A tensor that an op reads."""
+
+    digest: str
+    """Digest of its shape, type and values."""
+    address: int
+    """Address of its storage."""
+    type: str
+    """Its type and shape."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op."""
+
+    op: str
+    """Name of the op: ``aten.mm``."""
+    module: str
+    """Name of the innermost module that runs; empty outside of all."""
+    reads: tuple[Read, ...]
+    """Tensors whose values it reads."""
+    settings: str
+    """Its arguments that are no tensors."""
+    gives: tuple[str, ...]
+    """Digests of what it returns or writes."""
+    is_random: bool
+    """Whether it draws from a generator."""
+    is_view: bool
+    """Whether its results share memory with what it reads."""
+    choices: tuple[Tensor, ...] = ()
+    """For an op that chooses: its whole-number results."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What makes two calls of an op the same: values read and settings."""
+        return self.op, tuple(read.digest for read in self.reads), self.settings
+
+
+@dataclass(frozen=True)
+class Write:
+    """A tensor that an op wrote in place."""
+
+    op: str
+    """Name of the op."""
+    line: str
+    """The user's line: ``train.py:12``; empty where there is none."""
+
+
+@dataclass
+class OpLog:
+    """The calls of a step."""
+
+    forward: list[Call] = field(default_factory=list)
+    """Calls of the forward, in order."""
+    recompute: list[Call] = field(default_factory=list)
+    """Calls of recomputes, in order."""
+    writes: dict[int, Write] = field(default_factory=dict)
+    """The last write to each storage, by its address."""
+
+
+class OpRecorder(TorchDispatchMode):
+    """Log the ops of a step while active.
+
+    Parameters
+    ----------
+    modules
+        Names of the modules, by their id.
+    """
+
+    def __init__(self, modules: Mapping[int, str]) -> None:
+        super().__init__()
+        self.log = OpLog()
+        self.phase: Phase = "forward"
+        self._modules = modules
+        self._running: list[str] = []
+        self._uninitialized: set[int] = set()
+
+    @contextmanager
+    def recording(self) -> Iterator[OpLog]:
+        """Log the ops and the modules that run them."""
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave, always_call=True)
+        try:
+            with self:
+                yield self.log
+        finally:
+            before.remove()
+            after.remove()
+
+    def start_backward(self) -> None:
+        """Take what follows as the backward."""
+        self.phase = "backward"
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        outer = self._running[-1] if self._running else ""
+        self._running.append(self._modules.get(id(module), outer))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._running:
+            self._running.pop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written, reads, settings = self._arguments(func, args, kwargs)
+        result = func(*args, **kwargs)
+        results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        if is_overwriting(func) or not (written or _is_view(func)):
+            self._note_uninitialized(func, results)
+        for tensor in written:
+            self.log.writes[_address(tensor)] = Write(_name(func), _user_line())
+        phase = self._phase()
+        if phase == "backward" or not (results or written) or func._opname in UNINITIALIZED:
+            return result
+        call = Call(
+            op=_name(func),
+            module=self._running[-1] if self._running else "",
+            reads=reads,
+            settings=settings,
+            gives=tuple(digest(t) for t in (results or written)),
+            is_random=is_random(func),
+            is_view=_is_view(func),
+            choices=tuple(t.detach().cpu().clone() for t in results if not t.is_floating_point())
+            if func._opname in CHOOSING
+            else (),
+        )
+        (self.log.forward if phase == "forward" else self.log.recompute).append(call)
+        return result
+
+    def _note_uninitialized(self, func: Any, made: list[Tensor]) -> None:
+        """Remember which storages hold whatever the memory held."""
+        addresses = {_address(tensor) for tensor in made}
+        if func._opname in UNINITIALIZED:
+            self._uninitialized |= addresses
+        else:
+            self._uninitialized -= addresses
+
+    def _arguments(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Tensor], tuple[Read, ...], str]:
+        """Return an op's written tensors, those whose values it reads, and the rest as text."""
+        written: list[Tensor] = []
+        reads: list[Read] = []
+        settings: list[str] = []
+        overwrites = is_overwriting(func)
+        declared = func._schema.arguments
+        named = {argument.name: argument for argument in declared}
+        given = [*zip(declared, args, strict=False), *((named[k], v) for k, v in kwargs.items())]
+        for argument, value in given:
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    address = _address(leaf)
+                    if is_written:
+                        written.append(leaf)
+                    if not is_written or not (overwrites or address in self._uninitialized):
+                        reads.append(Read(digest(leaf), address, _type(leaf)))
+                elif not isinstance(leaf, torch.Generator):
+                    settings.append(f"{argument.name}={leaf!r}")
+        return written, tuple(reads), " ".join(settings)
+
+    def _phase(self) -> Phase:
+        if self.phase == "backward" and torch.is_grad_enabled():
+            return "recompute"
+        return self.phase
+
+
+def is_random(func: Any) -> bool:
+    """Return whether an op draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def is_overwriting(func: Any) -> bool:
+    """Return whether an op that writes an argument does not read it."""
+    return func._opname in OVERWRITING or "out" in func._overloadname or is_random(func)
+
+
+def _name(func: Any) -> str:
+    return f"{func.namespace}.{func._opname}"
+
+
+def _is_view(func: Any) -> bool:
+    aliases = [r.alias_info for r in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _type(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a digest of a tensor's shape, type and values."""
+    plain = tensor.detach()
+    if plain.layout is not torch.strided:
+        plain = plain.to_dense()
+    raw = plain.resolve_conj().resolve_neg().contiguous().cpu().reshape(-1).view(torch.uint8)
+    values = hashlib.blake2b(raw.numpy().tobytes(), digest_size=12).hexdigest()
+    return f"{_type(tensor)} {values}"
+
+
+def _user_line() -> str:
+    """Return the innermost line of the stack that is not torch's: ``train.py:12``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((TORCH, HERE, "<")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
