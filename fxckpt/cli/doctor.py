@@ -37,7 +37,7 @@ COMPILER_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeResult:
     """The result of one probe."""
 
     what: str
@@ -54,7 +54,7 @@ class Finding:
 class Diagnosis:
     """The findings of all probes; printed, a table."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[ProbeResult, ...]
 
     @property
     def is_healthy(self) -> bool:
@@ -85,15 +85,15 @@ def examine(*, self_test: bool = True) -> Diagnosis:
     With ``self_test``, each inner compiler compiles a small step within a budget, and the
     gradients are compared with those of eager.
     """
-    probes: tuple[tuple[str, Callable[[], Finding]], ...] = (
-        ("fxckpt", lambda: Finding("fxckpt", __version__, "ok")),
+    probes: tuple[tuple[str, Callable[[], ProbeResult]], ...] = (
+        ("fxckpt", lambda: ProbeResult("fxckpt", __version__, "ok")),
         (
             "python",
-            lambda: Finding("python", f"{platform.python_version()} at {sys.executable}", "ok"),
+            lambda: ProbeResult("python", f"{platform.python_version()} at {sys.executable}", "ok"),
         ),
         (
             "system",
-            lambda: Finding(
+            lambda: ProbeResult(
                 "system",
                 f"{platform.platform()}, {os.cpu_count()} cores, "
                 f"torch uses {torch.get_num_threads()}",
@@ -102,7 +102,7 @@ def examine(*, self_test: bool = True) -> Diagnosis:
         ),
         (
             "memory",
-            lambda: Finding(
+            lambda: ProbeResult(
                 "memory",
                 f"{format_bytes(free_bytes(torch.device('cpu')))} available",
                 "ok",
@@ -130,22 +130,22 @@ def examine(*, self_test: bool = True) -> Diagnosis:
     return Diagnosis(tuple(findings))
 
 
-def _run_probe(name: str, probe: Callable[[], Finding]) -> Finding:
+def _run_probe(name: str, probe: Callable[[], ProbeResult]) -> ProbeResult:
     """Return the finding of a probe, or its error as one."""
     try:
         return probe()
     except Exception as error:
         message = next(iter(str(error).strip().splitlines()), "")
         found = f"{type(error).__name__}: {message}"
-        return Finding(name, found, "missing", "looking failed")
+        return ProbeResult(name, found, "missing", "looking failed")
 
 
-def _torch() -> Finding:
+def _torch() -> ProbeResult:
     if is_tested():
-        return Finding(
+        return ProbeResult(
             "torch", torch.__version__, "ok", f"fxckpt is tested with {', '.join(TESTED)}"
         )
-    return Finding(
+    return ProbeResult(
         "torch",
         torch.__version__,
         "note",
@@ -153,11 +153,11 @@ def _torch() -> Finding:
     )
 
 
-def _entry_point() -> Finding:
+def _entry_point() -> ProbeResult:
     names = {e.name for e in importlib.metadata.entry_points(group="torch_dynamo_backends")}
     if "fxckpt" in names:
-        return Finding("backend", 'torch.compile(model, backend="fxckpt") finds it', "ok")
-    return Finding(
+        return ProbeResult("backend", 'torch.compile(model, backend="fxckpt") finds it', "ok")
+    return ProbeResult(
         "backend",
         "not registered",
         "missing",
@@ -165,7 +165,7 @@ def _entry_point() -> Finding:
     )
 
 
-def _compiler() -> Finding:
+def _compiler() -> ProbeResult:
     names = [os.environ.get("CXX"), "g++", "clang++", "c++"]
     path = next(
         (found for name in names if name and (found := shutil.which(name.split()[0]))), None
@@ -175,11 +175,11 @@ def _compiler() -> Finding:
             'inner="inductor" (the default) does not work on the CPU: '
             'install g++, or use inner="aot_eager"'
         )
-        return Finding("C++ compiler", "none ($CXX, g++, clang++, c++)", "missing", effect)
+        return ProbeResult("C++ compiler", "none ($CXX, g++, clang++, c++)", "missing", effect)
     version = subprocess.run(
         [path, "--version"], capture_output=True, text=True, timeout=COMPILER_SECONDS, check=False
     ).stdout
-    return Finding(
+    return ProbeResult(
         "C++ compiler",
         f"{path}: {version.splitlines()[0] if version else 'says no version'}",
         "ok",
@@ -187,22 +187,22 @@ def _compiler() -> Finding:
     )
 
 
-def _memory_meter() -> Finding:
+def _memory_meter() -> ProbeResult:
     meter = meter_of("cpu")
     if meter.exact:
         effect = "fxckpt.measure_peak() is exact on the CPU"
-        return Finding("memory meter", "counts every block", "ok", effect)
-    return Finding("memory meter", "counts no blocks", "note", meter.describes)
+        return ProbeResult("memory meter", "counts every block", "ok", effect)
+    return ProbeResult("memory meter", "counts no blocks", "note", meter.describes)
 
 
-def _cuda() -> Finding:
+def _cuda() -> ProbeResult:
     if not torch.cuda.is_available():
         built = (
             f"torch is built for CUDA {torch.version.cuda}"
             if torch.version.cuda
             else "torch is built without it"
         )
-        return Finding(
+        return ProbeResult(
             "CUDA",
             f"no device; {built}",
             "note",
@@ -212,32 +212,32 @@ def _cuda() -> Finding:
         f"{torch.cuda.get_device_name(i)} ({format_bytes(torch.cuda.mem_get_info(i)[0])} free)"
         for i in range(torch.cuda.device_count())
     ]
-    return Finding("CUDA", ", ".join(names), "ok")
+    return ProbeResult("CUDA", ", ".join(names), "ok")
 
 
-def _triton() -> Finding:
+def _triton() -> ProbeResult:
     if importlib.util.find_spec("triton") is not None:
-        return Finding("triton", importlib.metadata.version("triton"), "ok")
+        return ProbeResult("triton", importlib.metadata.version("triton"), "ok")
     state = "missing" if torch.cuda.is_available() else "note"
-    return Finding("triton", "not installed", state, 'inner="inductor" on a GPU needs it')
+    return ProbeResult("triton", "not installed", state, 'inner="inductor" on a GPU needs it')
 
 
-def _package(name: str, use: str) -> Finding:
+def _package(name: str, use: str) -> ProbeResult:
     if importlib.util.find_spec(name) is None:
-        return Finding(name, "not installed", "note", f"{use} needs it")
-    return Finding(name, importlib.metadata.version(name), "ok", use)
+        return ProbeResult(name, "not installed", "note", f"{use} needs it")
+    return ProbeResult(name, importlib.metadata.version(name), "ok", use)
 
 
-def _cache() -> Finding:
+def _cache() -> ProbeResult:
     folder = cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
-        return Finding(
+        return ProbeResult(
             "cache folder", str(folder), "ok", "keeps what was measured; $FXCKPT_CACHE_DIR moves it"
         )
 
 
-def _self_test(name: str, inner: str) -> Finding:
+def _self_test(name: str, inner: str) -> ProbeResult:
     """Return whether a small step compiled within a budget has the gradients of eager."""
     from fxckpt.backend import Backend
 
@@ -263,14 +263,14 @@ def _self_test(name: str, inner: str) -> Finding:
         found = gradients(torch.compile(model, backend=backend), model)
     (plan,) = backend.plans
     if not all(equal(a, b) for a, b in zip(expected, found, strict=True)):
-        return Finding(
+        return ProbeResult(
             name,
             f"a small step inside a budget gave other gradients with inner={inner!r}",
             "missing",
             "please report this",
         )
     peak = plan.peak_bytes if plan.compiled_peak_bytes is None else plan.compiled_peak_bytes
-    return Finding(
+    return ProbeResult(
         name,
         f"a small step took {1 - peak / plan.baseline_peak_bytes:.0%} less memory; "
         f"its gradients are {equality}",

@@ -13,17 +13,17 @@ from torch.utils.checkpoint import CheckpointError
 from fxckpt.errors import InvalidOption
 from fxckpt.memory_meter import Meter, meter_of
 from fxckpt.verification.causes import WRITTEN, causes
-from fxckpt.verification.compare import compare
+from fxckpt.verification.compare import compare_steps
 from fxckpt.verification.growth import Usage, collecting_new_objects, leaks, measure
 from fxckpt.verification.observation import (
     Loss,
-    Run,
+    StepRun,
     named_tensors,
     observe,
 )
 from fxckpt.verification.op_log import OpLog, OpRecorder
 from fxckpt.verification.random_state import keeping_generators
-from fxckpt.verification.side import Arguments, Side, without_checkpointing
+from fxckpt.verification.side import Arguments, CheckedStep, without_checkpointing
 from fxckpt.verification.verdict import Finding, Verdict
 
 LEAST_STEPS = 3
@@ -95,17 +95,21 @@ def verify(
             f"{type(reference).__name__}. Example: fxckpt.verify(checkpointed, plain, x)."
         )
     plain = without_checkpointing(checkpointed) if reference is None else reference
-    sides = Side(checkpointed, "checkpointed"), Side(plain, "reference")
+    sides = CheckedStep(checkpointed, "checkpointed"), CheckedStep(plain, "reference")
     with keeping_generators():
         try:
-            return _verdict(*sides, Run(Arguments(args, kwargs), loss), tolerance, steps)
+            return _verdict(*sides, StepRun(Arguments(args, kwargs), loss), tolerance, steps)
         finally:
             for side in reversed(sides):
                 side.restore()
 
 
 def _verdict(
-    checkpointed: Side, reference: Side, run: Run, tolerance: float | None, steps: int
+    checkpointed: CheckedStep,
+    reference: CheckedStep,
+    run: StepRun,
+    tolerance: float | None,
+    steps: int,
 ) -> Verdict:
     reference.start_like(checkpointed)
     # The first steps of all: what they leave behind is there from then on.
@@ -119,7 +123,7 @@ def _verdict(
     if seen.error is not None:
         raised = _raised(seen.error, checkpointed.label)
         return Verdict((*causes(log, names), raised), (), None, None)
-    found, checks = compare(expected, again, seen, tolerance)
+    found, checks = compare_steps(expected, again, seen, tolerance)
     checks.append(_recomputed(log, checkpointed))
     kept = leaks(*usage) if usage is not None else []
     checks.append(
@@ -149,7 +153,9 @@ def _explaining(caused: list[Finding], found: list[Finding]) -> list[Finding]:
     ]
 
 
-def _common_outputs(checkpointed: Side, reference: Side, run: Run) -> frozenset[str]:
+def _common_outputs(
+    checkpointed: CheckedStep, reference: CheckedStep, run: StepRun
+) -> frozenset[str]:
     """Return the names of the outputs that both steps have: a cache may be off in one."""
     names = []
     for side in (reference, checkpointed):
@@ -176,7 +182,7 @@ def _raised(error: Exception, label: str) -> Finding:
     return Finding("error", where, text, advice, 1.0)
 
 
-def _log(side: Side, run: Run) -> tuple[OpLog, dict[int, str]]:
+def _log(side: CheckedStep, run: StepRun) -> tuple[OpLog, dict[int, str]]:
     """Return the ops of a step, and the names of its tensors by the address of their storage."""
     names = {id(module): name for name, module in side.named_modules()}
     recorder = OpRecorder(names)
@@ -189,7 +195,7 @@ def _log(side: Side, run: Run) -> tuple[OpLog, dict[int, str]]:
     return recorder.log, {t.untyped_storage().data_ptr(): name for name, t in named.items()}
 
 
-def _recomputed(log: OpLog, side: Side) -> str:
+def _recomputed(log: OpLog, side: CheckedStep) -> str:
     if log.recompute:
         return f"ops: {len(log.recompute)} recomputed, next to {len(log.forward)} of the forward"
     if any(is_compiled(module) for module in side.modules.values()):
@@ -204,7 +210,9 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
-def _usage(checkpointed: Side, reference: Side, run: Run, steps: int) -> tuple[Usage, Usage] | None:
+def _usage(
+    checkpointed: CheckedStep, reference: CheckedStep, run: StepRun, steps: int
+) -> tuple[Usage, Usage] | None:
     device = checkpointed.device()
     if device.type not in ("cpu", "cuda", "xpu"):
         return None

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fxckpt.verification.op_log import Call, OpLog, Read
+from fxckpt.verification.op_log import OpCall, OpLog, OpRead
 from fxckpt.verification.verdict import Finding
 
 WRITTEN = (
@@ -40,7 +40,7 @@ class _Judge:
         self.log, self.names = log, names
         self.gave: defaultdict[Any, set[tuple[str, ...]]] = defaultdict(set)
         self.read_by: defaultdict[str, set[str]] = defaultdict(set)
-        self.choices: defaultdict[tuple[str, str], list[Call]] = defaultdict(list)
+        self.choices: defaultdict[tuple[str, str], list[OpCall]] = defaultdict(list)
         for call in log.forward:
             self.gave[call.key].add(call.gives)
             self.read_by[call.op].update(read.digest for read in call.reads)
@@ -52,7 +52,7 @@ class _Judge:
         self.roots: dict[tuple[Any, ...], Finding] = {}
         self.flipped: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
 
-    def judge(self, call: Call) -> None:
+    def judge(self, call: OpCall) -> None:
         """Take one call of a recompute into account."""
         given = self.gave.get(call.key, set())
         if call.gives in given:
@@ -67,7 +67,7 @@ class _Judge:
         if call.choices:
             self._compare_choices(call)
 
-    def _root(self, call: Call, reads_the_same: bool) -> Finding | None:
+    def _root(self, call: OpCall, reads_the_same: bool) -> Finding | None:
         if reads_the_same and call.is_random:
             return Finding(
                 "random",
@@ -100,7 +100,7 @@ class _Judge:
             1.0,
         )
 
-    def _changed(self, call: Call, read: Read) -> Finding:
+    def _changed(self, call: OpCall, read: OpRead) -> Finding:
         name = self.names.get(read.address, "")
         write = self.log.writes.get(read.address)
         by = ""
@@ -114,7 +114,7 @@ class _Judge:
             1.0,
         )
 
-    def _compare_choices(self, call: Call) -> None:
+    def _compare_choices(self, call: OpCall) -> None:
         same = [
             other
             for other in self.choices[call.op, call.module]

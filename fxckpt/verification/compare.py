@@ -29,7 +29,7 @@ CAUSE_ABOVE = "If a finding above names a cause, mend that first."
 PLAIN = "Both steps must run the same model on the same inputs. " + CAUSE_ABOVE
 
 
-def compare(
+def compare_steps(
     reference: Observation, again: Observation, seen: Observation, tolerance: float | None
 ) -> tuple[list[Finding], list[str]]:
     """Return what differs between a step and the reference's, and sentences on what was compared.

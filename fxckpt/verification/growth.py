@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from fxckpt.budgets import format_bytes
 from fxckpt.memory_meter import Meter
-from fxckpt.verification.observation import Run
-from fxckpt.verification.side import Side
+from fxckpt.verification.observation import StepRun
+from fxckpt.verification.side import CheckedStep
 from fxckpt.verification.verdict import Finding
 
 LEAST_BYTES = 1024
@@ -50,7 +50,7 @@ class Usage:
         return min((after - before for before, after in pairs), default=0)
 
 
-def measure(side: Side, run: Run, meter: Meter, steps: int) -> Usage:
+def measure(side: CheckedStep, run: StepRun, meter: Meter, steps: int) -> Usage:
     """Run some steps of a side and return the bytes they take and leave."""
     _settle(side)
     start, first = meter.allocated(), _attributes(side)
@@ -79,12 +79,12 @@ def measure(side: Side, run: Run, meter: Meter, steps: int) -> Usage:
     )
 
 
-def _one_step(side: Side, run: Run) -> None:
+def _one_step(side: CheckedStep, run: StepRun) -> None:
     result, _ = run.forward(side)
     run.backward(result)
 
 
-def _settle(side: Side) -> None:
+def _settle(side: CheckedStep) -> None:
     side.reset()
     gc.collect()
 
@@ -115,7 +115,7 @@ class _collecting_later:
             gc.enable()
 
 
-def _attributes(side: Side) -> Counter[str]:
+def _attributes(side: CheckedStep) -> Counter[str]:
     """Return the bytes of tensors in each Python attribute of the modules."""
     found: Counter[str] = Counter()
     for path, module in side.named_modules():

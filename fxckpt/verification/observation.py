@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxckpt.verification.random_state import generator_states, seed_all
-from fxckpt.verification.side import Arguments, Side
+from fxckpt.verification.side import Arguments, CheckedStep
 
 SEED = 0
 """Seed of every step."""
@@ -43,7 +43,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Run:
+class StepRun:
     """How a step is run: its arguments, its loss, and the outputs that have gradients."""
 
     arguments: Arguments
@@ -51,7 +51,7 @@ class Run:
     outputs: Collection[str] | None = None
     """Names of the outputs whose gradients are taken where there is no loss; None for all."""
 
-    def forward(self, side: Side) -> tuple[Any, dict[str, Tensor]]:
+    def forward(self, side: CheckedStep) -> tuple[Any, dict[str, Tensor]]:
         """Reset a side, run its forward, and return the result and the arguments' tensors."""
         side.reset()
         seed_all(SEED)
@@ -108,7 +108,7 @@ def _cotangent(root: Tensor) -> Tensor:
     return scaled.to(root.device, root.dtype)
 
 
-def observe(side: Side, run: Run) -> Observation:
+def observe(side: CheckedStep, run: StepRun) -> Observation:
     """Run one step of a side and return what it gave; what it raises is kept, too."""
     seen = Observation()
     try:

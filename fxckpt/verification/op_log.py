@@ -34,7 +34,7 @@ HERE = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True)
-class Read:
+class OpRead:
     """A tensor that an op reads."""
 
     digest: str
@@ -46,14 +46,14 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """One call of an op."""
 
     op: str
     """Name of the op: ``aten.mm``."""
     module: str
     """Name of the innermost module that runs; empty outside of all."""
-    reads: tuple[Read, ...]
+    reads: tuple[OpRead, ...]
     """Tensors whose values it reads."""
     settings: str
     """Its arguments that are no tensors."""
@@ -86,9 +86,9 @@ class Write:
 class OpLog:
     """The calls of a step."""
 
-    forward: list[Call] = field(default_factory=list)
+    forward: list[OpCall] = field(default_factory=list)
     """Calls of the forward, in order."""
-    recompute: list[Call] = field(default_factory=list)
+    recompute: list[OpCall] = field(default_factory=list)
     """Calls of recomputes, in order."""
     writes: dict[int, Write] = field(default_factory=dict)
     """The last write to each storage, by its address."""
@@ -149,13 +149,13 @@ class OpRecorder(TorchDispatchMode):
         phase = self._phase()
         if phase == "backward" or not (results or written) or func._opname in UNINITIALIZED:
             return result
-        call = Call(
+        call = OpCall(
             op=_name(func),
             module=self._running[-1] if self._running else "",
             reads=reads,
             settings=settings,
             gives=tuple(digest(t) for t in (results or written)),
-            is_random=is_random(func),
+            is_random=draws_numbers(func),
             is_view=_is_view(func),
             choices=tuple(t.detach().cpu().clone() for t in results if not t.is_floating_point())
             if func._opname in CHOOSING
@@ -174,10 +174,10 @@ class OpRecorder(TorchDispatchMode):
 
     def _arguments(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[list[Tensor], tuple[Read, ...], str]:
+    ) -> tuple[list[Tensor], tuple[OpRead, ...], str]:
         """Return an op's written tensors, those whose values it reads, and the rest as text."""
         written: list[Tensor] = []
-        reads: list[Read] = []
+        reads: list[OpRead] = []
         settings: list[str] = []
         overwrites = is_overwriting(func)
         declared = func._schema.arguments
@@ -191,7 +191,7 @@ class OpRecorder(TorchDispatchMode):
                     if is_written:
                         written.append(leaf)
                     if not is_written or not (overwrites or address in self._uninitialized):
-                        reads.append(Read(digest(leaf), address, _type(leaf)))
+                        reads.append(OpRead(digest(leaf), address, _type(leaf)))
                 elif not isinstance(leaf, torch.Generator):
                     settings.append(f"{argument.name}={leaf!r}")
         return written, tuple(reads), " ".join(settings)
@@ -202,14 +202,14 @@ class OpRecorder(TorchDispatchMode):
         return self.phase
 
 
-def is_random(func: Any) -> bool:
+def draws_numbers(func: Any) -> bool:
     """Return whether an op draws from a generator."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def is_overwriting(func: Any) -> bool:
     """Return whether an op that writes an argument does not read it."""
-    return func._opname in OVERWRITING or "out" in func._overloadname or is_random(func)
+    return func._opname in OVERWRITING or "out" in func._overloadname or draws_numbers(func)
 
 
 def _name(func: Any) -> str:

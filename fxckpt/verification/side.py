@@ -30,7 +30,7 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def modules_of(step: Any) -> dict[str, nn.Module]:
+def modules_run_by(step: Any) -> dict[str, nn.Module]:
     """Return the modules that a step runs, by a prefix of their names.
 
     A step is a module, a method of one, or a function; those of a function are in its closure,
@@ -100,7 +100,7 @@ class _Slot:
     start: Tensor
 
 
-class Side:
+class CheckedStep:
     """One of the two steps: its callable and the state of its modules.
 
     Parameters
@@ -118,7 +118,7 @@ class Side:
                 "Give a module, or a function that runs a forward."
             )
         self.step, self.label = step, label
-        self.modules = modules_of(step)
+        self.modules = modules_run_by(step)
         self._slots = {
             name: _Slot(holder, key, tensor, tensor.detach().clone())
             for name, holder, key, tensor in self._tensors()
@@ -187,7 +187,7 @@ class Side:
         slot = next(iter(self._slots.values()), None)
         return torch.device("cpu") if slot is None else slot.tensor.device
 
-    def start_like(self, other: Side) -> None:
+    def start_like(self, other: CheckedStep) -> None:
         """Start every step from the parameters and buffers of another side.
 
         Raises :class:`InvalidOption` if the two have other names or shapes.

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 OF_EACH_TRAINER = {"FxckptCallback"}
 """Classes that the packages of two trainers call alike."""
-VERBS = {"checked", "load", "parse", "resolve", "save", "write"}
+VERBS = {"checked", "load", "parse", "resolve", "save", "verify", "write"}
 """Functions whose module says of what."""
 
 
