@@ -12,7 +12,7 @@ from fxckpt import (
 )  # Before all else: it refuses a torch that is too old.
 
 # isort: split
-from fxckpt import policies
+from fxckpt import policies, tiers
 from fxckpt.backend import Backend
 from fxckpt.blocks import compile_blocks
 from fxckpt.eager.api import (
@@ -52,6 +52,7 @@ from fxckpt.errors import (
     PolicyMatchesNothing,
     RecomputeMismatch,
     SlowdownInfeasible,
+    TierFull,
     VerifyError,
 )
 from fxckpt.integrations.transformers import patch_transformers
@@ -63,7 +64,7 @@ from fxckpt.partitioner import Partitioner
 from fxckpt.planner.capacity import Fit, Resident, Trial, fit
 from fxckpt.planner.capture import plan
 from fxckpt.planner.sweep import frontier
-from fxckpt.plans.types import Plan, Recompute, RegionBudget, Row
+from fxckpt.plans.types import Offload, Plan, Recompute, RegionBudget, Row
 from fxckpt.reason import Decision, Reason
 from fxckpt.reports.tradeoff import Frontier
 from fxckpt.rewriting.api import rewrite
@@ -94,6 +95,7 @@ __all__ = [
     "InvalidCost",
     "InvalidOption",
     "InvalidPlan",
+    "Offload",
     "Partitioner",
     "Plan",
     "PlanMismatch",
@@ -110,6 +112,7 @@ __all__ = [
     "Row",
     "SelectiveCheckpointContext",
     "SlowdownInfeasible",
+    "TierFull",
     "TorchPatch",
     "Trial",
     "Verdict",
@@ -137,6 +140,7 @@ __all__ = [
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",
+    "tiers",
     "verify",
 ]
 __version__ = "0.1.0"

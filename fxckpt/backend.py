@@ -31,6 +31,8 @@ from fxckpt.reports.compile_report import Break, Report, outputs_bytes
 from fxckpt.step.graph import StepGraph
 from fxckpt.step.shared_budget import SharedBudget
 from fxckpt.step.tracker import StepTracker
+from fxckpt.tiers import Tier
+from fxckpt.tiers.tier import NOT_INDUCTOR
 from fxckpt.torch_private import (
     CaptureDone,
     KeptGraph,
@@ -74,6 +76,7 @@ OPTIONS = (
     "scope",
     "in_flight",
     "strict",
+    "offload",
 )
 SCOPES = ("step", "graph")
 
@@ -126,6 +129,11 @@ class Backend:
     strict:
         Whether a step whose measured peak is over the budget raises :class:`BudgetExceeded`, at the
         end of its backward, in place of one warning.
+    offload:
+        Where saved values may be sent in place of being kept or recomputed, to be fetched in the
+        backward: one of :mod:`fxckpt.tiers`, or the limit of a :class:`fxckpt.tiers.Host`
+        (``"64GiB"``). The budget is of the device alone. None keeps them there. It needs
+        ``scope="graph"``, an ``inner`` that is not Inductor, and a model on the CPU.
 
     Raises
     ------
@@ -161,11 +169,13 @@ class Backend:
         scope: str = "step",
         in_flight: int = 1,
         strict: bool = False,
+        offload: Tier | str | None = None,
     ) -> None:
         _check_scope(scope, in_flight, strict)
         _check_compile(inner, verify, mode, options)
+        _check_offload(offload, inner, scope, budget)
         self._inductor = inductor_options(mode, options)
-        self.partitioner = Partitioner(budget, policy, cost, verify, max_slowdown)
+        self.partitioner = Partitioner(budget, policy, cost, verify, max_slowdown, offload=offload)
         """Plans the graphs."""
         self._replays = bool(self._inductor.get("triton.cudagraphs"))
         if self._replays:
@@ -204,6 +214,7 @@ class Backend:
             scope,
             in_flight,
             strict,
+            offload,
         )
         # Dynamo prints this name in its own errors.
         self.__name__ = "fxckpt"
@@ -440,6 +451,19 @@ def _check_scope(scope: str, in_flight: int, strict: bool) -> None:
         raise InvalidOption(
             f"in_flight={in_flight!r}, strict={strict!r} are for the budget of a step, and "
             f"scope={scope!r}. Use scope='step', or leave them out."
+        )
+
+
+def _check_offload(offload: object, inner: object, scope: str, budget: budgets.Budget) -> None:
+    """Raise :class:`InvalidOption` for an offload that the other options rule out."""
+    if offload is None:
+        return
+    if inner == "inductor":
+        raise InvalidOption(NOT_INDUCTOR.format(offload))
+    if scope == "step" and budgets.is_in_bytes(budget):
+        raise InvalidOption(
+            f"offload={offload!r}: values are sent away by the plan of one graph, and scope='step' "
+            "chooses among plans of many. Use fxckpt.Backend(scope='graph', offload=...)."
         )
 
 

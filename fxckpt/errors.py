@@ -63,6 +63,10 @@ class RecomputeMismatch(FxckptError):
     """With ``verify="exact"``, the recompute of an op gave other values than its first run."""
 
 
+class TierFull(FxckptError):
+    """The memory that saved values are sent to is full."""
+
+
 class CheckpointError(FxckptError, torch.utils.checkpoint.CheckpointError):
     """A checkpointed region cannot restore a value that autograd asks for."""
 

@@ -30,6 +30,8 @@ from fxckpt.planner.planner import LevelChooser, Planner, device_of, planner_of
 from fxckpt.plans.types import Plan
 from fxckpt.policies.torch_form import FunctionPolicy
 from fxckpt.reports.compile_report import Fallback, Report
+from fxckpt.tiers import Tier, tier_of
+from fxckpt.tiers.tier import NOT_INDUCTOR
 from fxckpt.torch_private import (
     CaptureDone,
     assuming,
@@ -52,7 +54,7 @@ from fxckpt.utils.progress import searching
 
 log = logging.getLogger("fxckpt")
 
-OPTIONS = ("budget", "policy", "cost", "verify", "max_slowdown")
+OPTIONS = ("budget", "policy", "cost", "verify", "max_slowdown", "offload")
 STRICT = "FXCKPT_STRICT"
 """Environment variable that makes every defect of the planner an error when it is ``"1"``."""
 
@@ -79,6 +81,8 @@ class Partitioner(CustomPartitionerFn):
     budget, policy, cost, verify, max_slowdown:
         As for :class:`fxckpt.Backend`. ``verify="exact"`` is for inner compilers that call ops as
         they are.
+    offload:
+        As for :class:`fxckpt.Backend`; Inductor is refused when it asks for a partition.
     scope:
         What a budget is for: ``"graph"``, each graph, is all that a partitioner sees.
 
@@ -110,6 +114,7 @@ class Partitioner(CustomPartitionerFn):
         verify: str | None = None,
         max_slowdown: float | None = None,
         scope: str = "graph",
+        offload: Tier | str | None = None,
     ) -> None:
         if scope != "graph":
             raise InvalidOption(
@@ -119,9 +124,13 @@ class Partitioner(CustomPartitionerFn):
         if verify not in (None, "exact"):
             raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
         self.planner = planner_of(
-            budgets.within(budget, max_slowdown), policy, cost, exact=verify == "exact"
+            budgets.within(budget, max_slowdown),
+            policy,
+            cost,
+            exact=verify == "exact",
+            offload=tier_of(offload, budgets.within(budget, max_slowdown)),
         )
-        self.options = (budget, policy, cost, verify, max_slowdown)
+        self.options = (budget, policy, cost, verify, max_slowdown, offload)
         self._is_of_step = False
         self._plans: list[Plan] = []
         self._fallbacks: list[Fallback] = []
@@ -168,6 +177,8 @@ class Partitioner(CustomPartitionerFn):
                     "separately, so that they may differ in the last one. Use "
                     "fxckpt.Backend(inner='aot_eager', verify='exact')."
                 )
+            if lowerings is not None and self.planner.offload is not None:
+                raise InvalidOption(NOT_INDUCTOR.format(self.planner.offload))
             return self.split(gm, joint_inputs, lowerings=lowerings, **kwargs)
         except FxckptError as error:
             raise through_dynamo(error) from error

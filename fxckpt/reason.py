@@ -12,6 +12,8 @@ class Decision(enum.StrEnum):
     """The forward saves the value for the backward."""
     RECOMPUTED = "recomputed"
     """The backward recomputes the value."""
+    OFFLOADED = "offloaded"
+    """The forward sends the value away from the device, and the backward fetches it."""
 
 
 class Reason(enum.StrEnum):
@@ -23,6 +25,7 @@ class Reason(enum.StrEnum):
 
     CHEAPER_TO_SAVE = "cheaper to save than to recompute at this budget"
     CHEAPER_TO_RECOMPUTE = "its bytes cost more than its time at this budget"
+    CHEAPER_TO_SEND = "cheaper to send away than to keep or to recompute at this budget"
     FREE = "recomputing it takes no extra time"
     OUTPUT = "a forward output, alive anyway"
     RANDOM_WITHOUT_STATE = "random, and its generator state cannot be captured"

@@ -37,3 +37,6 @@ DEVICE = "fxckpt_device"
 
 VIEW_OF = "fxckpt_shows"
 """Marks a saved view; holds the name of the value it aliases."""
+
+AWAY = "fxckpt_away"
+"""Marks a tensor off the device; holds the name of the value that it is a copy of."""

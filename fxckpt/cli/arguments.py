@@ -163,7 +163,9 @@ def _add_explain(commands: _Subparsers) -> None:
         "--top", type=_count, metavar="N", help="rows to print (20 as text, else all); 0 for all"
     )
     parser.add_argument("--sort", choices=sorted(KEYS), help="order of the rows (bytes)")
-    parser.add_argument("--decision", choices=("saved", "recomputed"), help="only these")
+    parser.add_argument(
+        "--decision", choices=("saved", "recomputed", "offloaded"), help="only these"
+    )
     parser.add_argument(
         "--module",
         metavar="PATTERN",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from fxckpt.plans.snapshot import GraphSnapshot, NodeLabel, state_name
-from fxckpt.plans.types import Plan, Recompute, RegionBudget, Row
+from fxckpt.plans.types import Offload, Plan, Recompute, RegionBudget, Row
 from fxckpt.reason import Decision, Reason
 from fxckpt.solver.program import Program, Side
 from fxckpt.solver.search import Candidate, SearchResult
@@ -34,7 +34,7 @@ def build_plan(
         baseline_peak_bytes=found.baseline.simulation.peak_bytes,
         floor_bytes=min(found.least_peak.simulation.peak_bytes, simulation.peak_bytes),
         floor_bound_bytes=found.peak_bound_bytes,
-        recompute_seconds=simulation.extra_seconds,
+        recompute_seconds=simulation.extra_seconds - simulation.stall_seconds,
         lower_bound_seconds=min(found.bound.seconds, simulation.extra_seconds),
         price=found.bound.price * 2**20,
         next_seconds=max(0.0, simulation.extra_seconds - found.next_bound.seconds)
@@ -50,6 +50,11 @@ def build_plan(
         cost=cost,
         budget_binds=budget_bytes is not None and simulation.extra_seconds > found.least_seconds,
         regions=_regions(step.program, found, chosen),
+        offloads=tuple(
+            Offload(program.storages[s].name, program.storages[s].bytes, first, last)
+            for s, first, last in schedule.away
+        ),
+        stall_seconds=simulation.stall_seconds,
         step=step,
     )
 
@@ -76,17 +81,18 @@ def _rows(step: GraphSnapshot, chosen: Candidate) -> list[Row]:
     program = step.program
     runs = Counter(chosen.schedule.runs)
     rows = []
+    away = {s for s, _, _ in chosen.schedule.away}
     for s in chosen.schedule.saved:
         storage = program.storages[s]
         op = program.ops[storage.producer] if storage.producer >= 0 else None
         seconds, flops = (op.seconds, op.flops) if op else (0.0, 0)
-        reason = _why_saved(step, s)
+        reason = Reason.CHEAPER_TO_SEND if s in away else _why_saved(step, s)
         rows.append(
             _row(
                 step.owners[s],
                 state_name(storage.name),
                 storage.bytes,
-                Decision.SAVED,
+                Decision.OFFLOADED if s in away else Decision.SAVED,
                 reason,
                 0,
                 seconds,

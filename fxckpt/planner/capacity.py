@@ -91,7 +91,7 @@ class Trial:
     def seconds(self) -> float | None:
         """Time of a step by the cost model; None where no plan fits."""
         plan = self.plan
-        return None if plan is None else plan.step_seconds + plan.recompute_seconds
+        return None if plan is None else plan.step_seconds + plan.extra_seconds
 
     @property
     def seconds_of_one(self) -> float | None:

@@ -30,6 +30,7 @@ from fxckpt.passes.inductor.save_views import save_views
 from fxckpt.passes.inductor.sink_reshapes import sink_reshapes
 from fxckpt.passes.transforms.bind_sizes import bind_sizes
 from fxckpt.passes.transforms.merge_common_subexpressions import merge_common_subexpressions
+from fxckpt.passes.transforms.move import move
 from fxckpt.passes.transforms.partition import partition
 from fxckpt.passes.transforms.raise_getitems import raise_getitems
 from fxckpt.passes.transforms.recompute_checks import insert_checks
@@ -56,6 +57,8 @@ class Emission:
     plan: Plan
     exact: bool = False
     """Whether the backward compares recomputed values with checksums of the forward's."""
+    tier: int | None = None
+    """Number of the tier that values are sent to; None for plans that send none."""
     rematerialized: Rematerialized | None = None
     """Saved values of the rewritten joint graph; None until it is rematerialized."""
     halves: tuple[fx.GraphModule, fx.GraphModule] | None = None
@@ -131,6 +134,22 @@ class InsertChecks:
             return state
         assert result is not None
         result = insert_checks(joint.module, result, num_fwd_outputs=joint.num_fwd_outputs)
+        return replace(state, rematerialized=result)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Sends saved values away from the device, where the plan says so."""
+
+    name: str = "move"
+
+    def __call__(self, state: Emission, /) -> Emission:
+        """Rewrite the joint graph in place."""
+        result, tier = state.rematerialized, state.tier
+        assert result is not None
+        if tier is None:
+            return state
+        result = move(state.joint.module, result, state.facts, state.plan, tier)
         return replace(state, rematerialized=result)
 
 
@@ -241,6 +260,7 @@ PREPARE_INDUCTOR: tuple[Pass[Joint], ...] = (
 EMIT: tuple[Pass[Emission], ...] = (
     Rematerialize(),
     InsertChecks(),
+    Move(),
     Partition(),
     OnHalves(raise_getitems),
     OnHalves(bind_sizes),

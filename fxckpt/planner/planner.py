@@ -33,15 +33,17 @@ from fxckpt.passes.analysis.graph_snapshot import snapshot_of
 from fxckpt.passes.analysis.joint import Facts, Workspace, collect, no_workspace
 from fxckpt.passes.analysis.policy_values import values_of
 from fxckpt.passes.graphs import Joint
+from fxckpt.passes.transforms.move import movable_storages
 from fxckpt.planner.build_plan import build_plan
 from fxckpt.planner.pipeline import Emission, emit_halves, prepare
 from fxckpt.plans.log import log_frontier, log_known, log_plan
 from fxckpt.plans.types import Plan
 from fxckpt.policies import as_policy
 from fxckpt.policies.base import Policy, decide_all
-from fxckpt.solver.program import Program, SavedLimit
+from fxckpt.solver.program import Link, Program, SavedLimit
 from fxckpt.solver.schedule import Schedule, save_all
 from fxckpt.solver.search import Candidate, PriceSearch, SearchResult, evenly_spaced
+from fxckpt.tiers import Tier
 from fxckpt.torch_private import graph_budget, unbounded_sizes
 
 log = logging.getLogger("fxckpt")
@@ -71,6 +73,8 @@ class Planner:
     """Whether CUDA graphs replay the kernels, so that launches take no time."""
     exact: bool = False
     """Whether recomputed values are compared with checksums of the forward's."""
+    offload: Tier | None = None
+    """Where saved values may be sent; None keeps them on the device."""
     search: PriceSearch = field(default_factory=PriceSearch)
     level: LevelChooser | None = None
     """Chooses the schedule in place of the search, where a budget is of a step of many graphs."""
@@ -110,7 +114,13 @@ class Planner:
         budget_bytes, floor = found.limit, found.least_peak.simulation.peak_bytes
         if found.best is None:
             assert budget_bytes is not None
-            raise infeasible(self.budget, budget_bytes, floor, found.baseline.simulation.peak_bytes)
+            raise infeasible(
+                self.budget,
+                budget_bytes,
+                floor,
+                found.baseline.simulation.peak_bytes,
+                self.offload_hint(device, facts, found),
+            )
         described = build_plan(
             snapshot_of(joint.module.graph, facts),
             found,
@@ -240,7 +250,36 @@ class Planner:
         )
         if self.is_eager:
             facts = replace(facts, program=held_by_nodes(facts))
+        if self.offload is not None:
+            link = self.link(self.offload, facts, device)
+            facts = replace(facts, program=replace(facts.program, link=link))
         return facts, cost.name
+
+    def link(self, tier: Tier, facts: Facts, device: torch.device) -> Link:
+        """Return the link of a program to a tier."""
+        if self.device is not None and not tier.has_given_rates:
+            rates = self.device.to_host, self.device.from_host
+        else:
+            rates = tier.rates()
+        return Link(*rates, tier.limit_bytes, movable_storages(facts, device))
+
+    def offload_hint(self, device: torch.device, facts: Facts, found: SearchResult) -> str:
+        """Return what the error for a budget below the floor says of sending values away."""
+        storages = movable_storages(facts, device)
+        needed, peak = found.reach_away(facts.program, storages)
+        if peak >= found.least_peak.simulation.peak_bytes:
+            return ""
+        reach = budgets.format_bytes(peak)
+        held = budgets.format_bytes(needed)
+        if self.offload is None:
+            return (
+                f" With offload=fxckpt.tiers.Host(...) and {held} there it could reach about "
+                f"{reach}."
+            )
+        return (
+            f" {self.offload!r} holds {budgets.format_bytes(self.offload.limit_bytes)}; with "
+            f"{held} it could reach about {reach}."
+        )
 
     def limit(
         self, budget: budgets.Budget, baseline_peak_bytes: int, device: torch.device
@@ -283,7 +322,26 @@ class Planner:
         begin = time.perf_counter()
         facts, plan = self.plan(joint)
         log.debug("plan took %.1f ms", 1e3 * (time.perf_counter() - begin))
-        return (*emit_halves(Emission(joint, facts, plan, exact=self.exact)), plan)
+        return (*emit_halves(self.emission(joint, facts, plan)), plan)
+
+    def emission(self, joint: Joint, facts: Facts, plan: Plan) -> Emission:
+        """Return a planned joint graph, ready to be emitted.
+
+        Raises :class:`InvalidOption` for a plan that sends values away, without an offload.
+        """
+        if plan.offloads and self.offload is None:
+            raise InvalidOption(
+                f"the plan sends {len(plan.offloads)} values away, and there is no offload=. Give "
+                "the backend a tier: fxckpt.Backend(policy=plan, offload=fxckpt.tiers.Host(...))."
+            )
+        device = device_of(joint.module.graph)
+        if plan.offloads and device.type != "cpu":
+            raise InvalidOption(
+                f"offload={self.offload!r}: values are sent away from the CPU only, and the model "
+                f"is on {device}. Leave offload out, or plan alone: fxckpt.plan(..., offload=...)."
+            )
+        tier = None if self.offload is None else self.offload.number
+        return Emission(joint, facts, plan, exact=self.exact, tier=tier)
 
 
 def planner_of(
@@ -317,7 +375,11 @@ def warn_of_unbounded_sizes(graph: fx.Graph, budget: budgets.Budget) -> None:
 
 
 def infeasible(
-    budget: budgets.Budget, budget_bytes: int, floor_bytes: int, baseline_peak_bytes: int
+    budget: budgets.Budget,
+    budget_bytes: int,
+    floor_bytes: int,
+    baseline_peak_bytes: int,
+    hint: str = "",
 ) -> BudgetInfeasible:
     """Return the error for a budget below the floor."""
     asked, floor = budgets.format_apart(budget_bytes, floor_bytes)
@@ -326,7 +388,7 @@ def infeasible(
     return BudgetInfeasible(
         f"budget={budget!r} is {asked}, below the least peak found for this graph, {floor}; its "
         f"uncheckpointed peak is {budgets.format_bytes(baseline_peak_bytes)}. Raise the budget to "
-        f"at least {enough}, or make the batch smaller.",
+        f"at least {enough}, or make the batch smaller.{hint}",
         floor_bytes=floor_bytes,
         budget_bytes=budget_bytes,
     )

@@ -16,7 +16,7 @@ from fxckpt.budgets import format_bytes
 from fxckpt.errors import InvalidOption
 from fxckpt.plans.snapshot import GraphSnapshot
 from fxckpt.reason import Decision, Reason
-from fxckpt.solver.schedule import Schedule
+from fxckpt.solver.schedule import Away, Schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,6 +61,23 @@ class Recompute:
     """Name of the forward op."""
     before: str
     """Name of the backward node that follows the recompute; ``"output"`` at the end."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """One saved value that is away from the device during some ops.
+
+    Positions are those of :attr:`Plan.profile`.
+    """
+
+    name: str
+    """Name of the node in the joint graph."""
+    bytes: int
+    """Bytes of the value's storage."""
+    first: int
+    """First op at which the value is away."""
+    last: int
+    """Last op at which the value is away; its copy back begins after it."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +197,10 @@ class Plan:
     """Whether a plan of a higher peak would take less time."""
     regions: tuple[RegionBudget, ...] = ()
     """Parts of the model with a budget of their own, in the order in which they run."""
+    offloads: tuple[Offload, ...] = ()
+    """Saved values that are sent away from the device, in the order of the program's storages."""
+    stall_seconds: float = 0.0
+    """Seconds of waits for copies off the device and back, by the link's rates."""
     graph: tuple[str, ...] = field(default=(), repr=False)
     """Joint graph that the plan was made for, one line per node, then one per budget region."""
     step: GraphSnapshot | None = field(default=None, compare=False, repr=False)
@@ -207,6 +228,7 @@ class Plan:
             *self.saved,
             "runs again",
             *(f"{run.name} before {run.before}" for run in self.schedule),
+            *(f"{o.name} is away from {o.first} to {o.last}" for o in self.offloads),
         )
         return hashlib.sha256("\n".join(decided).encode()).hexdigest()[:16]
 
@@ -233,9 +255,19 @@ class Plan:
         return {row.name: row.reason for row in self.rows}
 
     @property
+    def away_bytes(self) -> int:
+        """Bytes that are sent away, all of which are off the device at the forward's end."""
+        return sum(offload.bytes for offload in self.offloads)
+
+    @property
+    def extra_seconds(self) -> float:
+        """Seconds beyond those of the uncheckpointed step: recomputes, and waits for copies."""
+        return self.recompute_seconds + self.stall_seconds
+
+    @property
     def slowdown(self) -> float:
         """Extra time as a share of the uncheckpointed step; 0 where the step takes no time."""
-        return self.recompute_seconds / self.step_seconds if self.step_seconds else 0.0
+        return self.extra_seconds / self.step_seconds if self.step_seconds else 0.0
 
     def explain(self) -> Explanation:
         """Return the plan as rows, which print as tables and a memory profile."""
@@ -327,6 +359,7 @@ def schedule_of(plan: Plan) -> Schedule:
         tuple(sorted(step.storage_index[name] for name in plan.saved)),
         tuple(step.op_index[run.name] for run in plan.schedule),
         tuple(step.backward_index[run.before] for run in plan.schedule),
+        tuple(Away(step.storage_index[o.name], o.first, o.last) for o in plan.offloads),
     )
 
 

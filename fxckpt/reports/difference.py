@@ -54,7 +54,7 @@ class Difference:
     def summary(self) -> list[tuple[str, str]]:
         """Return the figures before and after as (name, text)."""
         a, b = self.before, self.after
-        seconds = (format_seconds(plan.recompute_seconds) for plan in (a, b))
+        seconds = (format_seconds(plan.extra_seconds) for plan in (a, b))
         return [
             ("peak", _bytes_change(a.peak_bytes, b.peak_bytes)),
             ("saved", _bytes_change(a.saved_bytes, b.saved_bytes)),

@@ -190,11 +190,11 @@ class Explanation:
     def gap(self) -> str:
         """Return the plan's optimality gap in words."""
         plan = self.plan
-        if plan.recompute_seconds <= plan.lower_bound_seconds:
+        if plan.extra_seconds <= plan.lower_bound_seconds:
             return "this plan is optimal"
         if (plan.budget_bytes is None and not plan.regions) or not plan.step_seconds:
             return "no bound"
-        gap = (plan.recompute_seconds - plan.lower_bound_seconds) / plan.step_seconds
+        gap = (plan.extra_seconds - plan.lower_bound_seconds) / plan.step_seconds
         return f"this plan is within {gap:.2%} of the step of it"
 
     def next_100_mib(self) -> str:
@@ -258,9 +258,20 @@ class Explanation:
                 f"{len(plan.schedule)} runs of {len(plan.recomputed)} ops, "
                 f"{format_flops(plan.recompute_flops)}",
             ),
+            *(
+                [
+                    (
+                        "sent away",
+                        f"{format_bytes(plan.away_bytes)} in {len(plan.offloads)} values; waits "
+                        f"for copies: {format_seconds(plan.stall_seconds)}",
+                    )
+                ]
+                if plan.offloads
+                else []
+            ),
             (
                 "extra time",
-                f"{format_seconds(plan.recompute_seconds)}, {plan.slowdown:.1%} of the step "
+                f"{format_seconds(plan.extra_seconds)}, {plan.slowdown:.1%} of the step "
                 f"(cost model: {plan.cost})",
             ),
             (
@@ -448,7 +459,7 @@ def _group_by(heading: str, rows: Iterable[Row], key: Callable[[Row], str]) -> T
 
 
 def _totals(name: str, rows: list[Row]) -> tuple[Any, ...]:
-    saved = [row for row in rows if row.decision is Decision.SAVED]
+    saved = [row for row in rows if row.decision is not Decision.RECOMPUTED]
     recomputed = [row for row in rows if row.decision is Decision.RECOMPUTED]
     # A value that only the backward needs is computed there for the first time, at no extra time.
     extra = [row for row in recomputed if row.reason is not Reason.FREE]

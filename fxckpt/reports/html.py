@@ -180,7 +180,7 @@ def _plan_data(step: GraphSnapshot, plan: Plan) -> dict[str, Any]:
         "budget": plan.budget_bytes,
         "peak": plan.peak_bytes,
         "slowdown": _round(plan.slowdown),
-        "seconds": format_seconds(plan.recompute_seconds),
+        "seconds": format_seconds(plan.extra_seconds),
         "rows": {
             row.name: [int(row.decision is Decision.RECOMPUTED), row.runs, narrator.why(row)]
             for row in plan.rows

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from fxckpt.budgets import format_bytes
 from fxckpt.plans.snapshot import GraphSnapshot, NodeKind, NodeLabel
-from fxckpt.plans.types import Plan, Row, snapshot_of_plan
+from fxckpt.plans.types import Plan, Row, schedule_of, snapshot_of_plan
 from fxckpt.reason import Decision, Reason
+from fxckpt.solver.live_intervals import OpRun, op_runs
 from fxckpt.solver.program import Op
 from fxckpt.utils.units import format_flops, format_seconds
 
@@ -127,9 +128,12 @@ class Narrator:
         """Return the reason for the decision of ``row`` as a sentence."""
         if self.plan.step is None:
             return f"{row.decision.value}: {row.reason.value}"
-        words = (
-            self._why_saved(row) if row.decision is Decision.SAVED else self._why_recomputed(row)
-        )
+        if row.decision is Decision.SAVED:
+            words = self._why_saved(row)
+        elif row.decision is Decision.OFFLOADED:
+            words = self._why_offloaded(row)
+        else:
+            words = self._why_recomputed(row)
         return f"{row.decision.value}: {words}"
 
     def _why_saved(self, row: Row) -> str:
@@ -157,6 +161,22 @@ class Narrator:
         if row.bytes and chain.seconds:
             rate = f" ({format_seconds(chain.seconds / (row.bytes / 2**20))} a MiB)"
         return f"{needs}; costs {format_seconds(chain.seconds)} to free {size}{rate}"
+
+    @cached_property
+    def _order(self) -> list[OpRun]:
+        return op_runs(self.step.program, schedule_of(self.plan))
+
+    def _why_offloaded(self, row: Row) -> str:
+        offload = next(o for o in self.plan.offloads if o.name == row.name)
+        order = self._order
+        first = "the backward"
+        if offload.first < self.plan.forward_ops:
+            first = self.short_name(order[offload.first].op.name)
+        back = self.short_name(order[offload.last + 1].op.name)
+        return (
+            f"frees {format_bytes(row.bytes)} from {first} on, and its copy back begins before "
+            f"{back}"
+        )
 
     def _why_recomputed(self, row: Row) -> str:
         runs = "once" if row.runs == 1 else f"{row.runs} times"

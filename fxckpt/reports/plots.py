@@ -240,7 +240,7 @@ def _draw_bounds(axes: Axes, curve: Frontier, factor: int) -> None:
 
 def _draw_chosen(axes: Axes, plan: Plan, step_seconds: float, factor: int) -> None:
     """Mark a plan with a star and its figures."""
-    share = 100 * plan.recompute_seconds / step_seconds
+    share = 100 * plan.extra_seconds / step_seconds
     point = (plan.peak_bytes / factor, share)
     axes.plot(
         *point,

@@ -61,7 +61,9 @@ class SavedValues:
 
 def list_saved_values(rows: Iterable[Row], inputs: Iterable[NodeLabel]) -> SavedValues:
     """Return the saved values among ``rows``, largest first, followed by the graph inputs."""
-    saved = sorted((r for r in rows if r.decision is Decision.SAVED), key=lambda r: -r.bytes)
+    saved = sorted(
+        (r for r in rows if r.decision is not Decision.RECOMPUTED), key=lambda r: -r.bytes
+    )
     values = [
         SavedValue(format_shape(r.dtype, r.shape), r.bytes, _origin(r), r.source, r.module)
         for r in saved

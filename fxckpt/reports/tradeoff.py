@@ -62,7 +62,7 @@ class Frontier:
                 plan.budget_bytes or plan.peak_bytes,
                 plan.peak_bytes,
                 plan.saved_bytes,
-                plan.recompute_seconds,
+                plan.extra_seconds,
                 plan.lower_bound_seconds,
                 plan.slowdown,
             )

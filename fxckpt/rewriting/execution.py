@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from fxckpt.backend import OPTIONS, Backend
 from fxckpt.errors import CaptureError, FxckptError
+from fxckpt.partitioner import OPTIONS as PLANNING_OPTIONS
 from fxckpt.partitioner import Partitioner
 from fxckpt.planner.capture import capture_joint
 from fxckpt.plans.types import Plan
@@ -50,7 +51,8 @@ class RecordingPartitioner(Partitioner):
     """A partitioner that keeps the graphs it emits and applies the plans it knows."""
 
     def __init__(self, options: Partitioner, known: Sequence[Plan]) -> None:
-        super().__init__(*options.options)
+        given: dict[str, Any] = dict(zip(PLANNING_OPTIONS, options.options, strict=True))
+        super().__init__(**given)
         if not self.planner.is_fixed:
             self.planner = replace(self.planner, known=tuple(known))
         self.made: list[Halves] = []

@@ -102,8 +102,23 @@ def live_intervals(program: Program, schedule: Schedule) -> list[LiveInterval]:
         if workspace := op.workspace_bytes + (_state_bytes(program, op) if is_recompute else 0):
             temporary.append(LiveInterval(NO_STORAGE, Holder.TEMPORARY, at, at, workspace))
     closed.extend(open_.values())
-    extended = (_extended(interval, backward_at - 1, last) for interval in closed)
+    away = {storage: (first, end) for storage, first, end in schedule.away}
+    extended = [
+        part
+        for interval in closed
+        for part in _on_device(_extended(interval, backward_at - 1, last), away)
+    ]
     return sorted([*extended, *temporary], key=lambda i: (i.first, i.storage, i.last))
+
+
+def _on_device(interval: LiveInterval, away: dict[int, tuple[int, int]]) -> Iterator[LiveInterval]:
+    """Yield the parts of an interval at which its storage is not away."""
+    first, last = away.get(interval.storage, (0, -1))
+    if not interval.first < first <= last < interval.last:
+        yield interval
+        return
+    yield interval._replace(last=first - 1)
+    yield interval._replace(first=last + 1)
 
 
 def _extended(interval: LiveInterval, end_of_forward: int, last: int) -> LiveInterval:

@@ -110,6 +110,20 @@ class SavedLimit:
 
 
 @dataclass(frozen=True)
+class Link:
+    """A link to memory off the device; each way copies one storage after another."""
+
+    out_bytes_per_second: float
+    """Rate from the device."""
+    in_bytes_per_second: float
+    """Rate to the device, which does not slow the other way."""
+    limit_bytes: int
+    """Most bytes that may be away at once."""
+    storages: frozenset[int]
+    """Storages that may be sent away if they are saved."""
+
+
+@dataclass(frozen=True)
 class Program:
     """A joint graph as plain data."""
 
@@ -125,6 +139,8 @@ class Program:
     """
     limits: tuple[SavedLimit, ...] = ()
     """Limits on what a plan saves, beside the limit on its peak."""
+    link: Link | None = None
+    """Link that saved storages may be sent away by; None if they stay on the device."""
 
     def at(self, sizes: Mapping[str, int]) -> Program:
         """Return the program at other values of the symbols in the sizes of the graph's inputs.

@@ -9,8 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from fxckpt.solver.program import Program, Side
+
+
+class Away(NamedTuple):
+    """A saved storage that is away from the device during some ops.
+
+    Positions are those of the profile: the forward's ops, then recomputes and backward ops as they
+    run. The storage is gone when op ``first`` begins, and its memory is taken again when op
+    ``last`` has ended.
+    """
+
+    storage: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -23,6 +37,8 @@ class Schedule:
     """Forward op of each recompute, in execution order."""
     before: tuple[int, ...]
     """Backward op that each recompute precedes."""
+    away: tuple[Away, ...] = ()
+    """Saved storages that are sent away, ascending."""
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,14 @@ from fxckpt.solver.cuts.saved_limits import SavedChoice, SavedLimits, exceeded
 from fxckpt.solver.cuts.staged_cut import Layout, StagedCut
 from fxckpt.solver.cuts.stages import StageBoundaries
 from fxckpt.solver.exact.dynamic_program import DynamicProgram
+from fxckpt.solver.exact.link_bound import bound_with_link
 from fxckpt.solver.exact.lower_bounds import Bound, LowerBounds
 from fxckpt.solver.exact.milp import Optimum, in_forward, optimum
 from fxckpt.solver.moves.evict import Evict
 from fxckpt.solver.moves.heuristics import Heuristics
 from fxckpt.solver.moves.retain import Retain
-from fxckpt.solver.program import Program
+from fxckpt.solver.moves.send_away import reachable_peak, send_away
+from fxckpt.solver.program import Link, Program
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit, save_all, with_runs
 from fxckpt.solver.simulate import Simulation, simulate
 from fxckpt.utils.progress import tick
@@ -85,6 +87,24 @@ class SearchResult:
     """Whether each limit of the program on saved values binds."""
     least_seconds: float = 0.0
     """Least extra time of the plans seen, whatever their peak."""
+
+    def reach_away(self, program: Program, storages: frozenset[int]) -> tuple[int, int]:
+        """Return the bytes to be away, and the least peak then, of the plans at either end.
+
+        Any of the storages may be away, as many as there are.
+        """
+        link = Link(math.inf, math.inf, sum(program.storages[s].bytes for s in storages), storages)
+        program = replace(program, link=link)
+        found = []
+        for candidate in (self.least_peak, self.baseline):
+            schedule = replace(candidate.schedule, away=())
+            live = simulate(program, schedule).live
+            sent = send_away(program, schedule, live, reachable_peak(program, schedule, live))
+            assert sent is not None
+            simulation = simulate(program, sent)
+            found.append((simulation.peak_bytes, simulation.away_bytes))
+        peak, away = min(found)
+        return away, peak
 
 
 @dataclass(frozen=True)
@@ -136,6 +156,9 @@ class PriceSearch:
     """Most forward ops times backward ops for which an integer program is solved otherwise."""
     exact_nodes: int = 2000
     """Most nodes of the integer program's search tree."""
+    offload_shares: tuple[float, ...] = (0.1, 0.25, 0.45, 0.7)
+    """Peaks at which schedules are searched that send values away to fit a budget, as shares of
+    the way from the budget to the uncheckpointed peak."""
     bisections: int = 10
     """Most limits tried for the least peak within a given time."""
     tolerance: float = 0.005
@@ -157,7 +180,8 @@ class PriceSearch:
         if limit is not None and search.bounds.peak_bytes <= limit < fastest.simulation.peak_bytes:
             search.fit(limit, self.factors)
             search.refine(limit, self.refined, self.perturbations, self.exact_states)
-        return search.result(limit, least_peak)
+            search.offload(limit)
+        return search.result(limit, search.least_peak_away(least_peak))
 
     def least_memory(self, program: Program, most_seconds: float) -> SearchResult:
         """Return the schedule of least peak whose extra time is at most ``most_seconds``.
@@ -210,7 +234,7 @@ class PriceSearch:
         """
         search = search_of(self, program)
         search.least_time()
-        least_peak = search.least_peak()
+        least_peak = search.least_peak_away(search.least_peak())
         chosen = sorted(limits(least_peak, search.baseline))
         # The plan of one limit is a good start for the next.
         refined, perturbations, factors = self.refined, self.perturbations, self.factors
@@ -221,6 +245,7 @@ class PriceSearch:
         for limit in reversed(chosen):
             search.fit(limit, factors)
             search.refine(limit, refined, perturbations, exact_states)
+            search.offload(limit)
             tick()
         return tuple(search.result(limit, least_peak) for limit in chosen)
 
@@ -247,6 +272,8 @@ class Search:
         self.seen: dict[Schedule, Candidate] = {}
         self.legal: list[Candidate] = []
         """Candidates that save what may be saved; the uncheckpointed schedule may save more."""
+        self.sending: list[Candidate] = []
+        """Legal candidates with values sent away."""
         self.low, self.high = price_range(program)
         self.bounds = LowerBounds(program, self.low, self.high)
         self.tried: set[int] = set()
@@ -289,16 +316,76 @@ class Search:
 
         Bytes below the limit buy nothing, so that the least peak among the fastest does no harm.
         """
-        candidates = self.legal if limit is None else self.within(limit)
-        return min(candidates, key=lambda c: c.rank, default=None)
+        if limit is None:
+            return min(self.legal, key=lambda c: c.rank, default=None)
+        sending = (c for c in self.sending if c.simulation.peak_bytes <= limit)
+        return min(chain(self.within(limit), sending), key=lambda c: c.rank, default=None)
+
+    def offload(self, limit: int) -> None:
+        """Send values of the candidates away so that they fit the limit, if there is a link.
+
+        The less time a candidate recomputes, the more of it has to be away; candidates of peaks
+        between the limit and the uncheckpointed one are searched too.
+        """
+        if self.program.link is None:
+            return
+        most = self.baseline.simulation.peak_bytes
+        for share in self.options.offload_shares:
+            higher = round(limit + share * max(0, most - limit))
+            self.fit(higher, (1.0,))
+            self.refine(higher, self.options.refined_along, (), 0)
+        least = math.inf if (best := self.best(limit)) is None else best.simulation.extra_seconds
+        for candidate in sorted(self.legal, key=lambda c: c.rank):
+            simulation = candidate.simulation
+            if simulation.extra_seconds >= least:
+                break
+            if simulation.peak_bytes <= limit:
+                continue
+            sent = self._sent(candidate, limit)
+            if sent is not None:
+                least = min(least, sent.simulation.extra_seconds)
+
+    def _sent(self, candidate: Candidate, limit: int) -> Candidate | None:
+        """Return a candidate with values sent away to fit the limit, and remember it."""
+        schedule = send_away(self.program, candidate.schedule, candidate.simulation.live, limit)
+        if schedule is None:
+            return None
+        tick()
+        sent = Candidate(schedule, simulate(self.program, schedule))
+        self.sending.append(sent)
+        return sent
+
+    def least_peak_away(self, least_peak: Candidate) -> Candidate:
+        """Return the candidate of least peak with values sent away, or ``least_peak`` without.
+
+        Less than what the values allow may fit the memory that they are sent to.
+        """
+        program = self.program
+        if program.link is None:
+            return least_peak
+
+        def within(candidate: Candidate) -> int:
+            live = candidate.simulation.live
+            return max(reachable_peak(program, candidate.schedule, live), self.bounds.peak_bytes)
+
+        best = least_peak
+        for candidate in sorted(self.legal, key=within)[: self.options.refined]:
+            low, high = within(candidate), best.simulation.peak_bytes
+            while low < high:
+                sent = self._sent(candidate, low)
+                if sent is not None and sent.simulation.peak_bytes < high:
+                    best, high = sent, sent.simulation.peak_bytes
+                    break
+                low = (low + high + 1) // 2
+        return best
 
     def result(self, limit: int | None, least_peak: Candidate) -> SearchResult:
         """Return the best candidate within ``limit`` bytes, with its bounds."""
         best = self.best(limit)
         bound = next_bound = Bound(0.0, 0.0)
         if best is not None and best.simulation.extra_seconds > 0:
-            bound = self.bound(limit)
-            next_bound = bound if limit is None else self.bound(limit + NEXT_BYTES)
+            bound = self.bound_away(limit)
+            next_bound = bound if limit is None else self.bound_away(limit + NEXT_BYTES)
         return SearchResult(
             limit,
             best,
@@ -479,6 +566,12 @@ class Search:
         if limit not in self.bound_at:
             self.bound_at[limit] = self.bounds.seconds(limit)
         return self.bound_at[limit]
+
+    def bound_away(self, limit: int | None) -> Bound:
+        """Return the lower bound on the extra time if saved values may be sent away."""
+        if limit is None or self.program.link is None:
+            return self.bound(limit)
+        return bound_with_link(self.program, lambda more: self.bound(limit + more))
 
     def _promising(self, limit: int, count: int) -> list[Candidate]:
         """Return the candidates of least Lagrangian at the bound's price and at four times it."""

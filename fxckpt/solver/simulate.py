@@ -9,11 +9,13 @@ read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from fxckpt.solver.link_use import Movable, stall_seconds
+from fxckpt.solver.positions import backward_order, last_accesses
 from fxckpt.solver.program import BoolArray, IntArray, Program, Tables
 from fxckpt.solver.schedule import Schedule, forward_ops
 
@@ -31,9 +33,13 @@ class Simulation:
     """Number of leading entries of ``live`` that belong to the forward."""
     saved_bytes: int
     extra_seconds: float
-    """Seconds beyond those of the uncheckpointed step."""
+    """Seconds beyond those of the uncheckpointed step, with the waits for copies."""
     extra_flops: int
     """FLOPs beyond those of the uncheckpointed step."""
+    stall_seconds: float = 0.0
+    """Seconds of waits for copies off the device and back."""
+    away_bytes: int = 0
+    """Bytes that are sent away, all of which are away at the end of the forward."""
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -68,12 +74,34 @@ def simulate(program: Program, schedule: Schedule) -> Simulation:
     times = np.bincount(np.concatenate((order, runs)), minlength=len(program.ops))
     repeats = np.maximum(times - 1, 0)
     extra = np.flatnonzero(repeats)
-    return Simulation(
+    found = Simulation(
         np.concatenate((forward, backward)),
         len(forward),
         int(tables.bytes[saved].sum()),
         float((repeats[extra] * tables.seconds[extra]).sum()),
         int((repeats[extra] * tables.flops[extra]).sum()),
+    )
+    return _without_what_is_away(found, program, schedule) if schedule.away else found
+
+
+def _without_what_is_away(found: Simulation, program: Program, schedule: Schedule) -> Simulation:
+    """Return a simulation less the bytes that are away, with the waits for their copies."""
+    tables, live = program.tables, found.live.copy()
+    for storage, first, last in schedule.away:
+        live[first : last + 1] -= tables.bytes[storage]
+    movable = Movable.of(program, schedule)
+    index = {s: i for i, s in enumerate(movable.storage.tolist())}
+    stalled = stall_seconds(
+        movable,
+        {index[away.storage]: away.first for away in schedule.away},
+        {index[away.storage]: away.last for away in schedule.away},
+    )
+    return replace(
+        found,
+        live=live,
+        extra_seconds=found.extra_seconds + stalled,
+        stall_seconds=stalled,
+        away_bytes=int(tables.bytes[[away.storage for away in schedule.away]].sum()),
     )
 
 
@@ -89,27 +117,12 @@ def _forward_profile(tables: Tables, order: IntArray, held: BoolArray) -> tuple[
     return after + died + tables.workspace_bytes[order], int(after[-1]) if len(after) else 0
 
 
-def last_accesses(tables: Tables, order: IntArray) -> IntArray:
-    """Return the last position in ``order`` of an op that accesses each storage, or -1."""
-    reads, read_at = tables.reads.rows(order)
-    writes, written_at = tables.writes.rows(order)
-    last = np.full(len(tables.bytes), -1)
-    last[writes] = written_at
-    # The last of equal indices counts, and a storage is read after it is written.
-    last[reads] = read_at
-    return last
-
-
 def _backward_profile(
     tables: Tables, held: BoolArray, runs: IntArray, before: IntArray, length: int, live: int
 ) -> IntArray:
     """Return the live bytes during each recompute and each backward op, in order."""
-    forward_count = len(tables.rng_state)
     total = len(runs) + length
-    run_at = np.arange(len(runs)) + before
-    own_at = np.arange(length) + np.searchsorted(before, np.arange(length), side="right")
-    op = np.empty(total, dtype=np.int64)
-    op[run_at], op[own_at] = runs, forward_count + np.arange(length)
+    op, run_at, _ = backward_order(tables, runs, before, length)
     reads, read_at = tables.reads.rows(op)
     writes, written_at = tables.writes.rows(op)
     stateful = np.flatnonzero(tables.rng_state[runs] >= 0)

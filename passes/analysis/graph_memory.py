@@ -17,6 +17,7 @@ from torch import fx
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.byte_counts import replay_bytes, storage_bytes
 from fxckpt.passes.analysis.placement import is_held_by_caller, tangents_of
+from fxckpt.passes.meta import AWAY
 from fxckpt.torch_private import storage_id
 
 Allocation = tuple[int, fx.Node]
@@ -39,7 +40,7 @@ def memory_profile(
         if node.op == "output":
             break
         before = live.bytes
-        is_counted = node.op != "get_attr" and node.name not in free
+        is_counted = node.op != "get_attr" and node.name not in free and AWAY not in node.meta
         known = {a[0]: a for arg in node.all_input_nodes for a in holds[arg]}
         sizes: dict[Allocation, int] = {}
         for tensor in tensors(node.meta.get("val")):

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxckpt.solver.cuts.saved_limits import SavedRooms
+from fxckpt.solver.positions import last_accesses
 from fxckpt.solver.program import FloatArray, IntArray, Program
 from fxckpt.solver.schedule import Schedule, forward_ops, with_runs
-from fxckpt.solver.simulate import Simulation, last_accesses
+from fxckpt.solver.simulate import Simulation
 
 FORWARD = -1
 """Stands for the forward among the recomputes that write copies."""

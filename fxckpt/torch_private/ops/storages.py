@@ -141,6 +141,15 @@ def fake_like(value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -
         return torch.empty(shape, dtype=dtype, device=value.device)
 
 
+def fake_twin(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a fake tensor on a device that is laid out like ``value`` in a storage of its own."""
+    count = value.untyped_storage().nbytes() // value.element_size()
+    with value.fake_mode if isinstance(value, FakeTensor) else FakeTensorMode():
+        return torch.empty(count, dtype=value.dtype, device=device).as_strided(
+            value.shape, value.stride(), value.storage_offset()
+        )
+
+
 def move_fake(tensor: FakeTensor, device: torch.device) -> None:
     """Say that a fake tensor is on a device, which need not be here."""
     tensor.fake_device = device

@@ -1,0 +1,83 @@
+"""The four ops that move a value off its device and back.
+
+::
+
+    held = send(value)            begins a copy of the value's storage
+    held = sent(held, value)      waits for it; the last reader of the value
+    value = fetch(held)           takes memory on the device, and begins to fill it
+    value = fetched(value, held)  waits for it; every reader reads its result
+
+Each reads what must outlive it, so that any executor that runs an op after its inputs and frees a
+value after its last reader is free of races, and needs no knowledge of streams. What moves is the
+storage, byte for byte; strides, offset and dtype stay.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxckpt.tiers.tier import tier_numbered
+from fxckpt.torch_private import OpOverload, laid_out
+
+SCHEMAS = {
+    "send": "(Tensor value, int tier) -> Tensor",
+    "sent": "(Tensor(a) held, Tensor value, int tier) -> Tensor(a)",
+    "fetch": "(Tensor held, int tier, Device device) -> Tensor",
+    "fetched": "(Tensor(a) value, Tensor held, int tier) -> Tensor(a)",
+}
+for _name, _schema in SCHEMAS.items():
+    torch.library.define(f"fxckpt::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+@torch.library.impl("fxckpt::send", "CompositeExplicitAutograd")
+def _send(value: Tensor, tier: int) -> Tensor:
+    place = tier_numbered(tier)
+    block = place.take(value.untyped_storage().nbytes())
+    place.copies[block.data_ptr()] = place.send(value, block)
+    return laid_out(block, _geometry(value))
+
+
+@torch.library.impl("fxckpt::sent", "CompositeExplicitAutograd")
+def _sent(held: Tensor, value: Tensor, tier: int) -> Tensor:
+    tier_numbered(tier).copies[_address(held)].result()
+    return held
+
+
+@torch.library.impl("fxckpt::fetch", "CompositeExplicitAutograd")
+def _fetch(held: Tensor, tier: int, device: torch.device) -> Tensor:
+    place = tier_numbered(tier)
+    nbytes = held.untyped_storage().nbytes()
+    value = laid_out(torch.empty(nbytes, dtype=torch.uint8, device=device), _geometry(held))
+    place.copies[_address(held)] = place.fetch(held, value)
+    return value
+
+
+@torch.library.impl("fxckpt::fetched", "CompositeExplicitAutograd")
+def _fetched(value: Tensor, held: Tensor, tier: int) -> Tensor:
+    tier_numbered(tier).copies[_address(held)].result()
+    return value
+
+
+def _address(held: Tensor) -> int:
+    return held.untyped_storage().data_ptr()
+
+
+def _geometry(
+    tensor: Tensor,
+) -> tuple[int | torch.SymInt, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]:
+    """Return what :func:`~fxckpt.torch_private.laid_out` lays a storage out by."""
+    return (
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+send: OpOverload = torch.ops.fxckpt.send.default
+sent: OpOverload = torch.ops.fxckpt.sent.default
+fetch: OpOverload = torch.ops.fxckpt.fetch.default
+fetched: OpOverload = torch.ops.fxckpt.fetched.default

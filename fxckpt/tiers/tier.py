@@ -1,0 +1,272 @@
+"""Tier: memory off the device that saved values are sent to, and its link.
+
+A tier lends blocks of bytes that no device allocator counts. A block is taken when a send begins
+and given back when the last tensor over it is gone, so that an exception, a second backward or a
+backward that never runs leaks nothing. Blocks that were given back are lent again to requests of
+the same size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import os
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fxckpt import budgets
+from fxckpt.errors import InvalidBudget, InvalidOption, TierFull
+from fxckpt.torch_private import outside_trace
+
+MEASURED_BYTES = 2**25
+"""Bytes of a copy that a link's rate is measured by, as DeepSpeed does."""
+MEASURED_RUNS = 5
+"""Number of such copies each way; the fastest counts."""
+
+NOT_INDUCTOR = (
+    "offload={!r}: values are sent away where ops run one by one, and Inductor compiles them. Use "
+    "fxckpt.Backend(inner='aot_eager', offload=...)."
+)
+"""Message of the error for Inductor."""
+
+_numbers = itertools.count(1)
+_tiers: weakref.WeakValueDictionary[int, Tier] = weakref.WeakValueDictionary()
+
+
+def tier_numbered(number: int) -> Tier:
+    """Return the tier that graphs name by a number."""
+    return _tiers[number]
+
+
+class Tier(ABC):
+    """Memory off the device, and the link to it."""
+
+    def __init__(
+        self, limit: int | str, bytes_per_second: float | tuple[float, float] | None = None
+    ) -> None:
+        self.limit_bytes = parse_limit(limit)
+        """Most bytes that are in use at once."""
+        self._rates = None if bytes_per_second is None else parse_rates(bytes_per_second)
+        self._given = limit, bytes_per_second
+        self.number = next(_numbers)
+        """Number that graphs name the tier by, in this process."""
+        self._lock = threading.Lock()
+        self._returned: deque[tuple[Any, int, int]] = deque()
+        """Blocks whose last tensor is gone; a collector may add to it at any moment."""
+        self._idle: dict[int, list[Any]] = defaultdict(list)
+        """Blocks that were given back, by their bytes."""
+        self._idle_bytes = self._used_bytes = self._peak_bytes = 0
+        self.copies: dict[int, Copy] = {}
+        """The latest copy to or from a block in use, by its address."""
+        self._ways: tuple[int, ThreadPoolExecutor, ThreadPoolExecutor] | None = None
+        _tiers[self.number] = self
+
+    @abstractmethod
+    def _new_block(self, nbytes: int) -> Any:
+        """Return a writable buffer of new memory, or raise :class:`TierFull`."""
+
+    def __repr__(self) -> str:
+        limit, rate = self._given
+        given = "" if rate is None else f", bytes_per_second={rate!r}"
+        return f"fxckpt.tiers.{type(self).__name__}({limit!r}{given})"
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use."""
+        with self._lock:
+            self._collect()
+            return self._used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that were in use at once, since the tier was made or :meth:`restart_peak`."""
+        return self._peak_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that the tier holds, in use or idle."""
+        with self._lock:
+            self._collect()
+            return self._used_bytes + self._idle_bytes
+
+    def restart_peak(self) -> None:
+        """Begin anew with :attr:`peak_bytes`."""
+        with self._lock:
+            self._collect()
+            self._peak_bytes = self._used_bytes
+
+    @property
+    def has_given_rates(self) -> bool:
+        """Whether the rates were given."""
+        return self._given[1] is not None
+
+    def rates(self) -> tuple[float, float]:
+        """Return the bytes per second to the tier and back.
+
+        If they were not given, they are measured once, by a few copies of 32 MiB each way.
+        """
+        if self._rates is None:
+            # It is asked for while a graph is traced.
+            with outside_trace(), torch.no_grad():
+                self._rates = self._measure()
+        return self._rates
+
+    def _measure(self) -> tuple[float, float]:
+        nbytes = min(MEASURED_BYTES, self.limit_bytes)
+        value = torch.zeros(nbytes, dtype=torch.uint8)
+        away, back = [], []
+        for _ in range(MEASURED_RUNS):
+            held = self.take(nbytes)
+            away.append(_seconds(self.send, value, held))
+            back.append(_seconds(self.fetch, held, value))
+            del held
+        return nbytes / min(away), nbytes / min(back)
+
+    def take(self, nbytes: int) -> Tensor:
+        """Return new bytes, which are in use until the last tensor over them is gone.
+
+        Raises :class:`TierFull` where less is left.
+        """
+        with self._lock:
+            self._collect()
+            if self._used_bytes + nbytes > self.limit_bytes:
+                raise TierFull(
+                    f"{self!r} was asked for {budgets.format_bytes(nbytes)}, and "
+                    f"{budgets.format_bytes(self._used_bytes)} of it are in use: more forwards "
+                    "wait for their backward than a plan counts, or other graphs share the tier. "
+                    "Raise its limit."
+                )
+            idle = self._idle[nbytes]
+            buffer = idle.pop() if idle else None
+            if buffer is not None:
+                self._idle_bytes -= nbytes
+            elif self._idle_bytes + self._used_bytes + nbytes > self.limit_bytes:
+                self._idle.clear()
+                self._idle_bytes = 0
+            self._used_bytes += nbytes
+            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+        try:
+            if buffer is None:
+                buffer = self._new_block(nbytes)
+        except BaseException:
+            with self._lock:
+                self._used_bytes -= nbytes
+            raise
+        # A tensor keeps the array, and the array the buffer.
+        array = (ctypes.c_char * nbytes).from_buffer(buffer)
+        ended = weakref.finalize(array, self._give_back, buffer, nbytes, ctypes.addressof(array))
+        ended.atexit = False
+        return torch.frombuffer(array, dtype=torch.uint8)
+
+    def _give_back(self, buffer: Any, nbytes: int, address: int) -> None:
+        # The lock may be held: a collector runs wherever memory is allocated.
+        self._returned.append((buffer, nbytes, address))
+
+    def _collect(self) -> None:
+        """Take the blocks that were given back; the lock is held."""
+        while self._returned:
+            buffer, nbytes, address = self._returned.popleft()
+            self.copies.pop(address, None)
+            self._used_bytes -= nbytes
+            self._idle[nbytes].append(buffer)
+            self._idle_bytes += nbytes
+
+    def send(self, value: Tensor, held: Tensor) -> Copy:
+        """Begin to copy the storage of a value to that of a tensor of the tier."""
+        return self._threads()[0].submit(_Move(held, value, self._pace(0)))
+
+    def fetch(self, held: Tensor, value: Tensor) -> Copy:
+        """Begin to copy the storage of a tensor of the tier to that of a value."""
+        return self._threads()[1].submit(_Move(value, held, self._pace(1)))
+
+    def _pace(self, way: int) -> float:
+        """Return the most bytes per second of a way, 0 to send and 1 to fetch."""
+        return math.inf
+
+    def _threads(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+        """Return the thread of each way; a forked child has its own."""
+        with self._lock:
+            if self._ways is None or self._ways[0] != os.getpid():
+                self._ways = (
+                    os.getpid(),
+                    ThreadPoolExecutor(1, f"fxckpt-send-{self.number}"),
+                    ThreadPoolExecutor(1, f"fxckpt-fetch-{self.number}"),
+                )
+            return self._ways[1:]
+
+
+class Copy(Protocol):
+    """A copy that was begun."""
+
+    def result(self) -> object:
+        """Wait until the copy is complete; raise what it raised."""
+        ...
+
+
+class _Move:
+    """One copy of a storage to another, run by a thread of the tier."""
+
+    def __init__(self, target: Tensor, source: Tensor, bytes_per_second: float) -> None:
+        self.tensors: tuple[Tensor, ...] = target, source
+        self.bytes_per_second = bytes_per_second
+
+    def __call__(self) -> None:
+        begin = time.perf_counter()
+        target, source = (t.untyped_storage() for t in self.tensors)
+        nbytes = source.nbytes()
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+        # The value may be freed as soon as the copy counts as complete.
+        self.tensors = ()
+        del target, source
+        left = nbytes / self.bytes_per_second - (time.perf_counter() - begin)
+        if left > 0:
+            time.sleep(left)
+
+
+def _seconds(copy: Callable[[Tensor, Tensor], Copy], source: Tensor, target: Tensor) -> float:
+    begin = time.perf_counter()
+    copy(source, target).result()
+    return time.perf_counter() - begin
+
+
+def parse_limit(limit: int | str) -> int:
+    """Return a limit in bytes.
+
+    Raises :class:`InvalidOption` for what is no number of bytes.
+    """
+    try:
+        found = budgets.parse(limit)
+    except InvalidBudget:
+        found = None
+    if not isinstance(found, int):
+        raise InvalidOption(
+            f"a tier of {limit!r}: its limit is a number of bytes. "
+            "Examples: fxckpt.tiers.Host('64GiB'), fxckpt.tiers.Host(64 * 2**30)."
+        )
+    return found
+
+
+def parse_rates(rate: float | tuple[float, float]) -> tuple[float, float]:
+    """Return the rates to a tier and back.
+
+    Raises :class:`InvalidOption` for what are no rates.
+    """
+    both = rate if isinstance(rate, tuple) else (rate, rate)
+    if len(both) != 2 or not all(
+        isinstance(r, (int, float)) and not isinstance(r, bool) and 0 < r < math.inf for r in both
+    ):
+        raise InvalidOption(
+            f"bytes_per_second={rate!r} is not a rate, or a pair of rates to the tier and back. "
+            "Examples: 50e9, (52e9, 35e9)."
+        )
+    return float(both[0]), float(both[1])

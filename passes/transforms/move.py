@@ -1,0 +1,178 @@
+"""Move: send saved values away from the device in the forward, and fetch them in the backward.
+
+A value is sent right after the op that computes it. Its last reader is the op ``sent``, placed
+where the plan lets go of its memory; the forward saves the copy in its place. The backward fetches
+the copy where the plan takes memory for it, and waits for it right before the first reader. Views
+of the value are made of what was fetched.
+
+Expects a rematerialized joint graph. Leaves one whose backward nodes follow all others.
+:func:`movable_storages` says which values it can move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from fxckpt.errors import VerifyError
+from fxckpt.passes.analysis.joint import Facts
+from fxckpt.passes.meta import AWAY, CHECKSUM_OF, FIRST_RUN_OF, IS_RECOMPUTE, VIEW_OF
+from fxckpt.passes.transforms.rematerialize import Rematerialized
+from fxckpt.plans.types import Offload, Plan
+from fxckpt.solver.schedule import forward_ops
+from fxckpt.tiers.ops import fetch, fetched, send, sent
+from fxckpt.torch_private import FakeTensor, fake_twin, partitioner_tag, storage_id, tag_side
+
+
+def movable_storages(facts: Facts, device: torch.device) -> frozenset[int]:
+    """Return the storages that may be sent away from a device.
+
+    They are written by an op of the forward, are owned by a node with one plain strided tensor,
+    and are no forward outputs, which the user holds in any case.
+    """
+    return frozenset(
+        i
+        for i, storage in enumerate(facts.program.storages)
+        if storage.producer >= 0
+        and storage.is_savable
+        and not storage.is_output
+        and storage.bytes > 0
+        and (owner := facts.owner.get(storage.name)) is not None
+        and _is_plain(owner.meta.get("val"), device)
+    )
+
+
+def _is_plain(value: object, device: torch.device) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value) in (torch.Tensor, FakeTensor)
+        and value.layout is torch.strided
+        and value.device == device
+        and not value.is_quantized
+    )
+
+
+def move(
+    joint: fx.GraphModule, result: Rematerialized, facts: Facts, plan: Plan, tier: int
+) -> Rematerialized:
+    """Send values of ``joint`` away in place, as the plan says; return the values to save now."""
+    if not plan.offloads:
+        return result
+    mover = _Mover(joint.graph, result, facts, plan, tier)
+    saved = {mover.node_of(offload): mover.move(offload) for offload in mover.ordered(plan)}
+    joint.graph.lint()
+    return replace(result, saved=tuple(saved.get(n, n) for n in result.saved))
+
+
+class _Mover:
+    """Rewrite of one joint graph."""
+
+    def __init__(
+        self, graph: fx.Graph, result: Rematerialized, facts: Facts, plan: Plan, tier: int
+    ) -> None:
+        self.graph = graph
+        self.tier = tier
+        self.forward_ops = plan.forward_ops
+        (self.output,) = graph.find_nodes(op="output")
+        for node in [n for n in graph.nodes if _is_backward(n)]:
+            self.output.prepend(node)
+        self.saved: dict[str, fx.Node] = {}
+        for node in result.saved:
+            self.saved.setdefault(str(node.meta.get(CHECKSUM_OF, node.name)), node)
+        self.storages = [storage_id(n.meta["val"]) for n in self.saved.values() if _is_tensor(n)]
+        program = facts.program
+        named = {n.name: n for n in graph.nodes}
+        index = {s.name: i for i, s in enumerate(program.storages)}
+        saved = tuple(sorted(index[name] for name in plan.saved if name in index))
+        self.positions = [_begins(named[program.ops[o].name]) for o in forward_ops(program, saved)]
+        """The node at each position of the plan's profile; after the forward, the first of the
+        backward."""
+        own = {op.name for op in program.backward}
+        self.positions += [
+            n
+            for n in graph.nodes
+            if n.meta.get(IS_RECOMPUTE) or (n.name in own and (_is_backward(n) or n is self.output))
+        ]
+        if len(self.positions) != len(plan.profile):
+            raise VerifyError(
+                f"the plan is of {len(plan.profile)} ops, the graph of {len(self.positions)}"
+            )
+        self.begin = next(n for n in graph.nodes if _is_backward(n) or n is self.output)
+        """First node of the backward."""
+
+    def ordered(self, plan: Plan) -> list[Offload]:
+        """Return the values to move in the order of their fetches; of one op, the first read."""
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        begin = order[self.begin]
+
+        def read(offload: Offload) -> int:
+            users = self.node_of(offload).users
+            return min(order[user] for user in users if order[user] >= begin)
+
+        return sorted(plan.offloads, key=lambda o: (o.last, read(o)))
+
+    def node_of(self, offload: Offload) -> fx.Node:
+        """Return the node that is saved for a value."""
+        return self.saved[offload.name]
+
+    def move(self, offload: Offload) -> fx.Node:
+        """Send a value away and fetch it; return the node to save in its place."""
+        value = self.node_of(offload)
+        if self.storages.count(storage_id(value.meta["val"])) > 1:
+            raise VerifyError(f"{value.name!r} is sent away, and another saved value shares it")
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        readers = sorted(
+            (user for user in value.users if order[user] >= order[self.begin]),
+            key=order.__getitem__,
+        )
+        let_go = self.begin
+        if offload.first < self.forward_ops:
+            let_go = self.positions[offload.first]
+        begins = min(self.positions[offload.last + 1], readers[0], key=order.__getitem__)
+        held_val = fake_twin(value.meta["val"], torch.device("cpu"))
+        back_val = fake_twin(value.meta["val"], value.meta["val"].device)
+        with self.graph.inserting_after(value):
+            held = self._call(send, (value, self.tier), f"{value.name}_send", held_val)
+        with self.graph.inserting_before(let_go):
+            kept = self._call(sent, (held, value, self.tier), f"{value.name}_sent", held_val)
+        for node in (held, kept):
+            node.meta |= {AWAY: value.name, VIEW_OF: value.name}
+        with self.graph.inserting_before(begins):
+            to = (kept, self.tier, value.meta["val"].device)
+            begun = self._call(fetch, to, f"{value.name}_fetch", back_val, backward=True)
+        with self.graph.inserting_before(readers[0]):
+            of = (begun, kept, self.tier)
+            back = self._call(fetched, of, f"{value.name}_fetched", back_val, backward=True)
+        for reader in readers:
+            reader.replace_input_with(value, back)
+        return kept
+
+    def _call(
+        self,
+        op: object,
+        args: tuple[object, ...],
+        name: str,
+        val: object,
+        *,
+        backward: bool = False,
+    ) -> fx.Node:
+        node = self.graph.create_node("call_function", op, args, name=name)  # type: ignore[arg-type]
+        node.meta = {"val": val}
+        tag_side(node, backward=backward)
+        return node
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return partitioner_tag(node) == "must_be_in_backward"
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _begins(node: fx.Node) -> fx.Node:
+    """Return the node that runs an op: a random op's value is an item of what it returns."""
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, fx.Node) and FIRST_RUN_OF in first.meta else node

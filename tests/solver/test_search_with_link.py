@@ -1,0 +1,62 @@
+"""The search over a link: values are kept, sent away or recomputed, whichever takes less time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fxckpt.reason import Reason
+from fxckpt.solver.search import PriceSearch
+from tests.solver.programs import chain
+from tests.solver.test_link_use import clock, with_link
+
+
+def test_a_fast_link_takes_no_time() -> None:
+    """Over a link as fast as the ops, a chain fits any budget from its floor up for free."""
+    program = with_link(chain(12), 20.0, 20.0)
+    for limit in (40, 60, 100):
+        found = PriceSearch()(program, lambda peak, limit=limit: limit)
+        assert found.best is not None
+        assert found.best.simulation.extra_seconds == found.bound.seconds == 0.0
+        assert found.best.simulation.peak_bytes <= limit
+
+
+def test_a_slow_link_shares_with_recomputes() -> None:
+    """A plan over a slow link takes less time than recomputes alone, and no less than the bound."""
+    program, limit = chain(16), 60
+    alone = PriceSearch()(program, lambda peak: limit).best
+    found = PriceSearch()(with_link(program, 4.0, 4.0), lambda peak: limit)
+    assert alone is not None and found.best is not None
+    simulation = found.best.simulation
+    assert found.bound.seconds <= simulation.extra_seconds < alone.simulation.extra_seconds
+    assert found.best.schedule.runs and found.best.schedule.away
+    assert simulation.stall_seconds == pytest.approx(
+        clock(with_link(program, 4.0, 4.0), found.best.schedule)
+    )
+
+
+def test_a_full_place_limits_what_is_away() -> None:
+    """No more bytes are away than the link's limit, and the least peak follows it."""
+    peaks = []
+    for limit_away in (1, 30, 60, 1000):
+        program = with_link(chain(12), 1e9, 1e9, limit_away)
+        found = PriceSearch()(program, lambda peak: 70)
+        assert found.best is not None
+        assert found.best.simulation.away_bytes <= limit_away
+        peaks.append(found.best.simulation.extra_seconds)
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1] == 0
+
+
+def test_an_infinite_link_reaches_the_least_peak() -> None:
+    """Without a link, the result tells what one would reach, and the bytes it would hold."""
+    program = chain(12)
+    program = replace(
+        program, ops=tuple(replace(op, no_recompute=Reason.EFFECT) for op in program.ops)
+    )
+    found = PriceSearch()(program, lambda peak: 5)
+    storages = with_link(program, 1.0, 1.0).link.storages  # type: ignore[union-attr]
+    away, peak = found.reach_away(program, storages)
+    assert found.best is None
+    assert (away, peak) == (100, 30)
+    assert found.least_peak.simulation.peak_bytes == 130

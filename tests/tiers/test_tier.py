@@ -1,0 +1,165 @@
+"""Tiers lend blocks, count them, and copy in order."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+import fxckpt
+from fxckpt.tiers import Host, Throttled, tier_of
+from fxckpt.tiers.ops import fetch, fetched, send, sent
+
+
+def test_a_block_lives_as_long_as_tensors() -> None:
+    """Views keep a block; the last one gives it back, and the next of its size is the same."""
+    host = Host("1MiB", 1e9)
+    block = host.take(1000)
+    view, address = block.view(torch.float32)[3:], block.data_ptr()
+    del block
+    assert host.used_bytes == 1000
+    del view
+    assert host.used_bytes == 0
+    again = host.take(1000)
+    assert again.data_ptr() == address
+    assert (host.used_bytes, host.peak_bytes) == (1000, 1000)
+
+
+def test_the_device_does_not_count_a_block() -> None:
+    """What is taken of a host is no part of a measured peak."""
+    host = Host("64MiB", 1e9)
+    assert fxckpt.measure_peak(lambda: host.take(2**22).fill_(1)) == 0
+
+
+def test_a_full_tier_says_so() -> None:
+    """More than the limit is refused, and what failed is not in use."""
+    host = Host("1000B", 1e9)
+    held = host.take(600)
+    with pytest.raises(fxckpt.TierFull, match=r"asked for 600 B, and 600 B of it are in use"):
+        host.take(600)
+    assert host.used_bytes == 600
+    del held
+    host.take(1000)
+
+
+def test_idle_blocks_make_room() -> None:
+    """Blocks of other sizes that were given back do not count against the limit."""
+    host = Host("1000B", 1e9)
+    for nbytes in (600, 700, 800, 900):
+        host.take(nbytes)
+    assert host.used_bytes == 0
+
+
+def test_a_machine_without_memory_says_so() -> None:
+    host = Host(2**62, 1e9)
+    with pytest.raises(fxckpt.TierFull, match="the machine has no"):
+        host.take(2**60)
+    assert host.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.randn(5, 7),
+        torch.randn(5, 7).t(),
+        torch.randn(40)[3:38:5],
+        torch.randn(3, 1).expand(3, 4),
+        torch.arange(6, dtype=torch.int16),
+        torch.randn(4, dtype=torch.complex64).conj(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.tensor(float("nan")),
+    ],
+    ids=str,
+)
+def test_a_value_comes_back_as_it_was(value: torch.Tensor) -> None:
+    """Bits, strides, offset and the size of the storage are kept."""
+    host = Host("1MiB", 1e9)
+    held = sent(send(value, host.number), value, host.number)
+    back = fetched(fetch(held, host.number, torch.device("cpu")), held, host.number)
+    assert torch.equal(back, value) or value.isnan().all()
+    assert (back.stride(), back.storage_offset()) == (value.stride(), value.storage_offset())
+    assert back.untyped_storage().nbytes() == value.untyped_storage().nbytes()
+    assert back.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+    del held
+    assert host.used_bytes == 0
+
+
+def test_a_send_that_nobody_awaits_leaks_nothing() -> None:
+    """The block is given back when its copy has ended."""
+    host = Throttled("1MiB", 1e8)
+    value = torch.randn(1000)
+    send(value, host.number)
+    done = send(value, host.number)
+    sent(done, value, host.number)
+    del done
+    gc.collect()
+    assert host.used_bytes == 0
+    assert not host.copies
+
+
+def test_a_value_is_free_when_it_is_sent() -> None:
+    """No thread holds a value whose copy counts as complete."""
+    host = Host("1MiB", 1e9)
+    value = torch.randn(1000)
+    storage = value.untyped_storage()
+    held = send(value, host.number)
+    sent(held, value, host.number)
+    del value
+    assert storage.nbytes() == 4000 and torch._C._storage_Use_Count(storage._cdata) <= 2
+
+
+def test_a_throttled_link_takes_its_time() -> None:
+    """Three copies of 10 kB at 1 MB/s take at least 30 ms one after another."""
+    host = Throttled("1MiB", 1e6)
+    value = torch.zeros(10_000, dtype=torch.uint8)
+    begin = time.perf_counter()
+    held = [send(value, host.number) for _ in range(3)]
+    for each in held:
+        sent(each, value, host.number)
+    assert time.perf_counter() - begin >= 0.03
+
+
+def test_rates_are_measured_once() -> None:
+    """A tier that was given no rates copies once to find them, and holds nothing after."""
+    host = Host("1MiB")
+    first = host.rates()
+    assert min(first) > 0 and host.rates() == first
+    assert host.used_bytes == 0
+
+
+def test_threads_end_with_the_tier() -> None:
+    """The threads of a tier that is gone end."""
+    host = Host("1MiB", 1e9)
+    value, number = torch.zeros(10), host.number
+    sent(send(value, number), value, number)
+    names = {t.name for t in threading.enumerate() if t.name.startswith(f"fxckpt-send-{number}")}
+    assert names
+    threads = [t for t in threading.enumerate() if t.name in names]
+    del host
+    gc.collect()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("limit", ["much", "60%", 0.5, "auto", -1, None, "min"])
+def test_a_limit_is_a_number_of_bytes(limit: object) -> None:
+    with pytest.raises(fxckpt.InvalidOption, match="its limit is a number of bytes"):
+        Host(limit)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, float("inf"), "fast", (1.0, 2.0, 3.0), True])
+def test_a_rate_is_a_positive_number(rate: object) -> None:
+    with pytest.raises(fxckpt.InvalidOption, match="is not a rate"):
+        Host("1MiB", rate)  # type: ignore[arg-type]
+
+
+def test_a_tier_prints_as_it_was_made() -> None:
+    assert repr(Host("1MiB")) == "fxckpt.tiers.Host('1MiB')"
+    assert repr(Throttled(5, (1.0, 2.0))) == (
+        "fxckpt.tiers.Throttled(5, bytes_per_second=(1.0, 2.0))"
+    )
+    assert tier_of("1MiB").limit_bytes == 2**20  # type: ignore[union-attr]
