@@ -109,7 +109,8 @@ class Backend:
         ``fxckpt.costs.DeviceRoofline.of("A100")``.
     verify:
         ``"exact"`` compares every recomputed value bitwise with a checksum of the forward's;
-        :class:`RecomputeMismatch` names the first op that differs. It takes time and memory beyond
+        :class:`RecomputeMismatch` names the first op that differs, and :class:`OffloadMismatch` a
+        value that came back with other bits than were sent away. It takes time and memory beyond
         the plan, and excludes ``inner="inductor"``, which compiles the two runs of an op
         differently.
     mode, options:

@@ -63,6 +63,10 @@ class RecomputeMismatch(FxckptError):
     """With ``verify="exact"``, the recompute of an op gave other values than its first run."""
 
 
+class OffloadMismatch(FxckptError):
+    """With ``verify="exact"``, a value came back with other bits than were sent away."""
+
+
 class TierFull(FxckptError):
     """The memory that saved values are sent to is full."""
 

@@ -149,7 +149,8 @@ class Move:
         assert result is not None
         if tier is None:
             return state
-        result = move(state.joint.module, result, state.facts, state.plan, tier)
+        module, facts, plan = state.joint.module, state.facts, state.plan
+        result = move(module, result, facts, plan, tier, exact=state.exact)
         return replace(state, rematerialized=result)
 
 

@@ -2,10 +2,11 @@
 
 from fxckpt.budgets import Budget, LeastMemory, parse
 from fxckpt.errors import InvalidOption
+from fxckpt.tiers.disk import Disk
 from fxckpt.tiers.host import Host, Throttled
 from fxckpt.tiers.tier import Tier
 
-__all__ = ["Host", "Throttled", "Tier", "tier_of"]
+__all__ = ["Disk", "Host", "Throttled", "Tier", "tier_of"]
 
 
 def tier_of(offload: object, budget: Budget = None) -> Tier | None:

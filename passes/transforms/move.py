@@ -14,16 +14,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from fxckpt.errors import VerifyError
+from fxckpt.errors import OffloadMismatch, VerifyError
 from fxckpt.passes.analysis.joint import Facts
 from fxckpt.passes.meta import AWAY, CHECKSUM_OF, FIRST_RUN_OF, IS_RECOMPUTE, VIEW_OF
+from fxckpt.passes.transforms.recompute_checks import checksum
 from fxckpt.passes.transforms.rematerialize import Rematerialized
 from fxckpt.plans.types import Offload, Plan
 from fxckpt.solver.schedule import forward_ops
 from fxckpt.tiers.ops import fetch, fetched, send, sent
-from fxckpt.torch_private import FakeTensor, fake_twin, partitioner_tag, storage_id, tag_side
+from fxckpt.torch_private import (
+    FakeTensor,
+    fake_like,
+    fake_twin,
+    partitioner_tag,
+    storage_id,
+    tag_side,
+)
 
 
 def movable_storages(facts: Facts, device: torch.device) -> frozenset[int]:
@@ -55,15 +63,45 @@ def _is_plain(value: object, device: torch.device) -> bool:
 
 
 def move(
-    joint: fx.GraphModule, result: Rematerialized, facts: Facts, plan: Plan, tier: int
+    joint: fx.GraphModule,
+    result: Rematerialized,
+    facts: Facts,
+    plan: Plan,
+    tier: int,
+    *,
+    exact: bool = False,
 ) -> Rematerialized:
-    """Send values of ``joint`` away in place, as the plan says; return the values to save now."""
+    """Send values of ``joint`` away in place, as the plan says; return the values to save now.
+
+    With ``exact``, the forward saves a checksum of each value that it sends, and what comes back is
+    compared with it.
+    """
     if not plan.offloads:
         return result
     mover = _Mover(joint.graph, result, facts, plan, tier)
-    saved = {mover.node_of(offload): mover.move(offload) for offload in mover.ordered(plan)}
+    saved, checksums = {}, []
+    for offload in mover.ordered(plan):
+        value = mover.node_of(offload)
+        saved[value], back = mover.move(value, offload)
+        if exact:
+            checksums.append(mover.check(value, back))
     joint.graph.lint()
-    return replace(result, saved=tuple(saved.get(n, n) for n in result.saved))
+    return replace(result, saved=(*(saved.get(n, n) for n in result.saved), *checksums))
+
+
+def arrived(value: Tensor, expected: Tensor, name: str) -> Tensor:
+    """Return a value that came back if its checksum is ``expected``.
+
+    Raises :class:`~fxckpt.errors.OffloadMismatch` if it differs; ``name`` is the value's.
+    """
+    if not torch.equal(checksum(value), expected):
+        raise OffloadMismatch(
+            f"{name!r} came back from where it was sent with other bits: the gradients would be "
+            "wrong. Its storage was written to after it was computed, or the memory or the disk "
+            "that it was on is faulty. Leave it on the device: a policy that has it recomputed, or "
+            "no offload=."
+        )
+    return value
 
 
 class _Mover:
@@ -117,9 +155,8 @@ class _Mover:
         """Return the node that is saved for a value."""
         return self.saved[offload.name]
 
-    def move(self, offload: Offload) -> fx.Node:
-        """Send a value away and fetch it; return the node to save in its place."""
-        value = self.node_of(offload)
+    def move(self, value: fx.Node, offload: Offload) -> tuple[fx.Node, fx.Node]:
+        """Send a value away and fetch it; return the node to save, and what its readers read."""
         if self.storages.count(storage_id(value.meta["val"])) > 1:
             raise VerifyError(f"{value.name!r} is sent away, and another saved value shares it")
         order = {node: i for i, node in enumerate(self.graph.nodes)}
@@ -147,7 +184,20 @@ class _Mover:
             back = self._call(fetched, of, f"{value.name}_fetched", back_val, backward=True)
         for reader in readers:
             reader.replace_input_with(value, back)
-        return kept
+        return kept, back
+
+    def check(self, value: fx.Node, back: fx.Node) -> fx.Node:
+        """Compare what came back with the value's checksum; return that, to be saved."""
+        val = fake_like(value.meta["val"], (1,), torch.int64)
+        with self.graph.inserting_after(value):
+            expected = self._call(checksum, (value,), f"{value.name}_sent_checksum", val)
+        expected.meta[CHECKSUM_OF] = value.name
+        with self.graph.inserting_after(back):
+            arguments = back, expected, value.name
+            name, val = f"{back.name}_checked", back.meta["val"]
+            checked = self._call(arrived, arguments, name, val, backward=True)
+        back.replace_all_uses_with(checked, delete_user_cb=lambda user: user is not checked)
+        return expected
 
     def _call(
         self,

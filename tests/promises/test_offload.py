@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import fxckpt
 from fxckpt.tiers import Host, Tier
 from fxckpt.tiers.ops import fetched, sent
+from fxckpt.tiers.tier import Copy
 from tests.models.zoo import ENTRIES, Entry
 from tests.promises.test_models import Trial, same
 from tests.steps import differing, fresh, outcome
@@ -248,7 +249,7 @@ def test_a_thousand_steps_hold_no_more() -> None:
 
 
 def test_verified_recomputes_go_with_values_away() -> None:
-    """Checksums of recomputed values hold beside values that are fetched."""
+    """Checksums hold of recomputed values, and of fetched ones."""
     make = stack
     model, inputs = fresh(make)
     expected = outcome(model, model, inputs)
@@ -257,6 +258,28 @@ def test_verified_recomputes_go_with_values_away() -> None:
     forward, backend = compiled(model, host, 0.25, verify="exact")
     assert differing(expected, outcome(model, forward, inputs)) == []
     assert backend.plans[0].offloads and backend.plans[0].schedule
+
+
+class Faulty(Host):
+    """A host that flips a bit of what it gives back."""
+
+    def fetch(self, held: Tensor, value: Tensor) -> Copy:
+        """Begin to fetch a value, with a bit changed."""
+        super().fetch(held, value).result()
+        storage = value.untyped_storage()
+        storage[7] ^= 1
+        return super().fetch(held.new_empty(0), value.new_empty(0))
+
+
+def test_a_flipped_bit_is_found() -> None:
+    """Under ``verify="exact"`` a value that came back changed is named."""
+    model, (x,) = stack()
+    forward, backend = compiled(model, Faulty("1GiB", 1e9), verify="exact")
+    loss = forward(x).square().sum()
+    with pytest.raises(fxckpt.OffloadMismatch, match="came back from where it was sent") as caught:
+        loss.backward()
+    names = [repr(offload.name) for offload in backend.plans[0].offloads]
+    assert any(str(caught.value).startswith(name) for name in names)
 
 
 Break = Callable[[fx.Graph], None]
