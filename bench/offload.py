@@ -1,7 +1,8 @@
 """Plans that may send values away, beside plans that recompute alone, by the rate of the link.
 
-Nothing runs: Llama 3 8B's width for an H100, with links of other machines. Extra time and the lower
-bound are of the plans' own cost model; peaks are simulated.
+Nothing runs: layers of Llama 3 8B in bfloat16 for an H100, with links of other machines. Their
+parameters are frozen and there is no head, so that the peak is activations. Extra time and the
+lower bound are of the plans' own cost model; peaks are simulated.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import argparse
 import time
 
-from real_sizes import llama_8b
+import torch
+import transformers as hf
 from tabulate import tabulate
+from torch import Tensor, nn
 
 import fxckpt
 
@@ -18,6 +21,27 @@ SHARES = (0.7, 0.5, 0.35, 0.25, 0.15, 0.1)
 """Budgets, as shares of the uncheckpointed peak."""
 RATES = (None, 25e9, 50e9, 350e9)
 """Bytes per second each way; None is without offload."""
+
+
+class Layers(nn.Module):
+    """Layers of Llama 3 8B and the mean of what they return."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        config = hf.LlamaConfig(
+            vocab_size=8,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=layers,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            max_position_embeddings=8192,
+            attn_implementation="sdpa",
+        )
+        self.model = hf.LlamaModel(config).to(torch.bfloat16).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(inputs_embeds=x, use_cache=False).last_hidden_state.mean()
 
 
 def row(rate: float | None, share: float, plan: fxckpt.Plan, seconds: float) -> tuple[str, ...]:
@@ -43,14 +67,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     options = parser.parse_args()
     rows = []
     for rate in RATES:
         offload = None if rate is None else fxckpt.tiers.Host("1TiB", bytes_per_second=rate)
-        for share in SHARES:
-            model, inputs = llama_8b(options.layers, length=options.length)
+        for share in options.shares:
+            with torch.device("meta"):
+                model = Layers(options.layers)
+                x = torch.empty(1, options.length, 4096, dtype=torch.bfloat16, requires_grad=True)
             begin = time.perf_counter()
-            plan = fxckpt.plan(model, budget=share, device="H100", offload=offload, **inputs)
+            plan = fxckpt.plan(model, x, budget=share, device="H100", offload=offload)
             rows.append(row(rate, share, plan, time.perf_counter() - begin))
             print(*rows[-1], flush=True)
     headers = (
