@@ -288,8 +288,11 @@ class StepTracker:
                     lower = replace(call, position=levels[number])
                     self._record.calls.append(lower)
                     return lower
-            graph.learn_levels()
-            lower = replace(call, position=graph.least())
+            limit = self.limit_of(graph)
+            if limit is not None:
+                limit = max(0, limit - self._held())
+            graph.learn_levels(limit)
+            lower = replace(call, position=graph.least(limit))
             self._record.calls.append(lower)
             return None if lower == call else lower
 
@@ -672,15 +675,18 @@ class StepTracker:
         return graph.least(self.limit_of(graph))
 
     def limit_of(self, graph: StepGraph) -> int | None:
-        """Return a limit on the peak of one graph: the budget, of which it may take all."""
+        """Return a limit on the peak of one graph, which may take all that there is.
+
+        That is the budget, and the memory there is once some call ran out of it.
+        """
         limit = budgets.parse(self.budget)
         if isinstance(limit, int):
-            return limit
+            return self._room(limit)
         level = graph.uncheckpointed()
         if not isinstance(limit, float) or level is None:
-            return None
+            return None if self._capacity is None else self._room(self._capacity)
         # The step is at least this graph.
-        return int(limit * max(level.forward_bytes, level.backward_bytes))
+        return self._room(int(limit * max(level.forward_bytes, level.backward_bytes)))
 
     def misfit(self, graph: StepGraph) -> BudgetInfeasible | None:
         """Return the error for a graph that is over a budget in bytes at every level."""

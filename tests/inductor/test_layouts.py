@@ -89,7 +89,9 @@ def test_recomputed_convolution_copies_no_other_images(
         )
         return sum(nbytes for _, nbytes, _, _ in lowered.allocated), plan
 
-    laid_out, plan = allocated(Planner(budget=0.85, cost="flops"))
+    # Pools of torch 2.11 take more, which a plan for 0.85 spares without a convolution.
+    budget = 0.8 if torch.__version__ < "2.12" else 0.85
+    laid_out, plan = allocated(Planner(budget=budget, cost="flops"))
     assert "convolution" in plan.recomputed
     without = tuple(step for step in EMIT_INDUCTOR if step.name != "to_channels_last")
     monkeypatch.setattr("fxckpt.inductor.planner.EMIT_INDUCTOR", without)

@@ -373,8 +373,12 @@ def test_saved_generator_states_count() -> None:
         torch.manual_seed(0)
         return Noise(), torch.randn(64, 32)
 
+    def within(budget: int) -> int:
+        # A step's budget may compile another plan while the second step is measured.
+        return peak_of(fxckpt.Backend(budget=budget, cost="flops", scope="graph"), make)
+
     with config.patch(fallback_random=True):
         with pytest.raises(fxckpt.BudgetInfeasible) as caught:
-            peak_of(fxckpt.Backend(budget=1, cost="flops"), make)
+            within(1)
         least = caught.value.floor_bytes
-        assert peak_of(fxckpt.Backend(budget=least, cost="flops"), make) <= least
+        assert within(least) <= least

@@ -436,7 +436,19 @@ class Hooked(nn.Module):
 
 
 @pytest.mark.parametrize("scope", ["step", "graph"])
-@pytest.mark.parametrize("make", [Unseen, Routed, Hooked])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(
+            Unseen,
+            marks=pytest.mark.skipif(
+                torch.__version__ >= "2.15", reason="Dynamo compiles what follows an LSTM"
+            ),
+        ),
+        Routed,
+        Hooked,
+    ],
+)
 def test_a_model_without_graphs_is_told_of(make: type[nn.Module], scope: str) -> None:
     """Dynamo gives up on the function, and no backend is called."""
     model, x = make(), torch.randn(4, 8, 32)
