@@ -40,7 +40,7 @@ from fxckpt.eager.region_cache import CACHE, RegionMatcher, differentiable, plan
 from fxckpt.eager.region_plan import RegionPlan
 from fxckpt.eager.region_report import region_of, watched
 from fxckpt.eager.replay import unpack
-from fxckpt.errors import CheckpointError, InvalidOption
+from fxckpt.errors import CaptureError, CheckpointError, InvalidOption
 from fxckpt.planner.planner import Planner, planner_of
 from fxckpt.policies import as_policy
 from fxckpt.policies.base import Policy
@@ -203,6 +203,12 @@ def checkpoint(
         raise InvalidOption("checkpoint(None, ...): give a function or module, then its arguments.")
     _check_options(function, engine, determinism_check)
     planner = None if policy is None and budget is None else planner_of(budget, policy, "roofline")
+    if budget is not None and is_traced():
+        raise CaptureError(
+            f"checkpoint(budget={budget!r}) in a call that make_fx traces, as "
+            "torch.compiler.precompile does: a region is planned when it runs. Leave the budget "
+            "out, and make a region of each part that is to be recomputed."
+        )
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if is_transformed():

@@ -121,3 +121,16 @@ def test_a_traced_region_draws_like_a_plain_call() -> None:
         graph = make_fx(gradients(fxckpt.checkpoint), tracing_mode=mode)(*given)
         torch.manual_seed(1)
         assert all(map(torch.equal, expected, graph(*given)))
+
+
+def test_a_traced_region_takes_no_budget() -> None:
+    """A budget, which needs a call that runs, is refused while make_fx traces."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def step(x: Tensor) -> Tensor:
+        return fxckpt.checkpoint(lambda t: t.sin().exp(), x, budget="1MiB")
+
+    x = torch.randn(4, 4, requires_grad=True)
+    with pytest.raises(fxckpt.CaptureError, match=r"budget=.1MiB.* make_fx traces"):
+        make_fx(step)(x)
+    step(x).sum().backward()
