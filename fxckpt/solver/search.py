@@ -56,10 +56,11 @@ class Candidate:
     simulation: Simulation
 
     @property
-    def rank(self) -> tuple[float, int, int]:
-        """Sort key, less is better: time, then peak, then saved bytes."""
+    def rank(self) -> tuple[float, int, int, int]:
+        """Sort key, less is better: time, then bytes sent away, then peak, then saved bytes."""
         return (
             self.simulation.extra_seconds,
+            self.simulation.away_bytes,
             self.simulation.peak_bytes,
             self.simulation.saved_bytes,
         )
@@ -159,6 +160,8 @@ class PriceSearch:
     offload_shares: tuple[float, ...] = (0.1, 0.25, 0.45, 0.7)
     """Peaks at which schedules are searched that send values away to fit a budget, as shares of
     the way from the budget to the uncheckpointed peak."""
+    offload_rounds: int = 2
+    """Number of times that peaks near that of the best such schedule are searched."""
     bisections: int = 10
     """Most limits tried for the least peak within a given time."""
     tolerance: float = 0.005
@@ -274,6 +277,8 @@ class Search:
         """Candidates that save what may be saved; the uncheckpointed schedule may save more."""
         self.sending: list[Candidate] = []
         """Legal candidates with values sent away."""
+        self.sent: set[tuple[Schedule, int]] = set()
+        """Schedules of which values were sent away, and for which limit."""
         self.low, self.high = price_range(program)
         self.bounds = LowerBounds(program, self.low, self.high)
         self.tried: set[int] = set()
@@ -325,28 +330,66 @@ class Search:
         """Send values of the candidates away so that they fit the limit, if there is a link.
 
         The less time a candidate recomputes, the more of it has to be away; candidates of peaks
-        between the limit and the uncheckpointed one are searched too.
+        between the limit and the uncheckpointed one are searched too, then those of peaks near the
+        best one's.
         """
         if self.program.link is None:
             return
-        most = self.baseline.simulation.peak_bytes
+        most = max(limit, self.baseline.simulation.peak_bytes)
+        peaks = [limit, most]
         for share in self.options.offload_shares:
-            higher = round(limit + share * max(0, most - limit))
-            self.fit(higher, (1.0,))
-            self.refine(higher, self.options.refined_along, (), 0)
-        least = math.inf if (best := self.best(limit)) is None else best.simulation.extra_seconds
+            peaks.append(round(limit + share * (most - limit)))
+            self._search_at(peaks[-1])
+        self._send_all(limit)
+        for _ in range(self.options.offload_rounds):
+            best = self.best(limit)
+            if best is None or not best.schedule.away:
+                break
+            peak = simulate(self.program, replace(best.schedule, away=())).peak_bytes
+            peaks.append(peak)
+            near = {max((p for p in peaks if p < peak), default=limit)}
+            near.add(min((p for p in peaks if p > peak), default=most))
+            for other in near - {peak}:
+                peaks.append((peak + other) // 2)
+                self._search_at(peaks[-1])
+            self._send_all(limit)
+            for sent in sorted(self.sending, key=lambda c: c.rank)[: self.options.refined_along]:
+                self._retain_beside(sent, limit)
+
+    def _search_at(self, limit: int) -> None:
+        """Search schedules within a limit that is not the one asked for."""
+        self.fit(limit, (1.0,))
+        self.refine(limit, self.options.refined_along, (), 0)
+
+    def _send_all(self, limit: int) -> None:
+        """Send values away of every candidate that is not too slow without a wait."""
+        best = self.best(limit)
+        least = math.inf if best is None else best.simulation.extra_seconds
         for candidate in sorted(self.legal, key=lambda c: c.rank):
             simulation = candidate.simulation
             if simulation.extra_seconds >= least:
                 break
-            if simulation.peak_bytes <= limit:
+            if simulation.peak_bytes <= limit or (candidate.schedule, limit) in self.sent:
                 continue
             sent = self._sent(candidate, limit)
             if sent is not None:
                 least = min(least, sent.simulation.extra_seconds)
 
+    def _retain_beside(self, sent: Candidate, limit: int) -> None:
+        """Remove recomputes where the values that are away leave room, as long as that gains."""
+        while sent.simulation.peak_bytes <= limit:
+            schedule = replace(sent.schedule, away=())
+            retained = Retain(limit)(self.program, schedule, sent.simulation)
+            if retained == schedule:
+                return
+            again = self._sent(self.evaluate(retained), limit)
+            if again is None or again.rank >= sent.rank:
+                return
+            sent = again
+
     def _sent(self, candidate: Candidate, limit: int) -> Candidate | None:
         """Return a candidate with values sent away to fit the limit, and remember it."""
+        self.sent.add((candidate.schedule, limit))
         schedule = send_away(self.program, candidate.schedule, candidate.simulation.live, limit)
         if schedule is None:
             return None

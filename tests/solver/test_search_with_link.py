@@ -60,3 +60,11 @@ def test_an_infinite_link_reaches_the_least_peak() -> None:
     assert found.best is None
     assert (away, peak) == (100, 30)
     assert found.least_peak.simulation.peak_bytes == 130
+
+
+def test_no_more_is_away_than_helps() -> None:
+    """Of plans that take equal time, the one that sends the fewest bytes away is chosen."""
+    found = PriceSearch()(with_link(chain(12), 100.0, 100.0), lambda peak: 100)
+    assert found.best is not None
+    assert found.best.simulation.extra_seconds == 0.0
+    assert found.best.simulation.away_bytes == found.baseline.simulation.peak_bytes - 100
