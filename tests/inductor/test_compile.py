@@ -22,6 +22,7 @@ from fxckpt.passes.graphs import Joint
 from fxckpt.passes.inductor.execution_order import ORDER
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan
+from fxckpt.policies import recompute_all
 from fxckpt.torch_private.inductor.default_partitioner import default_saved
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 from fxckpt.torch_private.inductor.lowering import Lowerings
@@ -276,6 +277,39 @@ def test_modes_and_options_of_torch_compile_pass_through() -> None:
 def test_wrong_modes_and_options_are_refused(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(fxckpt.InvalidOption, match=says):
         fxckpt.Backend(**arguments)
+
+
+class Rounded(nn.Module):
+    """Layers in bfloat16, whose fused kernels skip roundings between ops by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(48)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.gelu(layer(self.norm(x)))
+        return x.float().square().mean()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="new in torch 2.14")
+def test_strict_numerics_recompute_the_same_bits() -> None:
+    """A fused recomputation rounds as the first run did: gradients are Inductor's, bit by bit."""
+    options = {"numerics": "strict"}
+
+    def gradients(**how: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = Rounded(), torch.randn(131, 48, dtype=torch.bfloat16)
+        torch.compile(model, **how)(x).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    backend = fxckpt.Backend(policy=recompute_all, cost="flops", options=options, scope="graph")
+    ours = gradients(backend=backend)
+    assert any(name.startswith("addmm") for name in backend.plans[0].recomputed)
+    assert all(map(torch.equal, ours, gradients(options=options)))
 
 
 def _written(
