@@ -66,6 +66,8 @@ from fxckpt.planner.capacity import Fit, Resident, Trial, fit
 from fxckpt.planner.capture import plan
 from fxckpt.planner.sweep import frontier
 from fxckpt.plans.types import Offload, Plan, Recompute, RegionBudget, Row
+from fxckpt.process_memory.api import report_memory
+from fxckpt.process_memory.report import MemoryReport, MemoryRow, OutOfMemory
 from fxckpt.reason import Decision, Reason
 from fxckpt.reports.tradeoff import Frontier
 from fxckpt.rewriting.api import rewrite
@@ -96,8 +98,11 @@ __all__ = [
     "InvalidCost",
     "InvalidOption",
     "InvalidPlan",
+    "MemoryReport",
+    "MemoryRow",
     "Offload",
     "OffloadMismatch",
+    "OutOfMemory",
     "Partitioner",
     "Plan",
     "PlanMismatch",
@@ -138,6 +143,7 @@ __all__ = [
     "policies",
     "record_regions",
     "register_op",
+    "report_memory",
     "rewrite",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",

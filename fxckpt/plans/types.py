@@ -8,6 +8,7 @@ pickles, and applies to every capture of the same graph. The solver makes plans 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,9 @@ from fxckpt.solver.schedule import Away, Schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from torch import fx
 
+    from fxckpt.plans.carriers import Contexts, NodePolicy
     from fxckpt.reports.difference import Difference
     from fxckpt.reports.explanation import Explanation
     from fxckpt.reports.timeline import Timeline
@@ -268,6 +271,70 @@ class Plan:
     def slowdown(self) -> float:
         """Extra time as a share of the uncheckpointed step; 0 where the step takes no time."""
         return self.extra_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    def as_context_fn(self) -> Callable[[], Contexts]:
+        """Return the plan as ``context_fn`` of ``torch.utils.checkpoint.checkpoint``.
+
+        The region must be the function that was planned. Saved is what the plan saves, op by op in
+        the order of calls, with three exceptions that eager torch needs: random ops are always
+        recomputed, from the generator's state that torch keeps; so are writes in place, and views.
+        A region is recomputed as a whole when its backward starts: the bytes between forward and
+        backward are the plan's, its peak need not be.
+
+        The context raises :class:`fxckpt.PlanMismatch` in a forward that does not run the planned
+        ops. Raises :class:`fxckpt.InvalidOption` for a plan without its step.
+
+        >>> import torch, fxckpt
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+        >>> x = torch.ones(4, 8)
+        >>> plan = fxckpt.plan(block, x, policy=fxckpt.policies.recompute_all)
+        >>> y = checkpoint(block, x, use_reentrant=False, context_fn=plan.as_context_fn())
+        >>> y.sum().backward()
+        """
+        from fxckpt.plans import carriers
+
+        return carriers.context_fn(self, snapshot_of_plan(self).labels)
+
+    def tag(self, joint: fx.GraphModule) -> None:
+        """Write the plan as torch's tags into a joint graph, for torch's own partitioner.
+
+        ``node.meta["recompute"]`` of forward nodes becomes ``CheckpointPolicy.MUST_SAVE`` or
+        ``MUST_RECOMPUTE``. The graph must be one of the model and shapes that were planned.
+
+        Raises :class:`fxckpt.PlanMismatch` if the plan saves a node that the graph lacks, and
+        :class:`fxckpt.InvalidOption` for a plan without its step.
+        """
+        from fxckpt.plans import carriers
+
+        carriers.tag(self, snapshot_of_plan(self).labels, joint)
+
+    def as_node_policy(self) -> NodePolicy:
+        """Return the plan as a policy of the nodes of another graph, such as torchtitan's.
+
+        ``policy(node)`` returns a ``CheckpointPolicy``, which torchtitan's
+        ``tag_sac_policy(gm, policy_fn=policy)`` takes. A node is found by its module, its op and
+        the number of that op's calls in the module before it. Random ops are saved.
+
+        Raises :class:`fxckpt.InvalidOption` for a plan without its step.
+        """
+        from fxckpt.plans import carriers
+
+        return carriers.node_policy(self, snapshot_of_plan(self).labels)
+
+    def saved_regions(self, regions: Iterable[str], *, share: float = 0.5) -> frozenset[str]:
+        """Return which regions to save, for checkpointing that decides by region.
+
+        A region is named by its module; of those returned the plan saves at least ``share`` of the
+        bytes that their values have. For ``torch_remat``:
+        ``remat.region(self.mlp, "mlp", recompute="mlp" not in plan.saved_regions(names))``.
+
+        Raises :class:`fxckpt.InvalidOption` for a name that no op of the plan is in, and for a plan
+        without its step.
+        """
+        from fxckpt.plans import carriers
+
+        return carriers.saved_regions(self, snapshot_of_plan(self).labels, regions, share)
 
     def explain(self) -> Explanation:
         """Return the plan as rows, which print as tables and a memory profile."""

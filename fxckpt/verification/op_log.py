@@ -16,15 +16,12 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxckpt.ops.properties import CHOOSING, UNINITIALIZED
+from fxckpt.utils.running_module import RunningModule
 
 Phase = Literal["forward", "backward", "recompute"]
 OVERWRITING = frozenset(("copy_", "fill_", "zero_"))
@@ -107,33 +104,18 @@ class OpRecorder(TorchDispatchMode):
         super().__init__()
         self.log = OpLog()
         self.phase: Phase = "forward"
-        self._modules = modules
-        self._running: list[str] = []
+        self._running = RunningModule(modules)
         self._uninitialized: set[int] = set()
 
     @contextmanager
     def recording(self) -> Iterator[OpLog]:
         """Log the ops and the modules that run them."""
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
-        try:
-            with self:
-                yield self.log
-        finally:
-            before.remove()
-            after.remove()
+        with self._running.watched(), self:
+            yield self.log
 
     def start_backward(self) -> None:
         """Take what follows as the backward."""
         self.phase = "backward"
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        outer = self._running[-1] if self._running else ""
-        self._running.append(self._modules.get(id(module), outer))
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._running:
-            self._running.pop()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -151,7 +133,7 @@ class OpRecorder(TorchDispatchMode):
             return result
         call = OpCall(
             op=_name(func),
-            module=self._running[-1] if self._running else "",
+            module=self._running.name,
             reads=reads,
             settings=settings,
             gives=tuple(digest(t) for t in (results or written)),

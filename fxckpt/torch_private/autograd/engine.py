@@ -91,3 +91,8 @@ def keep_saved_values() -> None:
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
+
+
+def in_backward() -> bool:
+    """Return whether autograd's engine runs a backward on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
