@@ -95,11 +95,11 @@ class Backend:
     policy:
         One of :mod:`fxckpt.policies`, a list of them, or torch's own form: a function
         ``policy(ctx, op, *args, **kwargs)`` that returns a ``CheckpointPolicy``, or a list of ops
-        to save. MUST_SAVE and MUST_RECOMPUTE bind at any budget; ops that must not run twice
-        (mutation, effects, unknown ops) are saved all the same, and the plan gives the reason.
-        PREFER_SAVE and PREFER_RECOMPUTE are followed without a budget, and settle ties with one. A
-        policy takes precedence over the checkpoint regions in the model. A :class:`Plan` is applied
-        unchanged.
+        to save. MUST_SAVE, MUST_RECOMPUTE and, with ``offload``, MUST_CPU_OFFLOAD bind at any
+        budget; ops that must not run twice (mutation, effects, unknown ops) are saved all the same,
+        and the plan gives the reason. The PREFER answers are followed without a budget, and settle
+        ties with one. A policy takes precedence over the checkpoint regions in the model. A
+        :class:`Plan` is applied unchanged.
     inner:
         Compiler of the two halves: ``"inductor"``, ``"aot_eager"``, or a callable
         ``(gm, example_inputs) -> callable`` that gets the forward graph, then the backward graph.

@@ -280,7 +280,7 @@ class Recorder(TorchDispatchMode):
                 self._hold(version, tensor)
                 version.is_chosen = True
                 if where is Kept.ON_CPU:
-                    offload(version)
+                    keep_on_cpu(version)
 
     def versions_of(self, tensors: Iterable[Tensor]) -> list[TensorVersion]:
         """Return the versions of tensors that the region computed or read."""
@@ -509,7 +509,7 @@ def _opacity_after(storage: StorageState, *, is_whole: bool) -> Opacity:
     return storage.opacity
 
 
-def offload(version: TensorVersion) -> None:
+def keep_on_cpu(version: TensorVersion) -> None:
     """Move a kept tensor to CPU memory."""
     device = version.kept.device
     version.kept, version.is_shared, version.counter = (

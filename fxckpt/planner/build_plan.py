@@ -86,7 +86,7 @@ def _rows(step: GraphSnapshot, chosen: Candidate) -> list[Row]:
         storage = program.storages[s]
         op = program.ops[storage.producer] if storage.producer >= 0 else None
         seconds, flops = (op.seconds, op.flops) if op else (0.0, 0)
-        reason = Reason.CHEAPER_TO_SEND if s in away else _why_saved(step, s)
+        reason = _why_sent(step, s) if s in away else _why_saved(step, s)
         rows.append(
             _row(
                 step.owners[s],
@@ -116,6 +116,12 @@ def _rows(step: GraphSnapshot, chosen: Candidate) -> list[Row]:
             )
         )
     return rows
+
+
+def _why_sent(step: GraphSnapshot, s: int) -> Reason:
+    link = step.program.link
+    is_required = link is not None and s in link.required
+    return Reason.POLICY if is_required else Reason.CHEAPER_TO_SEND
 
 
 def _why_saved(step: GraphSnapshot, s: int) -> Reason:

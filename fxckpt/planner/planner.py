@@ -39,7 +39,7 @@ from fxckpt.planner.pipeline import Emission, emit_halves, prepare
 from fxckpt.plans.log import log_frontier, log_known, log_plan
 from fxckpt.plans.types import Plan
 from fxckpt.policies import as_policy
-from fxckpt.policies.base import Policy, decide_all
+from fxckpt.policies.base import OFFLOAD, Policy, decide_all
 from fxckpt.solver.program import Link, Program, SavedLimit
 from fxckpt.solver.schedule import Schedule, save_all
 from fxckpt.solver.search import Candidate, PriceSearch, SearchResult, evenly_spaced
@@ -239,29 +239,56 @@ class Planner:
         device = device_of(joint.module.graph)
         cost = checked(resolve(self.cost, device, named=self.device, replays=self.replays))
         measured = self.measured() if workspace is None else workspace
+        decided = self._decided(joint)
         facts = collect(
             joint.module,
             num_fwd_outputs=joint.num_fwd_outputs,
             cost=cost,
-            policy=self._decided(joint).get,
+            policy=decided.get,
             workspace=lambda node: measured(node) + inner_bytes(node),
             bind_preferences=bind_preferences,
             never_stored=never_stored,
         )
         if self.is_eager:
             facts = replace(facts, program=held_by_nodes(facts))
+        sending = OFFLOAD if bind_preferences else (CheckpointPolicy.MUST_CPU_OFFLOAD,)
+        required = frozenset(
+            s
+            for op in facts.program.ops
+            if decided.get(facts.op_node[op.name]) in sending
+            for s in op.writes
+        )
         if self.offload is not None:
-            link = self.link(self.offload, facts, device)
+            link = self.link(self.offload, facts, device, required)
             facts = replace(facts, program=replace(facts.program, link=link))
+        elif CheckpointPolicy.MUST_CPU_OFFLOAD in decided.values():
+            raise InvalidOption(
+                f"the policy {self.policy!r} sends values away, and there is no offload=. Give the "
+                "backend a tier: fxckpt.Backend(policy=..., offload=fxckpt.tiers.Host(...))."
+            )
         return facts, cost.name
 
-    def link(self, tier: Tier, facts: Facts, device: torch.device) -> Link:
-        """Return the link of a program to a tier."""
+    def link(
+        self, tier: Tier, facts: Facts, device: torch.device, required: frozenset[int]
+    ) -> Link:
+        """Return the link of a program to a tier, with the storages that a policy sends away.
+
+        Raises :class:`InvalidOption` where these do not fit the tier.
+        """
         if self.device is not None and not tier.has_given_rates:
             rates = self.device.to_host, self.device.from_host
         else:
             rates = tier.rates()
-        return Link(*rates, tier.limit_bytes, movable_storages(facts, device))
+        movable = movable_storages(facts, device)
+        required &= movable
+        needed = sum(facts.program.storages[s].bytes for s in required)
+        if needed > tier.limit_bytes:
+            raise InvalidOption(
+                f"the policy {self.policy!r} sends {budgets.format_bytes(needed)} away, and "
+                f"{tier!r} holds {budgets.format_bytes(tier.limit_bytes)}. Raise its limit, or let "
+                "the policy prefer what it demands (PREFER_CPU_OFFLOAD)."
+            )
+        return Link(*rates, tier.limit_bytes, movable, required)
 
     def offload_hint(self, device: torch.device, facts: Facts, found: SearchResult) -> str:
         """Return what the error for a budget below the floor says of sending values away."""

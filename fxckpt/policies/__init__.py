@@ -16,6 +16,7 @@ policy                        values it selects                       other valu
 ``save_ops(aten.mm)``         must save outputs of ops                prefer recomputing
 ``save("h.*.attn")``          must save values of modules             open
 ``recompute("h.**.mlp.*")``   must recompute values of modules        open
+``offload("layers.*")``       must send away values of modules        open
 ``save_only("attn_out")``     must save named values                  prefer recomputing
 ``save_any_except("attn")``   must recompute named values             prefer saving
 ============================  ======================================  ====================
@@ -60,6 +61,7 @@ __all__ = [
     "decide_all",
     "every",
     "first_match",
+    "offload",
     "recompute",
     "recompute_all",
     "recompute_pointwise",
@@ -74,6 +76,7 @@ __all__ = [
 ]
 
 MUST_SAVE, PREFER_SAVE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE
+MUST_CPU_OFFLOAD = CheckpointPolicy.MUST_CPU_OFFLOAD
 MUST_RECOMPUTE, PREFER_RECOMPUTE = (
     CheckpointPolicy.MUST_RECOMPUTE,
     CheckpointPolicy.PREFER_RECOMPUTE,
@@ -174,6 +177,18 @@ def recompute(*patterns: str) -> Policy:
     )
 
 
+def offload(*patterns: str) -> Policy:
+    """Send the values made in these modules and their submodules away; leave the rest open.
+
+    The backward fetches them. It needs a place to send them to: ``Backend(offload=...)``. Paths are
+    matched, and errors raised, as in :func:`save`.
+
+    >>> offload("layers.*.norm")
+    offload('layers.*.norm')
+    """
+    return ModulesPolicy("offload", _texts("offload", patterns, "layers.*.norm"), MUST_CPU_OFFLOAD)
+
+
 def save_only(*names: str) -> Policy:
     """Save the values of these names; recompute the rest.
 
@@ -271,6 +286,7 @@ MAKERS: tuple[tuple[Callable[..., Policy], str], ...] = (
     (save_ops, "save_ops(torch.ops.aten.mm)"),
     (save, "save('layers.*.attn')"),
     (recompute, "recompute('decoder.**.mlp.*')"),
+    (offload, "offload('layers.*.norm')"),
     (save_only, "save_only('attn_out')"),
     (save_any_except, "save_any_except('attn_out')"),
     (first_match, "first_match(save('layers.*.attn'), recompute_all)"),

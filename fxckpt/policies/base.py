@@ -22,13 +22,21 @@ log = logging.getLogger("fxckpt")
 
 Coercion = TypeVar("Coercion", bound="Callable[[Any], Policy]")
 
-MUST = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
+MUST = (
+    CheckpointPolicy.MUST_SAVE,
+    CheckpointPolicy.MUST_CPU_OFFLOAD,
+    CheckpointPolicy.MUST_RECOMPUTE,
+)
 
-SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+
+SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, *OFFLOAD)
 
 OPPOSITE = {
     CheckpointPolicy.MUST_SAVE: CheckpointPolicy.MUST_RECOMPUTE,
+    CheckpointPolicy.MUST_CPU_OFFLOAD: CheckpointPolicy.MUST_RECOMPUTE,
     CheckpointPolicy.PREFER_SAVE: CheckpointPolicy.PREFER_RECOMPUTE,
+    CheckpointPolicy.PREFER_CPU_OFFLOAD: CheckpointPolicy.PREFER_RECOMPUTE,
     CheckpointPolicy.PREFER_RECOMPUTE: CheckpointPolicy.PREFER_SAVE,
     CheckpointPolicy.MUST_RECOMPUTE: CheckpointPolicy.MUST_SAVE,
 }

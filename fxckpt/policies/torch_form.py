@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from fxckpt.errors import InvalidOption
-from fxckpt.policies.base import OPPOSITE, Policy, Value
+from fxckpt.policies.base import Policy, Value
 from fxckpt.torch_private import policy_context, policy_output
 
 
@@ -25,7 +25,7 @@ class FunctionPolicy(Policy):
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """Return the function's answer, called with fake tensors.
 
-        Raises :class:`InvalidOption` if the function raises, or returns neither a supported
+        Raises :class:`InvalidOption` if the function raises, or returns neither a
         ``CheckpointPolicy`` nor, as torch allows, a bool.
         """
         context = policy_context(value.output)
@@ -52,11 +52,6 @@ class FunctionPolicy(Policy):
             raise InvalidOption(
                 f"the policy returned {answer!r} for {value.op}; it must return a "
                 "CheckpointPolicy, for example CheckpointPolicy.PREFER_RECOMPUTE."
-            )
-        if answer not in OPPOSITE:
-            raise InvalidOption(
-                f"the policy returned {answer!r} for {value.op}: offloading is not supported. "
-                "Return MUST_SAVE to keep the value, or MUST_RECOMPUTE."
             )
         return answer
 

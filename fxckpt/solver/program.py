@@ -121,6 +121,8 @@ class Link:
     """Most bytes that may be away at once."""
     storages: frozenset[int]
     """Storages that may be sent away if they are saved."""
+    required: frozenset[int] = frozenset()
+    """Those of them that must be sent away if they are saved."""
 
 
 @dataclass(frozen=True)

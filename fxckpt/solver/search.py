@@ -387,6 +387,13 @@ class Search:
                 return
             sent = again
 
+    def _with_required(self, best: Candidate | None) -> Candidate | None:
+        """Return a candidate with the values sent away that must be."""
+        link = self.program.link
+        if best is None or link is None or best.schedule.away or not link.required:
+            return best
+        return self._sent(best, best.simulation.peak_bytes)
+
     def _sent(self, candidate: Candidate, limit: int) -> Candidate | None:
         """Return a candidate with values sent away to fit the limit, and remember it."""
         self.sent.add((candidate.schedule, limit))
@@ -424,7 +431,7 @@ class Search:
 
     def result(self, limit: int | None, least_peak: Candidate) -> SearchResult:
         """Return the best candidate within ``limit`` bytes, with its bounds."""
-        best = self.best(limit)
+        best = self._with_required(self.best(limit))
         bound = next_bound = Bound(0.0, 0.0)
         if best is not None and best.simulation.extra_seconds > 0:
             bound = self.bound_away(limit)

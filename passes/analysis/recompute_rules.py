@@ -29,6 +29,9 @@ from fxckpt.torch_private import storage_id, stream_of
 PREFERENCE = 1e-3
 """Share of its time that a preference adds to, or takes off, a recompute: it settles ties."""
 
+PREFER_TO_KEEP = (CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+"""Answers that would rather keep a value, on the device or off it, than recompute it."""
+
 NodePolicy = Callable[[fx.Node], "CheckpointPolicy | None"]
 
 
@@ -70,7 +73,7 @@ class RecomputeRules:
             return None, False
         if decided is CheckpointPolicy.PREFER_RECOMPUTE:
             return None, not self.bind_preferences
-        if decided is CheckpointPolicy.PREFER_SAVE:
+        if decided in PREFER_TO_KEEP:
             return None, True
         return None, self._is_savable_in_region(node, reads_are_savable)
 
@@ -79,7 +82,7 @@ class RecomputeRules:
         if self.policy is None or self.bind_preferences:
             return 1.0
         decided = self.policy(node)
-        if decided is CheckpointPolicy.PREFER_SAVE:
+        if decided in PREFER_TO_KEEP:
             return 1.0 + PREFERENCE
         return 1.0 - PREFERENCE if decided is CheckpointPolicy.PREFER_RECOMPUTE else 1.0
 
@@ -111,7 +114,7 @@ class RecomputeRules:
         """Return why an op is recomputed only if a policy demands it."""
         if is_collective(node):
             return Reason.COLLECTIVE
-        if decided is CheckpointPolicy.MUST_SAVE:
+        if decided in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD):
             return Reason.POLICY
         if registered(node.target).recompute is False:
             return Reason.REGISTERED

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy
 
 import fxckpt
 from fxckpt.tiers import Host, Tier
@@ -379,6 +380,46 @@ def test_an_infeasible_budget_says_what_is_within_reach() -> None:
             policy=fxckpt.policies.save_all,
             offload=Host("1KiB", 1e9),
         )
+
+
+def test_a_policy_sends_values_away() -> None:
+    """Values of modules are sent without a budget and with one, and nothing else without."""
+    for budget in (None, 0.5):
+        model, inputs = fresh(stack)
+        expected = outcome(model, model, inputs)
+        model, inputs = fresh(stack)
+        host = Adversary(late=True)
+        policy = fxckpt.policies.offload("1.out", "3.gates")
+        forward, backend = compiled(model, host, budget, policy=policy)
+        assert differing(expected, outcome(model, forward, inputs)) == []
+        rows = backend.plans[0].explain().filter(decision="offloaded").rows
+        forced = [row for row in rows if row.reason is fxckpt.Reason.POLICY]
+        assert forced and {row.module for row in forced} <= {"1.out", "3.gates"}
+        assert host.sent == len(rows)
+        assert budget or len(forced) == len(rows)
+
+
+def test_torchs_own_answers_send_values_away() -> None:
+    """MUST_CPU_OFFLOAD binds at a budget that needs none; PREFER_CPU_OFFLOAD without a budget."""
+    model, (x,) = stack()
+
+    def answers(answer: CheckpointPolicy) -> Callable[..., CheckpointPolicy]:
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            is_product = op is torch.ops.aten.addmm.default
+            return answer if is_product else CheckpointPolicy.PREFER_SAVE
+
+        return policy
+
+    must, prefer = CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD
+    for answer, budget, is_sent in ((must, 1.0, True), (prefer, None, True), (prefer, 1.0, False)):
+        plan = fxckpt.plan(
+            model, x, budget=budget, policy=answers(answer), offload=Host("1GiB", 1e9)
+        )
+        assert bool(plan.offloads) is is_sent
+    with pytest.raises(fxckpt.InvalidOption, match="sends values away, and there is no offload="):
+        fxckpt.plan(model, x, policy=answers(must))
+    with pytest.raises(fxckpt.InvalidOption, match=r"away, and .*Host\('1KiB'.* holds 1.0 KiB"):
+        fxckpt.plan(model, x, policy=answers(must), offload=Host("1KiB", 1e9))
 
 
 @pytest.mark.parametrize(

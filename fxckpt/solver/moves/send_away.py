@@ -66,24 +66,34 @@ class _Windows:
     def _chosen(self) -> list[int] | None:
         """Return the values to send, in the order in which they are computed."""
         over = self.live - self.limit
-        chosen = []
+        required = self.movable.link.required
+        chosen = [
+            i
+            for i, storage in enumerate(self.movable.storage.tolist())
+            if storage in required and self.used[i] + 1 < self.read[i]
+        ]
+        bound = set(chosen)
+        for i in chosen:
+            over[self.used[i] + 1 : self.read[i]] -= self.bytes[i]
         for i in range(len(self.bytes)):
             if over.max(initial=0) <= 0:
                 break
+            if i in bound:
+                continue
             window = over[self.used[i] + 1 : self.read[i]]
             if (window > 0).any():
                 window -= self.bytes[i]
                 chosen.append(i)
         if over.max(initial=0) > 0:
             return None
-        for i in sorted(chosen, key=lambda i: -self.bytes[i]):
+        for i in sorted(set(chosen) - bound, key=lambda i: (-self.bytes[i], i)):
             window = over[self.used[i] + 1 : self.read[i]]
             if (window + self.bytes[i] <= 0).all():
                 window += self.bytes[i]
                 chosen.remove(i)
         if sum(self.bytes[i] for i in chosen) > self.movable.link.limit_bytes:
             return None
-        return chosen
+        return sorted(chosen)
 
     def _first(self, chosen: list[int]) -> tuple[dict[int, int], float]:
         """Return the first position at which each value is away, and the time at the forward's end.
