@@ -113,17 +113,17 @@ def test_unreadable_lowering_of_newer_torch_is_planned_unfused(
     model(x).square().mean().backward()
     expected = [p.grad for p in model.parameters()]
     with pytest.raises(fxckpt.errors.PlanningFailed, match="no attribute 'Conditional'"):
-        torch.compile(model, backend=fxckpt.Backend(budget=0.8, scope="graph"))(x)
+        torch.compile(model, backend=fxckpt.Backend(budget=0.9, scope="graph"))(x)
 
     monkeypatch.setattr(torch, "__version__", "99.1.0")
     versions.warn_of_newer.cache_clear()
     torch._dynamo.reset()
     model.zero_grad(set_to_none=True)
-    backend = fxckpt.Backend(budget=0.8, scope="graph")
+    backend = fxckpt.Backend(budget=0.9, scope="graph")
     with pytest.warns(UserWarning, match="newer than any that fxckpt is tested with"):
         torch.compile(model, backend=backend)(x).square().mean().backward()
     (plan,) = backend.plans
-    assert plan.peak_bytes <= 0.8 * plan.baseline_peak_bytes and plan.compiled_peak_bytes is None
+    assert plan.peak_bytes <= 0.9 * plan.baseline_peak_bytes and plan.compiled_peak_bytes is None
     assert "cannot be read (AttributeError" in caplog.text
     torch.testing.assert_close([p.grad for p in model.parameters()], expected)
 
