@@ -26,9 +26,10 @@ from fxckpt.planner.pipeline import prepare
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan
 from fxckpt.reason import Decision
-from fxckpt.torch_private import partitioner_tag, tag_side, trace_joint
+from fxckpt.torch_private import outside_trace, partitioner_tag, tag_side, trace_joint
 
 
+@outside_trace()  # A mode around the region, such as the user's FakeTensorMode, must see no trace.
 def region_plan_of(
     calls: Sequence[Call],
     outputs: Sequence[TensorVersion],
