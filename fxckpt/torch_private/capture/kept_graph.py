@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class KeptGraph:
         # Real inputs would be kept alive, and be made fake again with other sizes.
         fakes = [node.meta.get("example_value") for node in placeholders]
         return cls(
-            _copied(module),
+            # Most kept graphs are never run, so that their code is not written.
+            _copied(module, is_lazy=True),
             tuple(
                 given if fake is None else fake for given, fake in zip(inputs, fakes, strict=True)
             ),
@@ -73,9 +75,13 @@ class KeptGraph:
             return compiler(_copied(self.module), list(self.inputs))
 
 
-def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph that shares its parameters and keeps Dynamo's marks."""
-    result = fx.GraphModule(module, copy.deepcopy(module.graph))
+def _copied(module: fx.GraphModule, is_lazy: bool = False) -> fx.GraphModule:
+    """Return a copy of a graph that shares its parameters and keeps Dynamo's marks.
+
+    The code of a lazy one is written when it is first called.
+    """
+    with _use_lazy_graph_module(is_lazy):
+        result: fx.GraphModule = _make_graph_module(module, copy.deepcopy(module.graph))
     result.meta.update(module.meta)
     for old, new in zip(module.graph.nodes, result.graph.nodes, strict=True):
         # AOTAutograd reads it to find arguments that are one tensor.
