@@ -58,6 +58,16 @@ OPTIONS = ("budget", "policy", "cost", "verify", "max_slowdown", "offload")
 STRICT = "FXCKPT_STRICT"
 """Environment variable that makes every defect of the planner an error when it is ``"1"``."""
 
+ALONE = (
+    "planned by a Partitioner: a budget is for each graph alone. fxckpt.Backend keeps a step of "
+    "many graphs within one budget."
+)
+FUSED = (
+    "Inductor orders the ops of the halves as it likes: the least budget that can be met is higher "
+    "than with fxckpt.Backend, which holds it to the plan's order and frees buffers early."
+)
+CACHED = "A graph whose code was in torch's caches is not planned again, and not listed."
+
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 
@@ -131,7 +141,7 @@ class Partitioner(CustomPartitionerFn):
             offload=tier_of(offload, budgets.within(budget, max_slowdown)),
         )
         self.options = (budget, policy, cost, verify, max_slowdown, offload)
-        self._is_of_step = False
+        self._is_of_step, self._is_inductors = False, False
         self._plans: list[Plan] = []
         self._fallbacks: list[Fallback] = []
 
@@ -163,13 +173,15 @@ class Partitioner(CustomPartitionerFn):
         self._is_of_step = True
 
     def report(self) -> Report:
-        """Return one table per partitioned graph; print it."""
-        return Report(self.plans, fallbacks=self.fallbacks)
+        """Return one table per partitioned graph, and what a backend does more; print it."""
+        limits = (ALONE, FUSED if self._is_inductors else "", "" if self.plans else CACHED)
+        return Report(self.plans, fallbacks=self.fallbacks, limits=tuple(filter(None, limits)))
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
         """Partition a joint graph; called by AOTAutograd, or by Inductor with its name."""
         is_inductor = kwargs.pop("compiler", None) == "inductor"
         lowerings = Lowerings(None) if is_inductor else None
+        self._is_inductors |= is_inductor
         try:
             if lowerings is not None and self.planner.exact:
                 raise InvalidOption(

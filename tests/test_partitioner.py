@@ -106,6 +106,23 @@ def test_inductor_takes_it_from_its_configuration() -> None:
     assert plan.compiled_peak_bytes <= plan.budget_bytes
 
 
+def test_report_says_what_a_backend_does_more() -> None:
+    """Budgets over many graphs, Inductor's order, and graphs that torch's caches held."""
+    model, x = Net(), torch.randn(512, 64)
+    partitioner = fxckpt.Partitioner(budget=0.8)
+    assert "torch's caches" in str(partitioner.report())
+    for _ in range(2):
+        torch._dynamo.reset()
+        gradients(FACES["aot_autograd"](model, partitioner), model, x)
+    told = str(partitioner.report())
+    assert told.startswith("graph 1 of 2") and "for each graph alone" in told
+    assert "scope='step'" not in told and "Inductor orders" not in told
+    with inductor_config.patch(custom_partitioner_fn=partitioner), fresh_cache():
+        torch._dynamo.reset()
+        torch.compile(model)(x)
+    assert "Inductor orders the ops" in str(partitioner.report())
+
+
 def test_infeasible_budget_raises_from_every_face() -> None:
     """The error is fxckpt's own, whoever called the partitioner."""
     model, x = Net(), torch.randn(512, 64)

@@ -73,26 +73,30 @@ class Report:
     """The graphs that could not be planned."""
     step: StepReport | None = None
     """The latest step, if the budget is one of a step and one has ended."""
+    limits: tuple[str, ...] = ()
+    """What a partitioner alone cannot do that a backend can."""
 
     def __str__(self) -> str:
         if not self.plans and self.fallbacks:
-            return "\n\n".join(map(str, self.fallbacks))
+            return "\n\n".join(map(str, (*self.fallbacks, *self.limits)))
         if not self.plans:
-            return (
+            nothing = (
                 "no graph with a backward has been compiled yet: run one forward of the compiled "
                 "model with gradients enabled. If one was run, Dynamo left the model to Python "
                 "(an RNN, a graph break in a loop): TORCH_LOGS=graph_breaks says where."
             )
+            return "\n\n".join((nothing, *self.limits))
         count = len(self.plans)
         parts = [f"graph {i} of {count}\n{plan.explain()}" for i, plan in enumerate(self.plans, 1)]
         parts.extend(map(str, self.fallbacks))
         parts.extend(map(str, self.breaks))
         if self.step is not None:
             parts.append(str(self.step))
-        elif count > 1 and not self.breaks:
+        elif count > 1 and not self.breaks and not self.limits:
             parts.append(
                 f"no graph break was seen between these {count} graphs, and each has the whole "
                 "budget. If they are parts of one step, Dynamo left the function that calls them "
                 "to Python: TORCH_LOGS=graph_breaks says where. scope='step' gives them one budget."
             )
+        parts.extend(self.limits)
         return "\n\n".join(parts)
