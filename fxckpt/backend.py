@@ -7,11 +7,14 @@ compiles the forward and the backward half.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -24,10 +27,12 @@ from fxckpt.errors import BudgetInfeasible, CaptureError, FxckptError, InvalidOp
 from fxckpt.partitioner import Partitioner, source_digest
 from fxckpt.passes.meta import ORDER
 from fxckpt.planner.planner import LevelChooser, device_of
+from fxckpt.planner.ranks import Neighbour, Ranks, group_of
 from fxckpt.plans.types import Plan
 from fxckpt.policies import policy_named
 from fxckpt.profiling import record_runs
 from fxckpt.reports.compile_report import Break, Report, outputs_bytes
+from fxckpt.solver.figures import structure_of
 from fxckpt.step.graph import StepGraph
 from fxckpt.step.shared_budget import SharedBudget
 from fxckpt.step.tracker import StepTracker
@@ -45,6 +50,7 @@ from fxckpt.torch_private import (
     inline_regions,
     is_cut_short,
     is_in_a_forward,
+    is_recompile,
     keep_saved_values,
     make_boxed,
     may_act_before_failing,
@@ -77,6 +83,7 @@ OPTIONS = (
     "in_flight",
     "strict",
     "offload",
+    "group",
 )
 SCOPES = ("step", "graph")
 
@@ -135,6 +142,12 @@ class Backend:
         backward: one of :mod:`fxckpt.tiers`, or the limit of a :class:`fxckpt.tiers.Host`
         (``"64GiB"``). The budget is of the device alone. None keeps them there. It needs
         ``scope="graph"``, an ``inner`` that is not Inductor, and a model on the CPU.
+    group:
+        A process group whose ranks plan as one, or ``"world"``: each graph is planned once, at the
+        largest sizes and slowest costs of all ranks, and every rank has that plan. If one cannot go
+        on, all raise with its number. By default the group of torch's own compiles, if
+        ``torch._dynamo.config.enable_compiler_collectives`` is on, else each rank by itself. See
+        ``docs/distributed.md``.
 
     Raises
     ------
@@ -171,6 +184,7 @@ class Backend:
         in_flight: int = 1,
         strict: bool = False,
         offload: Tier | str | None = None,
+        group: Any = None,
     ) -> None:
         _check_scope(scope, in_flight, strict)
         _check_compile(inner, verify, mode, options)
@@ -216,7 +230,13 @@ class Backend:
             in_flight,
             strict,
             offload,
+            group,
         )
+        self._group, self._has_joined = group, False
+        self._ranks: Ranks | None = None
+        self._neighbour: Neighbour | None = None
+        self._hashes: list[tuple[str, str]] = []
+        """Hashes of the plans, for the neighbour to compare."""
         # Dynamo prints this name in its own errors.
         self.__name__ = "fxckpt"
 
@@ -237,13 +257,16 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one captured graph; called by Dynamo."""
         warn_of_newer()
+        self._join()
         gm = inline_regions(gm)
         if is_cut_short(gm):
             self.partitioner.expect_several_graphs()
         planned, fell_back = len(self.plans), len(self.partitioner.fallbacks)
         self._was_called = True
+        agrees = self._is_together()
+        split = partial(self.partitioner.split, together=agrees, is_agreed=agrees)
         compiled = (
-            self._compile(gm, example_inputs, self.partitioner.split)
+            self._compile(gm, example_inputs, split)
             if self.step is None
             else self._compile_for_step(gm, example_inputs, self.step)
         )
@@ -258,6 +281,42 @@ class Backend:
             held = outputs_bytes(self.plans[-1]) if has_plan else 0
             self._breaks.append(Break(len(self.plans) if has_plan else None, reason, source, held))
         return compiled
+
+    def _join(self) -> None:
+        """Find the ranks that plan as one with this one, at the first compile."""
+        if self._has_joined:
+            return
+        self._has_joined = True
+        try:
+            group = group_of(self._group)
+        except InvalidOption as error:
+            raise through_dynamo(error) from error
+        number = next(_numbers)
+        if group is None:
+            self._neighbour = Neighbour.of_world(f"backend {number}")
+            if self._neighbour is not None:
+                after_optimizers(self._tell_of_divergence)
+        else:
+            self._ranks = Ranks.of(group, f"backend {number}")
+        if self._ranks is not None:
+            self.partitioner.join(self._ranks)
+            if self.step is not None:
+                self.step.ranks = self._ranks
+
+    def _tell_of_divergence(self) -> None:
+        """Warn once where the next rank has another plan of a graph, and neither was asked to."""
+        if self._neighbour is None:
+            return
+        self._hashes += map(_hashes_of, self.plans[len(self._hashes) :])
+        if (found := self._neighbour.differing(self._hashes)) is not None:
+            plan, rank = found
+            self._neighbour = None
+            warnings.warn(
+                f"rank {rank} has another plan of graph {plan + 1} than this rank, of the same "
+                "program: their sizes, costs or measured peaks differ, and each rank plans by "
+                "itself. fxckpt.Backend(..., group='world') plans once for all.",
+                stacklevel=2,
+            )
 
     def _note_forward_only(self, example_inputs: Sequence[Any]) -> None:
         """Keep the line of a graph that trains and has no backward."""
@@ -301,8 +360,9 @@ class Backend:
         kept = KeptGraph.of(gm, example_inputs)
         # A cell would keep the real inputs of the first call for good.
         first = [(gm, example_inputs)]
+        is_together = self._is_together()
 
-        def compile_level(chooser: LevelChooser | None) -> tuple[Any, Plan | None]:
+        def compile_level(chooser: LevelChooser | None, now: bool) -> tuple[Any, Plan | None]:
             count = len(self.plans)
 
             def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -310,7 +370,13 @@ class Backend:
 
             def split(joint: fx.GraphModule, *given: Any, **named: Any) -> Any:
                 halves = self.partitioner.split(
-                    joint, *given, level=chooser, holds_sizes=graph.has_one_plan, **named
+                    joint,
+                    *given,
+                    level=chooser,
+                    holds_sizes=graph.has_one_plan,
+                    together=is_together and now,
+                    is_agreed=is_together,
+                    **named,
                 )
                 graph.runs_again = not self._replays and not may_act_before_failing(
                     halves[0].graph, in_order=self.inner == "aot_eager"
@@ -331,6 +397,7 @@ class Backend:
             self.partitioner.planner.search,
             symbols_of(example_inputs),
             has_one_plan=not kept.compiles_again,
+            ranks=self._ranks if is_together else None,
         )
         step.compiling()
         goes_on = self._breaks_before_backward(gm)
@@ -347,6 +414,14 @@ class Backend:
             return run  # No output has a gradient, or the graph could not be planned.
         self._graphs.append(graph)
         return lambda *args: step.forward(graph, args)
+
+    def _is_together(self) -> bool:
+        """Return whether all ranks of the group compile the graph in progress.
+
+        A recompile may be for the sizes of this rank alone, and the others would not come.
+        """
+        is_early = self.step is not None and not self.step.steps
+        return self._ranks is not None and (is_early or not is_recompile())
 
     @staticmethod
     def _breaks_before_backward(gm: fx.GraphModule) -> bool:
@@ -468,6 +543,13 @@ def _check_offload(offload: object, inner: object, scope: str, budget: budgets.B
         )
 
 
+def _hashes_of(plan: Plan) -> tuple[str, str]:
+    """Return a hash of the program that a plan is of, and one of its decisions."""
+    program = "unknown" if plan.step is None else structure_of(plan.step.program)
+    decisions = f"{plan.saved} {plan.schedule}".encode()
+    return program, hashlib.sha256(decisions).hexdigest()[:16]
+
+
 class _InductorPartitioner(CustomPartitionerFn):
     """A backend's partitioner as Inductor calls it, with the lowerings of one compile.
 
@@ -486,15 +568,16 @@ class _InductorPartitioner(CustomPartitionerFn):
         )
         return halves
 
-    def uuid(self) -> str:
-        return f"{source_digest()} {self._backend!r}"
+    def uuid(self) -> str | None:
+        # A rank that found its code in a cache would leave the others waiting.
+        return None if self._backend._ranks else f"{source_digest()} {self._backend!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _InductorPartitioner:
         # Inductor copies its configuration; the plans must still reach the user's backend.
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (str, (self.uuid(),))
+        return (str, (self.uuid() or repr(self._backend),))
 
 
 def fxckpt_backend(
@@ -555,6 +638,8 @@ def by_environment(options: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+_numbers = itertools.count()
+"""Numbers of the backends, in the order of their first compiles, for ranks to name them."""
 _named: WeakSet[Backend] = WeakSet()
 """Backends of ``backend="fxckpt"``; where a budget is for each graph, each has its own."""
 _backends: dict[str, Backend] = {}

@@ -10,6 +10,10 @@ import torch.utils.checkpoint
 class FxckptError(Exception):
     """Base of every error that fxckpt raises on purpose."""
 
+    def on_rank(self, rank: int) -> FxckptError:
+        """Return the error that the other ranks of a group raise with the one that cannot go on."""
+        return type(self)(_of_rank(rank, self))
+
 
 class InvalidBudget(FxckptError, ValueError):
     """An invalid budget."""
@@ -59,6 +63,10 @@ class VerifyError(FxckptError):
     """An emitted graph breaks an invariant: a defect of fxckpt, found before the graph runs."""
 
 
+class RanksDisagree(FxckptError):
+    """Ranks that decide together compile different programs, or one of them is missing."""
+
+
 class RecomputeMismatch(FxckptError):
     """With ``verify="exact"``, the recompute of an op gave other values than its first run."""
 
@@ -101,6 +109,10 @@ class BudgetInfeasible(FxckptError):
             budget_bytes=self.budget_bytes,
         )
 
+    def on_rank(self, rank: int) -> BudgetInfeasible:
+        """Return the error that the other ranks of a group raise with the one that cannot go on."""
+        return _infeasible(_of_rank(rank, self), self.floor_bytes, self.budget_bytes)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_infeasible, (str(self), self.floor_bytes, self.budget_bytes))
 
@@ -118,8 +130,16 @@ class SlowdownInfeasible(FxckptError):
         super().__init__(message)
         self.least_slowdown = least_slowdown
 
+    def on_rank(self, rank: int) -> SlowdownInfeasible:
+        """Return the error that the other ranks of a group raise with the one that cannot go on."""
+        return _slowdown_infeasible(_of_rank(rank, self), self.least_slowdown)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_slowdown_infeasible, (str(self), self.least_slowdown))
+
+
+def _of_rank(rank: int, error: FxckptError) -> str:
+    return f"rank {rank}: {error}"
 
 
 def _slowdown_infeasible(message: str, least_slowdown: float) -> SlowdownInfeasible:

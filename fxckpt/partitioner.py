@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from fxckpt.passes.analysis.budget_regions import budget_regions
 from fxckpt.passes.analysis.graph_memory import emitted_peak
 from fxckpt.passes.graphs import Joint
 from fxckpt.planner.planner import LevelChooser, Planner, device_of, planner_of
+from fxckpt.planner.ranks import Ranks
 from fxckpt.plans.types import Plan
 from fxckpt.policies.torch_form import FunctionPolicy
 from fxckpt.reports.compile_report import Fallback, Report
@@ -172,6 +174,10 @@ class Partitioner(CustomPartitionerFn):
         """Let sizes grow under one plan, as a step knows the bytes of its graphs at every size."""
         self._is_of_step = True
 
+    def join(self, ranks: Ranks) -> None:
+        """Plan as one with the other ranks of a group, where :meth:`split` is told to."""
+        self.planner = replace(self.planner, ranks=ranks)
+
     def report(self) -> Report:
         """Return one table per partitioned graph, and what a backend does more; print it."""
         limits = (ALONE, FUSED if self._is_inductors else "", "" if self.plans else CACHED)
@@ -204,17 +210,61 @@ class Partitioner(CustomPartitionerFn):
         lowerings: Lowerings | None = None,
         level: LevelChooser | None = None,
         holds_sizes: bool = False,
+        together: bool = False,
+        is_agreed: bool = False,
         **given: Any,
     ) -> Halves:
         """Return the forward and the backward of a joint graph, which is used up; keep the plan.
 
+        With ``together`` all ranks of the group are to plan this graph now, and none goes on if one
+        cannot; ``is_agreed`` says that its plans are those of all ranks.
+        """
+        ranks = self.planner.ranks
+        split = partial(
+            self._split,
+            joint,
+            joint_inputs,
+            num_fwd_outputs=num_fwd_outputs,
+            lowerings=lowerings,
+            level=level,
+            holds_sizes=holds_sizes,
+            is_agreed=is_agreed,
+            given=given,
+        )
+        if ranks is None or not together:
+            return split(ranks=None)
+        try:
+            halves = split(ranks=ranks)
+        except Exception as error:
+            # To leave a capture is no failure: it was as far as all were to come.
+            if not isinstance(error, CaptureDone):
+                ranks.fail(error)
+            raise
+        ranks.confirm("the halves of a graph")
+        return halves
+
+    def _split(
+        self,
+        joint: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        lowerings: Lowerings | None,
+        level: LevelChooser | None,
+        holds_sizes: bool,
+        is_agreed: bool,
+        ranks: Ranks | None,
+        given: Mapping[str, Any],
+    ) -> Halves:
+        """Return the halves of a joint graph, planned by this process or by the ranks together.
+
         ``lowerings`` lowers halves where Inductor compiles them. ``level`` chooses the schedule of
         a graph whose budget is that of a step; ``holds_sizes`` plans greater sizes of one anew, as
-        without a step. A defect of the planner ends no run that asked for
-        no budget: see :meth:`_fall_back`.
+        without a step. A defect of the planner ends no run that asked for no budget: see
+        :meth:`_fall_back`.
         """
         original = remembered(joint)
-        planner = self.planner
+        planner = replace(self.planner, ranks=ranks, is_agreed=is_agreed)
         if level is not None:
             planner = replace(planner, budget=None, level=level)
         is_held = self.planner.budget is not None and (holds_sizes or not self._is_of_step)
@@ -234,6 +284,8 @@ class Partitioner(CustomPartitionerFn):
         except Exception as error:
             if not _is_defect(error):
                 raise
+            if ranks is not None:
+                raise _failed(error) from error  # None of the ranks has a partition of its own.
             # Dynamo takes some exceptions as a reason to run the model uncompiled, in silence and
             # without a budget.
             failed = _failed(error)
@@ -294,9 +346,12 @@ class Partitioner(CustomPartitionerFn):
         lowerings: Lowerings,
         given: Mapping[str, Any],
     ) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
+        if planner.level is None:
+            # A rank of other sizes than the first one's has a plan of its own.
+            planner = replace(planner, is_agreed=False)
         timed = lowerings.compile_alone if planner.cost == "measured" else None
         holds_order = lowerings.keep_order is not None
-        is_kept = holds_order and planner.level is None
+        is_kept = holds_order and planner.level is None and planner.ranks is None
         fused = InductorPlanner(
             planner,
             lowerings.lower if holds_order else _without_early_frees(lowerings),

@@ -16,7 +16,8 @@ from fxckpt.costs.calibration import calibrated
 from fxckpt.costs.devices import LAUNCH_SECONDS, Device, device_named, find_device
 from fxckpt.costs.measured import Records, cpu_figures
 from fxckpt.costs.op_counts import node_bytes, node_draws, node_flops
-from fxckpt.ops.properties import tensors
+from fxckpt.ops.properties import is_collective, tensors
+from fxckpt.torch_private import size_hint
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Roofline:
             node_bytes(node) / self.bytes_per_second,
             node_draws(node) / self.draws_per_second,
         )
-        return seconds + self.launch_seconds
+        return seconds + link_seconds(node) + self.launch_seconds
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class DeviceRoofline:
         device = self.device
         arithmetic = flops / self._rate(node) if flops else 0.0
         traffic = node_bytes(node) / (device.bytes_per_second * device.bandwidth_share)
-        return max(arithmetic, traffic) + device.launch_seconds
+        return max(arithmetic, traffic) + link_seconds(node) + device.launch_seconds
 
     def _rate(self, node: fx.Node) -> float:
         """Return the FLOP/s that an op with FLOPs reaches."""
@@ -103,6 +104,25 @@ class DeviceRoofline:
         tf32 = self.convolution_tf32 if "convolution" in name else self.matmul_tf32
         share = device.attention_share if "attention" in name else device.matmul_share
         return share * device.rate(_operand_dtype(node), tf32=tf32)
+
+
+CPU_LINK, LINK = 1e9, 50e9
+"""Bytes/s between two processes on CPUs, and between two accelerators; guess."""
+
+
+def link_seconds(node: fx.Node) -> float:
+    """Return the seconds in which a collective's bytes cross the link between ranks; 0 for others.
+
+    To wait for a collective takes no time of its own.
+    """
+    if not is_collective(node) or node.target._opname == "wait_tensor":  # type: ignore[union-attr]
+        return 0.0
+    values = (node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes))
+    largest, rate = 0, LINK
+    for tensor in (tensor for value in values for tensor in tensors(value)):
+        largest = max(largest, size_hint(tensor.numel()) * tensor.element_size())
+        rate = CPU_LINK if tensor.device.type == "cpu" else rate
+    return largest / rate
 
 
 def _operand_dtype(node: fx.Node) -> torch.dtype:

@@ -30,6 +30,7 @@ from fxckpt.eager.tape import (
     Tape,
     TensorVersion,
     Unpack,
+    WrapperHandle,
     base_of,
     paths,
     slice_of,
@@ -38,13 +39,18 @@ from fxckpt.eager.tape import (
 from fxckpt.errors import CheckpointError
 from fxckpt.ops.traits import Opacity, Traits, traits_of
 from fxckpt.torch_private import (
+    FakeTensor,
     OpOverload,
     forget_storage,
+    holds_wrapper,
+    is_faking,
+    is_wrapper,
     not_compiled,
     parts_of,
     remember_storage,
     share_version,
     storage_key,
+    taken_apart,
 )
 
 
@@ -121,6 +127,10 @@ class Recorder(TorchDispatchMode):
         self._objects: list[Tensor] = []
         self._unsettled: list[TensorVersion] = []
         self._held: list[TensorVersion] = []
+        self.has_wrappers = False
+        """Whether ops ran on tensors that are made of other tensors."""
+        self._was_faking = is_faking()
+        """Whether the region itself runs on fake tensors."""
         self._is_packing = False
         """Whether current ops are the recorder's own, not the region's."""
 
@@ -133,8 +143,17 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # costs time in every op; see not_compiled below
 
-    def pack(self, tensor: Tensor) -> Handle:
+    def pack(self, tensor: Tensor) -> Handle | WrapperHandle:
         """Return the handle that autograd saves in place of a tensor."""
+        if is_wrapper(tensor):
+            parts, rest = taken_apart(tensor)
+            return WrapperHandle(
+                {
+                    name: self.pack(part) if isinstance(part, Tensor) else part
+                    for name, part in parts.items()
+                },
+                rest,
+            )
         self._is_packing = True
         tape = self.tape
         version = self._version_of(tensor)
@@ -149,6 +168,12 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and record its call."""
         if self._is_packing:
+            return func(*args, **(kwargs or {}))
+        if types and not self._is_of_tape(types):
+            if holds_wrapper(types):
+                # The subclass calls ops on the tensors that it is made of, which are recorded.
+                self.has_wrappers = True
+                return NotImplemented
             return func(*args, **(kwargs or {}))
         known = traits_of(func)
         if not known.is_plain or kwargs:
@@ -165,6 +190,8 @@ class Recorder(TorchDispatchMode):
             ]
         )
         out = func(*args)
+        if is_wrapper(out):
+            return out  # It is made of tensors of the tape, or of ones from outside.
         call = Call(self.count, func, versioned, kwargs, None)
         self.count += 1
         if isinstance(out, Tensor):
@@ -178,6 +205,8 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, known: Traits, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op of any traits and record its call."""
+        if not self._was_faking and is_faking():
+            return op(*args, **kwargs)  # Such as a question of DTensor's about shapes.
         reads = known.reads
         versioned = tuple(
             [
@@ -201,6 +230,8 @@ class Recorder(TorchDispatchMode):
                 draw = RngSnapshot(generator, generator.get_state())
         written = self._before_writes(known, args, kwargs) if known.writes else ()
         out = op(*args, **kwargs)
+        if is_wrapper(out):
+            return out  # It is made of tensors of the tape, or of ones from outside.
         call = Call(self.count, op, versioned, versioned_kwargs, draw)
         self.count += 1
         if written:
@@ -228,6 +259,12 @@ class Recorder(TorchDispatchMode):
                 if version.is_shared
             )
         return out
+
+    def _is_of_tape(self, types: Iterable[type]) -> bool:
+        """Return whether tensors of some classes are recorded as they are."""
+        if holds_wrapper(types):
+            return False
+        return self._was_faking or not any(issubclass(kind, FakeTensor) for kind in types)
 
     def _move_handles(self, call: Call, filled: Tensor) -> None:
         """Point handles of an argument that a call filled to its new version.
@@ -424,7 +461,7 @@ class Recorder(TorchDispatchMode):
         for tensor in (t for where in known.writes for t in _written(args, kwargs, where)):
             for part in (tensor, *parts_of(tensor)):
                 storage = self._storages.get(storage_key(part))
-                if storage is None:
+                if storage is None or (known.is_arrival and storage.is_external):
                     continue
                 if storage not in found:
                     self._save_from_write(storage, part)

@@ -115,6 +115,11 @@ def plan_region(
         return region_plan
     outputs = recorder.versions_of(differentiable(result)) or _ends(recorder.calls)
     try:
+        if recorder.has_wrappers:
+            raise CaptureError(
+                "it computes on tensors that are made of others (DTensor, or another subclass), "
+                "which only a compiled model can plan: torch.compile(model, backend='fxckpt')"
+            )
         with CACHE.lock:
             region_plan = region_plan_of(recorder.calls, outputs, matcher.keys, packed, planner)
     except CaptureError as error:

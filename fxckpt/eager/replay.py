@@ -24,6 +24,7 @@ from fxckpt.eager.tape import (
     Snapshot,
     Tape,
     TensorVersion,
+    WrapperHandle,
     slice_of,
     tensors_in,
 )
@@ -34,6 +35,7 @@ from fxckpt.torch_private import (
     current_backward,
     laid_out,
     not_compiled,
+    put_together,
     storage_key,
 )
 
@@ -68,11 +70,18 @@ class ReplayProgram:
         )
 
 
-def unpack(handle: Handle) -> Tensor:
+def unpack(handle: Handle | WrapperHandle) -> Tensor:
     """Return the tensor that ``handle`` stands for; recompute it if it is not kept.
 
     Raises :class:`CheckpointError` if an external tensor it depends on was written since.
     """
+    if type(handle) is WrapperHandle:
+        parts = {
+            name: unpack(part) if isinstance(part, (Handle, WrapperHandle)) else part
+            for name, part in handle.parts.items()
+        }
+        return put_together(parts, handle.rest)
+    assert isinstance(handle, Handle)
     tape, version = handle.tape, handle.version
     if version.kept is not None and version.unpack is None:
         tensor = fetch(version)

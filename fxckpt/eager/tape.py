@@ -221,6 +221,16 @@ class Handle:
         """Whether the running backward has requested it."""
 
 
+@dataclass(frozen=True, slots=True)
+class WrapperHandle:
+    """Object that autograd saves in place of a tensor that is made of other tensors."""
+
+    parts: Mapping[str, Any]
+    """Handles of the tensors by name, and the parts that are no tensors."""
+    rest: Any
+    """What else the tensor is rebuilt from."""
+
+
 class Tape:
     """State that the handles of one region share."""
 

@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,6 +46,7 @@ from fxckpt.planner.planner import (
     is_of_graph,
     warn_of_unbounded_sizes,
 )
+from fxckpt.planner.ranks import Ranks
 from fxckpt.plans.log import log_plan
 from fxckpt.plans.snapshot import GraphSnapshot
 from fxckpt.plans.types import Plan
@@ -119,9 +120,44 @@ class InductorPlanner:
         if kept is not None and kept.graph == lines:
             planner = replace(planner, known=(kept,))
         if planner.is_fixed or any(is_of_graph(plan, lines) for plan in planner.known):
-            facts, plan = planner.plan(joint)
-            plan = replace(plan, step=snapshot_of(module.graph, facts))
-            return emitted(planner, joint, facts, plan)
+            return self._applied(planner, joint)
+        if planner.ranks is not None and planner.level is None:
+            return self._planned_together(planner.ranks, joint, lines, given)
+        halves = self._searched(joint, lines, given)
+        if self.store is not None and key is not None:
+            self.store.keep(key, halves[2])
+        log_plan(halves[2], time.perf_counter() - begin)
+        return halves
+
+    def _applied(self, planner: Planner, joint: Joint) -> Halves:
+        """Return the halves that follow a known plan."""
+        facts, plan = planner.plan(joint)
+        plan = replace(plan, step=snapshot_of(joint.module.graph, facts))
+        return emitted(planner, joint, facts, plan)
+
+    def _planned_together(
+        self, ranks: Ranks, joint: Joint, lines: tuple[str, ...], given: Mapping[str, Any]
+    ) -> Halves:
+        """Return the halves that follow the plan of the first rank.
+
+        A rank whose sizes are others cannot follow it, and has a plan of its own.
+        """
+        found: list[Halves] = []
+
+        def choose(_: Sequence[None]) -> Plan:
+            found.append(self._searched(joint, lines, given))
+            return replace(found[0][2], step=None)
+
+        plan = ranks.decide("the plan of a graph", None, choose)
+        if found:
+            return found[0]
+        if is_of_graph(plan, lines):
+            return self._applied(replace(self.planner, known=(plan,)), joint)
+        return self._searched(joint, lines, given)
+
+    def _searched(self, joint: Joint, lines: tuple[str, ...], given: Mapping[str, Any]) -> Halves:
+        """Return the halves of the plan that a search finds."""
+        planner, module = self.planner, joint.module
         if planner.budget is not None:
             warn_of_unbounded_sizes(module.graph, planner.budget)
         saved = default_saved(module, num_fwd_outputs=joint.num_fwd_outputs, **given)
@@ -132,12 +168,7 @@ class InductorPlanner:
             never_stored=FusionModel(fuses)(module.graph, saved),
             workspace=_expected_workspace(module, workspace),
         )
-        search = _LoweringSearch(self, joint, lines, facts, cost, workspace, saved)
-        halves = search.run()
-        if self.store is not None and key is not None:
-            self.store.keep(key, halves[2])
-        log_plan(halves[2], time.perf_counter() - begin)
-        return halves
+        return _LoweringSearch(self, joint, lines, facts, cost, workspace, saved).run()
 
 
 def _expected_workspace(joint: fx.GraphModule, workspace: Workspace) -> Workspace:

@@ -90,13 +90,31 @@ def is_mutating(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
+COMMUNICATING = frozenset(("_c10d_functional", "c10d", "c10d_functional"))
+"""Namespaces of ops that communicate with other ranks."""
+
+
 def is_collective(node: fx.Node) -> bool:
     """Return whether an op communicates with other ranks."""
-    return isinstance(node.target, OpOverload) and node.target.namespace in (
-        "_c10d_functional",
-        "c10d",
-        "c10d_functional",
+    return isinstance(node.target, OpOverload) and node.target.namespace in COMMUNICATING
+
+
+def is_functional_collective(node: fx.Node) -> bool:
+    """Return whether an op communicates, and writes none of its arguments by its schema.
+
+    All ranks that run it again, in one order, get the same values.
+    """
+    return (
+        is_collective(node)
+        and node.target.namespace == "_c10d_functional"  # type: ignore[union-attr]
+        and not is_mutating(node)
     )
+
+
+def is_gather(op: Any) -> bool:
+    """Return whether an op puts the shards of all ranks together."""
+    name = str(getattr(op, "_opname", ""))
+    return getattr(op, "namespace", "") in COMMUNICATING and name.startswith("all_gather")
 
 
 def is_torchs_own(node: fx.Node) -> bool:

@@ -45,8 +45,13 @@ OVERWRITING = frozenset(
     )
 )
 """Ops that write the whole of their first argument without reading it."""
-PURE = frozenset(("aten", "prims", "quantized", "inductor"))
-"""Namespaces of ops whose recompute gives the same values."""
+PURE = frozenset(("aten", "prims", "quantized", "inductor", "_c10d_functional"))
+"""Namespaces of ops whose recompute gives the same values.
+
+Collectives do where all ranks run them again in the same order, as they do the backward.
+"""
+ARRIVING = frozenset(("wait_tensor",))
+"""Ops after which the values of their first argument are there, which they return."""
 
 
 class Opacity(enum.IntEnum):
@@ -91,6 +96,8 @@ class Traits:
     """Position of an argument that autograd saves before the op fills it."""
     asks_geometry: bool
     """Whether the op reads only the sizes, dtype and device of its first argument."""
+    is_arrival: bool
+    """Whether the op only waits until the values of its first argument are there."""
     is_plain: bool
     """Whether the op draws and writes nothing, reads values, and has transparent results."""
 
@@ -115,6 +122,7 @@ def _traits(op: Any, recompute: bool | None) -> Traits:
             is_out=False,
             fills=None,
             asks_geometry=False,
+            is_arrival=False,
             is_plain=False,
         )
     arguments = op._schema.arguments
@@ -134,7 +142,8 @@ def _traits(op: Any, recompute: bool | None) -> Traits:
     )
     positions = {a.name: i for i, a in enumerate(arguments) if not a.kwarg_only}
     is_random = torch.Tag.nondeterministic_seeded in op.tags
-    writes = (*declared, *HIDDEN_WRITES.get(name, ()))
+    is_arrival = op.namespace == "_c10d_functional" and op._opname in ARRIVING
+    writes = (*declared, *HIDDEN_WRITES.get(name, ()), *((0,) if is_arrival else ()))
     opacity = (
         Opacity.OPAQUE
         if never_twice
@@ -156,6 +165,7 @@ def _traits(op: Any, recompute: bool | None) -> Traits:
         is_out=bool(declared) and all(isinstance(argument, str) for argument in declared),
         fills=1 if name.startswith("rrelu_with_noise") and not name.endswith("backward") else None,
         asks_geometry=name in ASKING_GEOMETRY,
+        is_arrival=is_arrival,
         is_plain=not (is_random or writes or opacity or name in ASKING_GEOMETRY),
     )
 

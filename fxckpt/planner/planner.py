@@ -36,6 +36,8 @@ from fxckpt.passes.graphs import Joint
 from fxckpt.passes.transforms.move import movable_storages
 from fxckpt.planner.build_plan import build_plan
 from fxckpt.planner.pipeline import Emission, emit_halves, prepare
+from fxckpt.planner.ranks import Ranks
+from fxckpt.planner.together import searched_together
 from fxckpt.plans.log import log_frontier, log_known, log_plan
 from fxckpt.plans.types import Plan
 from fxckpt.policies import as_policy
@@ -78,6 +80,10 @@ class Planner:
     search: PriceSearch = field(default_factory=PriceSearch)
     level: LevelChooser | None = None
     """Chooses the schedule in place of the search, where a budget is of a step of many graphs."""
+    is_agreed: bool = False
+    """Whether all ranks have one plan of the graph, which may choose what is communicated again."""
+    ranks: Ranks | None = field(default=None, repr=False, compare=False)
+    """The ranks that plan as one; None plans for this process alone."""
 
     def plan(self, joint: Joint) -> tuple[Facts, Plan]:
         """Return the facts and the plan of a prepared joint graph, and log the plan.
@@ -110,17 +116,15 @@ class Planner:
         is_free = self.budget is None and self.level is None
         facts, cost = self.read(joint, bind_preferences=is_free)
         facts = self.limited(joint.module.graph, facts)
-        found = self.level(facts.program) if self.level else self.searched(facts.program, device)
-        budget_bytes, floor = found.limit, found.least_peak.simulation.peak_bytes
-        if found.best is None:
-            assert budget_bytes is not None
-            raise infeasible(
-                self.budget,
-                budget_bytes,
-                floor,
-                found.baseline.simulation.peak_bytes,
-                self.offload_hint(device, facts, found),
-            )
+        if self.level is not None:
+            found = self.level(facts.program)
+        elif self.ranks is not None:
+            program, found = self.searched_together(self.ranks, facts, device)
+            facts = replace(facts, program=program)
+        else:
+            found = self.within_budget(facts, device)
+        budget_bytes = found.limit
+        assert found.best is not None
         described = build_plan(
             snapshot_of(joint.module.graph, facts),
             found,
@@ -177,6 +181,39 @@ class Planner:
         if (least := found.best.simulation.extra_seconds) > most:
             raise too_slow(asked.max_slowdown, least / program.step_seconds)
         return found
+
+    def within_budget(self, facts: Facts, device: torch.device) -> SearchResult:
+        """Return the result of a search that found a plan.
+
+        Raises :class:`BudgetInfeasible` where none is within the budget.
+        """
+        found = self.searched(facts.program, device)
+        if found.best is None:
+            assert found.limit is not None
+            raise infeasible(
+                self.budget,
+                found.limit,
+                found.least_peak.simulation.peak_bytes,
+                found.baseline.simulation.peak_bytes,
+                self.offload_hint(device, facts, found),
+            )
+        return found
+
+    def searched_together(
+        self, ranks: Ranks, facts: Facts, device: torch.device
+    ) -> tuple[Program, SearchResult]:
+        """Return the program of the largest sizes of all ranks, and the search's result for it.
+
+        ``"auto"`` is the least of the ranks' free memory.
+        """
+        is_auto = budgets.parse(self.budget) == "auto"
+        room = self.limit(self.budget, 0, device) if is_auto else None
+
+        def search(merged: Program, least: int | None) -> SearchResult:
+            planner = self if least is None else replace(self, budget=least)
+            return planner.within_budget(replace(facts, program=merged), device)
+
+        return searched_together(ranks, "the plan of a graph", facts.program, search, room)
 
     def frontier(
         self,
@@ -248,6 +285,7 @@ class Planner:
             workspace=lambda node: measured(node) + inner_bytes(node),
             bind_preferences=bind_preferences,
             never_stored=never_stored,
+            is_agreed=self.is_agreed,
         )
         if self.is_eager:
             facts = replace(facts, program=held_by_nodes(facts))

@@ -19,6 +19,8 @@ policy                        values it selects                       other valu
 ``offload("layers.*")``       must send away values of modules        open
 ``save_only("attn_out")``     must save named values                  prefer recomputing
 ``save_any_except("attn")``   must recompute named values             prefer saving
+``save_collectives``          must save what comes from other ranks   open
+``gather_again``              must recompute gathers of inputs        open
 ============================  ======================================  ====================
 
 MUST binds at any budget. PREFER is followed without a budget; with one, it breaks ties between
@@ -41,6 +43,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from fxckpt.errors import InvalidOption
 from fxckpt.ops.classes import is_attention, is_matmul, is_pointwise
 from fxckpt.policies.base import Disjunction, FirstMatch, Policy, Value, coerces, decide_all
+from fxckpt.policies.communication import GatherAgain, SaveCollectives
 from fxckpt.policies.segments import BlockBoundaries, Every, SqrtN
 from fxckpt.policies.selectors import (
     ConstantPolicy,
@@ -61,6 +64,7 @@ __all__ = [
     "decide_all",
     "every",
     "first_match",
+    "gather_again",
     "offload",
     "recompute",
     "recompute_all",
@@ -69,6 +73,7 @@ __all__ = [
     "save_all",
     "save_any_except",
     "save_attention",
+    "save_collectives",
     "save_matmuls",
     "save_only",
     "save_ops",
@@ -103,6 +108,8 @@ recompute_pointwise: Policy = OpClassPolicy(
     "recompute_pointwise", is_pointwise, PREFER_RECOMPUTE, PREFER_SAVE
 )
 sqrt_n: Policy = SqrtN()
+save_collectives: Policy = SaveCollectives()
+gather_again: Policy = GatherAgain()
 
 
 def every(n: int, of: Any = None) -> Policy:

@@ -11,6 +11,8 @@ import torch
 
 from fxckpt.errors import PlanningFailed
 from fxckpt.planner.planner import LevelChooser
+from fxckpt.planner.ranks import Ranks
+from fxckpt.planner.together import searched_together
 from fxckpt.plans.types import Plan, schedule_of
 from fxckpt.solver.levels import Level, LevelFamily, LevelSearch, level_of, outside_bytes
 from fxckpt.solver.program import Program
@@ -26,10 +28,11 @@ SIZES = 4096
 CHANGE = 0.01
 """Share of a peak by which a measured one must be below the planned to be worth a new choice."""
 
-Compile = Callable[[LevelChooser | None], tuple[Callable[..., Any] | None, Plan | None]]
+Compile = Callable[[LevelChooser | None, bool], tuple[Callable[..., Any] | None, Plan | None]]
 """Compiles the graph with a chooser of its schedule; None searches within the whole budget.
 
-Returns no function if the chooser left the compile.
+The flag tells whether all ranks of a group compile it now. Returns no function if the chooser left
+the compile.
 """
 
 Sizes = tuple[int, ...]
@@ -68,6 +71,7 @@ class StepGraph:
         symbols: Sequence[tuple[int, str]] = (),
         *,
         has_one_plan: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self.number = number
         """Position among the graphs of the backend, from 1."""
@@ -89,7 +93,9 @@ class StepGraph:
         """Whether it cannot be compiled again, and has the plan for the whole budget only."""
         self.device = device
         """Device whose memory the graph takes."""
-        self._excess = (0, 0)
+        self.ranks = ranks
+        """The ranks that have the same plans of it; None if this process has its own."""
+        self.excess = (0, 0)
         """Most bytes by which a forward and a backward were above their plan."""
         self._symbols = tuple(symbols)
         """Inputs that are sizes, each with its symbol."""
@@ -113,7 +119,7 @@ class StepGraph:
 
     def compile_alone(self) -> Callable[..., Any]:
         """Compile the graph for the whole budget, as if it were the step."""
-        run, plan = self._compile(None)
+        run, plan = self._compile(None, True)
         assert run is not None
         if plan is not None:
             assert plan.step is not None
@@ -138,7 +144,7 @@ class StepGraph:
             position = self.least(limit_of(self))
             return self._result(position)
 
-        run, plan = self._compile(least)
+        run, plan = self._compile(least, True)
         assert run is not None
         if position is not None:
             self._compiled(self.entries[position], run, plan)
@@ -149,18 +155,23 @@ class StepGraph:
 
         With ``room`` bytes for its backward, one level is the plan of just that budget.
         """
-        if self._family is not None or self.has_one_plan:
+        if self.has_family:
             return
 
         def leave(program: Program) -> SearchResult:
             self._take_family(program, room)
             leave_capture()
 
-        self._compile(leave)
+        self._compile(leave, True)
 
     def sizes_of(self, args: Sequence[Any]) -> Sizes:
         """Return the values of the sizes among the arguments of a call."""
         return tuple([int(args[i]) for i, _ in self._symbols])
+
+    @property
+    def has_family(self) -> bool:
+        """Whether its levels are known."""
+        return self._family is not None or self.has_one_plan
 
     @property
     def has_sizes(self) -> bool:
@@ -190,7 +201,7 @@ class StepGraph:
         contiguous, for one.
         """
         forward, backward = self.entries[position].measured.get(sizes, (0, 0))
-        level = _raised(self._planned(sizes)[position], *self._excess)
+        level = _raised(self._planned(sizes)[position], *self.excess)
         return replace(
             level,
             forward_bytes=forward or level.forward_bytes,
@@ -239,7 +250,7 @@ class StepGraph:
             program = self._at(self._program, sizes)
             self._baselines[sizes] = level_of(program, _candidate(program, save_all(program)))
         level = self._baselines[sizes]
-        return _raised(level, *self._excess) if excess else level
+        return _raised(level, *self.excess) if excess else level
 
     def run(self, position: int) -> Callable[..., Any]:
         """Return the compiled function of a plan; compile it if it is new."""
@@ -249,7 +260,7 @@ class StepGraph:
             def chosen(program: Program) -> SearchResult:
                 return self._result(position, program)
 
-            run, plan = self._compile(chosen)
+            run, plan = self._compile(chosen, False)
             assert run is not None
             self._compiled(entry, run, plan)
         assert entry.run is not None
@@ -275,9 +286,9 @@ class StepGraph:
             max(before[0], forward_bytes or 0),
             max(before[1], backward_bytes or 0),
         )
-        self._excess = (
-            max(self._excess[0], forward - planned.forward_bytes),
-            max(self._excess[1], backward - planned.backward_bytes),
+        self.excess = (
+            max(self.excess[0], forward - planned.forward_bytes),
+            max(self.excess[1], backward - planned.backward_bytes),
         )
         now = self.level(position, sizes)
         return any(
@@ -300,13 +311,22 @@ class StepGraph:
             self._levels.clear()
 
     def _take_family(self, program: Program, room: int | None = None) -> None:
-        self._family = LevelSearch()(self._search, program, room)
-        self._program = self._program or program
+        if self.ranks is None:
+            family = LevelSearch()(self._search, program, room)
+        else:
+            program, family = searched_together(
+                self.ranks,
+                f"the levels of graph {self.number}, {self.name}",
+                program,
+                lambda merged, least: LevelSearch()(self._search, merged, least),
+                room,
+            )
+        self._family, self._program = family, self._program or program
         # Positions of plans stay as they are.
         self.entries += [
-            Entry(program, candidate, i) for i, candidate in enumerate(self._family.candidates)
+            Entry(program, candidate, i) for i, candidate in enumerate(family.candidates)
         ]
-        log.debug("graph %d has %d levels", self.number, len(self._family.candidates))
+        log.debug("graph %d has %d levels", self.number, len(family.candidates))
 
     def _result(self, position: int, program: Program | None = None) -> SearchResult:
         family, index = self._family, self.entries[position].index

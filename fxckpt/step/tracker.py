@@ -30,6 +30,7 @@ from fxckpt.errors import (
 )
 from fxckpt.memory_meter import Meter, Watch, meter_of
 from fxckpt.planner.planner import infeasible
+from fxckpt.planner.ranks import Ranks
 from fxckpt.reports.step_report import StepReport, StepRow
 from fxckpt.solver.step_choice import (
     LevelChoice,
@@ -45,14 +46,17 @@ from fxckpt.step.graph import SIZES, Sizes, StepGraph
 from fxckpt.step.out_of_memory import GeneratorStates, free_memory, is_out_of_memory
 from fxckpt.step.record import LearnedStep, RecordedCall, StepRecord
 from fxckpt.step.running import RunningBackwards
+from fxckpt.step.together import Said, merged_steps
 from fxckpt.torch_private import (
     after_optimizers,
     at_engine_exit,
     backward_node,
+    before_forward,
     current_backward,
     failed_frames,
     is_recording,
     keeps_graph,
+    outermost_module,
     watch_backward,
 )
 
@@ -82,6 +86,27 @@ Bytes outside of the graphs vary from step to step; a peak over the budget is wa
 LOWERED = 2
 """Most times that a forward runs again by another plan: the one chosen for the rest of the step
 within the memory that there was, then the one that holds least."""
+
+
+def _is_together(step: int) -> bool:
+    """Return whether the ranks of a group choose levels as a step begins, counted from 1.
+
+    They do for the first few, which show most, and for every power of two.
+    """
+    return step == 3 or (step > 1 and step & (step - 1) == 0)
+
+
+def _tightest(
+    choices: Sequence[tuple[float, tuple[int, ...], BudgetInfeasible | None]],
+) -> tuple[int, ...]:
+    """Return the levels of the rank whose step is nearest to its budget.
+
+    Raises the error of the first rank whose step fits at no level.
+    """
+    for rank, (_, _, over) in enumerate(choices):
+        if over is not None:
+            raise over.on_rank(rank)
+    return max(choices, key=lambda choice: choice[0])[1]
 
 
 def _spare(learned: LearnedStep) -> float:
@@ -164,6 +189,10 @@ class StepTracker:
         self.budget, self.in_flight, self.strict = budget, in_flight, strict
         self.name = name
         """Name of its backend in errors."""
+        self.ranks: Ranks | None = None
+        """The ranks that choose levels as one; None chooses for this process alone."""
+        self._begun = 0
+        """Number of steps that began."""
         self._made_at = time.time()
         self.steps = 0
         """Number of steps that ended."""
@@ -182,6 +211,10 @@ class StepTracker:
         self._meter: Meter | None = None
         self._watch: Watch | None = None
         self._base: int | None = None
+        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """Outermost modules, whose forwards are the begins of steps."""
+        self._entered: int | None = None
+        """Bytes allocated when the latest such forward began."""
         self._record = StepRecord()
         self._flights: dict[int, int] = {}
         self._current: Settled | None = None
@@ -291,7 +324,8 @@ class StepTracker:
             limit = self.limit_of(graph)
             if limit is not None:
                 limit = max(0, limit - self._held())
-            graph.learn_levels(limit)
+            if graph.ranks is None:  # Memory is short on this rank alone.
+                graph.learn_levels(limit)
             lower = replace(call, position=graph.least(limit))
             self._record.calls.append(lower)
             return None if lower == call else lower
@@ -485,15 +519,41 @@ class StepTracker:
             # Gradients that an earlier backward accumulated are the step's; once an optimizer was
             # seen, it is its steps that part them.
             held = sum(p.grad.nbytes for p in self._leaves if p.grad is not None)
-            self._base = self._meter.allocated() - held
+            allocated = self._meter.allocated()
+            self._base = min(allocated, self._entered or allocated) - held
+        self._entered = None
+        self._watch_root()
         if self._free is None and budgets.parse(self.budget) == "auto":
             # Asked once: later on, the step's own bytes are not free.
             self._free = budgets.resolve(
                 self.budget, baseline_peak_bytes=0, device=self._device or torch.device("cpu")
             )
         self._restart()
+        self._begun += 1
         with self._unmeasured():
-            self._current = self._anticipated(self._settle(graph, sizes))
+            if self.ranks is None:
+                settled = self._settle(graph, sizes)
+            elif _is_together(self._begun):
+                settled = self._settle_together(self.ranks, graph, sizes)
+            else:
+                settled = self._settle_alone(graph, sizes)
+            self._current = self._anticipated(settled)
+
+    def _watch_root(self) -> None:
+        """Let later steps begin where the outermost module does, before its first graph.
+
+        What code before that graph allocates is the step's, such as parameters that are gathered.
+        """
+        root = outermost_module()
+        if root is not None and root not in self._roots:
+            self._roots.add(root)
+            before_forward(root, self._enter_root)
+
+    def _enter_root(self) -> None:
+        """Note the bytes allocated before a step that may begin."""
+        with self._lock:
+            if self._meter is not None and not self._flights:
+                self._entered = self._meter.allocated()
 
     def _anticipated(self, known: Settled | None) -> Settled | None:
         """Return the choice for a step that begins with more outside bytes than it was known to.
@@ -513,7 +573,8 @@ class StepTracker:
             ],
         )
         for each in dict.fromkeys(learned.calls):
-            each.learn_levels()
+            if each.ranks is None:  # The others need not have more.
+                each.learn_levels()
         choice = self._choose(more, known.sizes, limit)
         fits = choice.peak_bytes <= limit
         return replace(known, learned=more, choice=choice) if fits else known
@@ -565,8 +626,7 @@ class StepTracker:
 
         It is made anew if figures changed.
         """
-        signature = self._expected.get(id(graph))
-        known = self._known.get(id(graph), {}).get(signature or ())
+        known = self._known_of(graph)
         if known is None:
             return None
         version, settled = known.settled.get(sizes, (None, None))
@@ -594,6 +654,82 @@ class StepTracker:
         if len(known.settled) > SIZES:
             known.settled.clear()
         settled = Settled(learned, expected, choice, limit)
+        known.settled[sizes] = (self._version, known.version), settled
+        return settled
+
+    def _known_of(self, graph: StepGraph) -> KnownStep | None:
+        """Return what is known of the step that is expected to begin with a graph."""
+        return self._known.get(id(graph), {}).get(self._expected.get(id(graph)) or ())
+
+    def _settle_alone(self, graph: StepGraph, sizes: Sizes) -> Settled | None:
+        """Return the choice that the ranks made, or one for sizes that this rank alone has."""
+        known = self._known_of(graph)
+        if known is None:
+            return None
+        if sizes in known.settled:
+            return known.settled[sizes][1]
+        learned = known.learned
+        expected = learned.sizes_after([sizes])
+        limit = self._limit(learned, expected)
+        room = self._room(limit)
+        for each in dict.fromkeys(learned.calls):
+            if each.ranks is None:
+                each.learn_levels(learned.room(room))
+        choice = self._compiled_choice(learned, expected, room)
+        settled = Settled(learned, expected, choice, limit)
+        known.settled[sizes] = (self._version, known.version), settled
+        return settled
+
+    def _settle_together(self, ranks: Ranks, graph: StepGraph, sizes: Sizes) -> Settled | None:
+        """Return the choice of all ranks for a step, by the most bytes that any of them measured.
+
+        Where they ran different steps, each rank keeps to its own.
+        """
+        try:
+            return self._settled_together(ranks, graph, sizes)
+        except Exception as error:
+            ranks.fail(error)
+            raise
+
+    def _settled_together(self, ranks: Ranks, graph: StepGraph, sizes: Sizes) -> Settled | None:
+        known, subject = self._known_of(graph), f"the levels of step {self._begun}"
+        said = None
+        if known is not None:
+            learned, limit = known.learned, self._limit(known.learned)
+            room = self._room(limit)
+            now = choice_of(learned.program(), known.levels)
+            is_good = now.peak_bytes <= room and self._is_good(learned, now, room)
+            said = Said.of(learned, limit, is_good=is_good)
+        merged = ranks.decide(subject, said, merged_steps)
+        if known is None or merged is None:
+            return self._settle_alone(graph, sizes)
+        merged.tell(known.learned)
+        self._version += 1
+        learned, expected = known.learned, known.learned.sizes_after([sizes])
+        limit = min(self._limit(learned, expected), merged.limit)
+        room = self._room(limit)
+        if merged.is_good:
+            choice = choice_of(learned.program(expected), known.levels)
+        else:
+            for each in dict.fromkeys(learned.calls):
+                if each.ranks is not None:
+                    each.learn_levels(learned.room(merged.limit))
+            choice = self._compiled_choice(learned, expected, room)
+        over = None
+        if choice.peak_bytes > (1 + NOISE) * limit and self._is_exact and not merged.is_good:
+            over = self._infeasible(learned, expected, limit)
+        tightest = ranks.decide(
+            subject, (choice.peak_bytes / max(1, limit), choice.levels, over), _tightest
+        )
+        if tightest != choice.levels and not any(expected):
+            for call, position in zip(learned.calls, tightest, strict=True):
+                self._compile(RecordedCall(call, position))
+            choice = choice_of(learned.program(expected), tightest)
+        if self.settled_at is None:
+            self.settled_at = self.steps + 1
+        known.limit, known.levels = limit, choice.levels
+        settled = Settled(learned, expected, choice, limit)
+        known.settled.clear()
         known.settled[sizes] = (self._version, known.version), settled
         return settled
 
@@ -671,7 +807,8 @@ class StepTracker:
                 return current.choice.levels[number]
         elif graph.is_alone and not self._flights and self._capacity is None:
             return 0
-        graph.learn_levels()
+        if graph.ranks is None or self._capacity is None:
+            graph.learn_levels()
         return graph.least(self.limit_of(graph))
 
     def limit_of(self, graph: StepGraph) -> int | None:

@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxckpt.errors import InvalidPlan, PlanMismatch
-from fxckpt.ops.properties import tensors
+from fxckpt.ops.properties import is_collective, tensors
 from fxckpt.passes.analysis.joint import Facts
 from fxckpt.plans.types import Plan
 from fxckpt.torch_private import size_hint, stream_of
@@ -28,18 +28,20 @@ def fingerprint(graph: fx.Graph) -> tuple[str, ...]:
 
     The order of the inputs depends on the capture and is no part of a plan. So inputs are numbered
     in the order in which ops read them; gradients, and the writes into inputs at the end of the
-    step, are listed in that order.
+    step, are listed in that order. Numbers and group names are left out of a graph that
+    communicates, as they may be those of a rank: the offset of its shard, its part of a mesh.
     """
     called = _input_names(graph)
+    is_of_rank = any(map(is_collective, graph.nodes))
     *body, output = (node for node in graph.nodes if node not in called)
     writes = list(itertools.takewhile(lambda node: _is_last_write(node, called), reversed(body)))
     del body[len(body) - len(writes) :]
     writes.sort(key=lambda node: list(called).index(node.args[0]))
     return (
         *(f"{name}: {_type(node)}" for node, name in called.items()),
-        *(f"{node.name}: {_call(node, called)}{_stream(node)}" for node in body),
+        *(f"{node.name}: {_call(node, called, is_of_rank)}{_stream(node)}" for node in body),
         # Their names are left out: they are numbered in the order of the capture.
-        *(_call(node, called) for node in writes),
+        *(_call(node, called, is_of_rank) for node in writes),
         _output(output, called),
     )
 
@@ -71,18 +73,18 @@ def _stream(node: fx.Node) -> str:
     return "" if found is None else f" on stream {found}"
 
 
-def _call(node: fx.Node, called: Mapping[fx.Node, str]) -> str:
+def _call(node: fx.Node, called: Mapping[fx.Node, str], is_of_rank: bool = False) -> str:
     if node.op == "get_attr" and (body := _body(node)):
         return f"body {body}"
     if node.op != "call_function":
         return _type(node)
-    named = [f"{key}={_argument(value, called)}" for key, value in node.kwargs.items()]
+    named = [f"{key}={_argument(value, called, is_of_rank)}" for key, value in node.kwargs.items()]
     target = (
         getattr(node.target, "__name__", "")
         if not hasattr(node.target, "_schema")
         else str(node.target)
     )
-    arguments = ", ".join([*(_argument(arg, called) for arg in node.args), *named])
+    arguments = ", ".join([*(_argument(arg, called, is_of_rank) for arg in node.args), *named])
     return f"{target}({arguments}) -> {_type(node)}"
 
 
@@ -108,11 +110,14 @@ def _output(node: fx.Node, called: Mapping[fx.Node, str]) -> str:
     return f"output: {returned}, gradients: {_argument([gradients[n] for n in called], called)}"
 
 
-def _argument(value: Any, called: Mapping[fx.Node, str]) -> str:
+def _argument(value: Any, called: Mapping[fx.Node, str], is_of_rank: bool = False) -> str:
+    """Return an argument as text; of a rank's own, numbers and texts are left out."""
     if isinstance(value, fx.Node):
         return called.get(value, value.name)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_argument(item, called) for item in value)}]"
+        return f"[{', '.join(_argument(item, called, is_of_rank) for item in value)}]"
+    if is_of_rank and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        return "_"
     if isinstance(value, torch.SymInt):
         return str(size_hint(value))
     # The address of a generator differs from process to process.

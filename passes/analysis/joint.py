@@ -281,20 +281,23 @@ def collect(
     workspace: Workspace = no_workspace,
     bind_preferences: bool = False,
     never_stored: frozenset[fx.Node] = frozenset(),
+    is_agreed: bool = False,
 ) -> Facts:
     """Return the facts of a joint graph whose first ``num_fwd_outputs`` outputs are the forward's.
 
     ``workspace`` gives the bytes that the kernel of a node allocates beside its outputs. With
     ``bind_preferences``, values that a policy or a checkpoint region would rather recompute may not
-    be saved. A node of ``never_stored`` (:mod:`~fxckpt.passes.inductor.fusion_model`) counts as a
-    view of its arguments.
+    be saved. With ``is_agreed`` all ranks have one plan. A node of ``never_stored``
+    (:mod:`~fxckpt.passes.inductor.fusion_model`) counts as a view of its arguments.
 
     Raises :class:`~fxckpt.errors.CaptureError` for a node without value metadata, or of a kind that
     joint graphs do not have.
     """
     _refuse_unknown_shapes(joint.graph)
     placement = JointPlacement.of(joint.graph, num_fwd_outputs)
-    rules = RecomputeRules(joint.graph, placement, policy, bind_preferences=bind_preferences)
+    rules = RecomputeRules(
+        joint.graph, placement, policy, bind_preferences=bind_preferences, is_agreed=is_agreed
+    )
     return _ProgramReader(joint.graph, placement, rules, cost, workspace, never_stored).run()
 
 

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxckpt.ops.properties import (
     has_hidden_effect,
     is_collective,
+    is_functional_collective,
+    is_gather,
     is_known_pure,
     is_mutating,
     is_random,
@@ -26,6 +28,8 @@ from fxckpt.passes.analysis.placement import JointPlacement, has_streams
 from fxckpt.reason import Reason
 from fxckpt.torch_private import storage_id, stream_of
 
+RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+"""Tags of the values that a checkpoint region of the model recomputes."""
 PREFERENCE = 1e-3
 """Share of its time that a preference adds to, or takes off, a recompute: it settles ties."""
 
@@ -45,10 +49,13 @@ class RecomputeRules:
         policy: NodePolicy | None,
         *,
         bind_preferences: bool,
+        is_agreed: bool = False,
     ) -> None:
         self.placement = placement
         self.policy = policy
         self.bind_preferences = bind_preferences
+        self.is_agreed = is_agreed
+        """Whether all ranks have one plan, so that it may choose which collectives run again."""
         self.discrete = discrete_results(graph)
         self.has_streams = has_streams(graph)
         self.requested: set[fx.Node] = set()
@@ -60,8 +67,10 @@ class RecomputeRules:
         ``reads_are_savable`` tells whether all storages that the op reads may be saved.
         """
         decided = self.policy(node) if self.policy is not None else None
-        must_recompute = decided is CheckpointPolicy.MUST_RECOMPUTE or self._waits_for_requested(
-            node
+        must_recompute = (
+            decided is CheckpointPolicy.MUST_RECOMPUTE
+            or self._waits_for_requested(node)
+            or self._is_of_binding_region(node, decided)
         )
         reason = self._never(node) or (
             None if must_recompute else self._only_on_request(node, decided)
@@ -70,7 +79,8 @@ class RecomputeRules:
             return reason, True
         if must_recompute:
             self.requested.add(node)
-            return None, False
+            is_open = is_collective(node) and decided is not CheckpointPolicy.MUST_RECOMPUTE
+            return None, is_open and self._is_left_by(node)
         if decided is CheckpointPolicy.PREFER_RECOMPUTE:
             return None, not self.bind_preferences
         if decided in PREFER_TO_KEEP:
@@ -112,7 +122,7 @@ class RecomputeRules:
 
     def _only_on_request(self, node: fx.Node, decided: CheckpointPolicy | None) -> Reason | None:
         """Return why an op is recomputed only if a policy demands it."""
-        if is_collective(node):
+        if is_collective(node) and not self._may_communicate_again(node, decided):
             return Reason.COLLECTIVE
         if decided in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD):
             return Reason.POLICY
@@ -125,6 +135,43 @@ class RecomputeRules:
             return Reason.DECISION
         return None
 
+    def _is_of_binding_region(self, node: fx.Node, decided: CheckpointPolicy | None) -> bool:
+        """Return whether a checkpoint region of the model has a collective run again.
+
+        Ranks that plan each by itself may not choose: they would wait for one another in vain.
+        """
+        return (
+            decided is None
+            and node.meta.get("recompute") in RECOMPUTED
+            and is_functional_collective(node)
+            and not self.is_agreed
+        )
+
+    def _may_communicate_again(self, node: fx.Node, decided: CheckpointPolicy | None) -> bool:
+        """Return whether a plan may choose to run a collective again, at the price of its link.
+
+        It may in a checkpoint region, and where a gather reads an input of the graph, which is
+        there in any case: a parameter's shard.
+        """
+        if not self.is_agreed or not is_functional_collective(node) or decided is not None:
+            return False
+        if node.meta.get("recompute") in RECOMPUTED:
+            return True
+        return node.meta.get("recompute") is None and self._gathers_an_input(node)
+
+    def _gathers_an_input(self, node: fx.Node) -> bool:
+        """Return whether a node gathers an input of the graph, or waits for such a gather."""
+        while not is_gather(node.target):
+            if not is_collective(node) or len(node.all_input_nodes) != 1:
+                return False
+            (node,) = node.all_input_nodes
+        (node,) = node.all_input_nodes
+        while node.op != "placeholder":
+            if not is_known_pure(node) or is_random(node) or len(node.all_input_nodes) != 1:
+                return False
+            (node,) = node.all_input_nodes
+        return True
+
     def _waits_for_requested(self, node: fx.Node) -> bool:
         """Return whether a node is the wait for a collective that must be recomputed."""
         return is_collective(node) and any(arg in self.requested for arg in node.all_input_nodes)
@@ -133,16 +180,20 @@ class RecomputeRules:
         """Return whether the checkpoint regions of the model let a value be saved."""
         required = self.placement.required_forward
         tag = node.meta.get("recompute")
-        if tag not in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
+        if tag not in RECOMPUTED:
             # A value that only the backward needs would be saved in place of the region's values.
             return node in required or reads_are_savable
-        region = node.meta.get("ac_graph_id")
-        leaves = any(
-            u in required and u.meta.get("ac_graph_id") != region
-            for u in _readers_through_views(node)
-        )
+        leaves = self._is_left_by(node)
         binds = tag is CheckpointPolicy.MUST_RECOMPUTE or self.bind_preferences
         return leaves or not binds
+
+    def _is_left_by(self, node: fx.Node) -> bool:
+        """Return whether a value leaves its checkpoint region."""
+        region = node.meta.get("ac_graph_id")
+        return node.meta.get("recompute") in RECOMPUTED and any(
+            u in self.placement.required_forward and u.meta.get("ac_graph_id") != region
+            for u in _readers_through_views(node)
+        )
 
 
 def _readers_through_views(node: fx.Node) -> Iterator[fx.Node]:

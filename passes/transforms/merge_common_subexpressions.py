@@ -1,8 +1,8 @@
 """Merge common subexpressions: classic local value numbering on the joint graph.
 
-Two calls of one pure op on the same arguments are one value. Random, mutating and effectful ops,
-outputs, reads of storages that are written later, and ops of different checkpoint regions, budget
-regions or names stay apart.
+Two calls of one pure op on the same arguments are one value, and so are two equal collectives, as
+all ranks merge them alike. Random, mutating and effectful ops, outputs, reads of storages that are
+written later, and ops of different checkpoint regions, budget regions or names stay apart.
 
 Expects a joint graph. Leaves a joint graph that computes the same outputs and draws the same random
 numbers in the same order.
@@ -15,7 +15,14 @@ from typing import Any
 from torch import Tensor, fx, strided
 from torch.utils import _pytree as pytree
 
-from fxckpt.ops.properties import has_hidden_effect, is_known_pure, is_mutating, is_random, tensors
+from fxckpt.ops.properties import (
+    has_hidden_effect,
+    is_functional_collective,
+    is_known_pure,
+    is_mutating,
+    is_random,
+    tensors,
+)
 from fxckpt.passes.analysis.placement import graph_outputs
 from fxckpt.passes.meta import NAME
 from fxckpt.passes.transforms.storage_copies import share_storages
@@ -74,7 +81,7 @@ def _can_merge(node: fx.Node, apart: set[int]) -> bool:
     """Return whether a node is a pure op that neither reads nor fills a storage of ``apart``."""
     if (
         node.op != "call_function"
-        or not is_known_pure(node)
+        or not (is_known_pure(node) or is_functional_collective(node))
         or is_random(node)
         or is_mutating(node)
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -540,3 +541,32 @@ def test_a_flop_counter_teaches_nothing() -> None:
     measured(model)
     after = backend.report().step
     assert before is not None and after is not None and before.rows == after.rows
+
+
+class Expanded(nn.Module):
+    """Code that allocates before the first compiled block, and holds it through the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Stack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.stack([x, x, x, x]).exp()
+        return self.blocks(wide.mean(0) * wide.amax(0))
+
+
+def test_code_before_the_first_graph_counts() -> None:
+    """From the second step on, what the outermost module allocates first is the step's."""
+    model, limit = Expanded(), 2_000_000
+    x = X.clone().requires_grad_()
+    backend = fxckpt.compile_blocks(model.blocks.blocks, limit, inner="aot_eager")
+    peaks = []
+    for _ in range(4):
+        clear(model)
+        x.grad = None
+        peaks.append(fxckpt.measure_peak(step_of(model, x)))
+    report = backend.report().step
+    assert report is not None
+    assert abs(report.measured_peak_bytes - peaks[-1]) <= 4096
+    assert max(peaks[2:]) <= limit
+    assert pickle.loads(pickle.dumps(model)) is not model

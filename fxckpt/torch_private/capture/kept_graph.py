@@ -95,22 +95,57 @@ def is_in_a_forward() -> bool:
 
     Then it is one part of a model, and others are likely to run in the same step.
     """
-    from torch.nn.modules import module
-
-    calls = {module.Module._call_impl.__code__, module.Module._wrapped_call_impl.__code__}
-    inside = str(Path(torch.__file__).parent / "_dynamo")
+    # A call of a module with hooks has one more function of torch's in between.
+    calling, inside = torch.nn.modules.module.__file__, str(Path(torch.__file__).parent / "_dynamo")
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        back = frame.f_back
+        back, file = frame.f_back, frame.f_code.co_filename
         if (
             back is not None
-            and back.f_code in calls
-            and frame.f_code not in calls
-            and not frame.f_code.co_filename.startswith(inside)
+            and back.f_code.co_filename == calling
+            and file != calling
+            and not file.startswith(inside)
         ):
             return True
         frame = back
     return False
+
+
+def outermost_module() -> torch.nn.Module | None:
+    """Return the module whose call in Python the running code is in; None if Dynamo compiles it.
+
+    It is the outermost of those called one in another.
+    """
+    from torch.nn.modules import module
+
+    call = module.Module._wrapped_call_impl.__code__
+    found: torch.nn.Module | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is call:
+            found = frame.f_locals["self"]
+        frame = frame.f_back
+    return None if found is None or found._compiled_call_impl is not None else found
+
+
+class _Entering:
+    """Hook of a module that calls a method while its object lives; copies of it do nothing."""
+
+    def __init__(self, method: Callable[[], None] | None = None) -> None:
+        self.method = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        method = None if self.method is None else self.method()
+        if method is not None and not torch.compiler.is_compiling():
+            method()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Entering, ())
+
+
+def before_forward(module: torch.nn.Module, method: Callable[[], None]) -> None:
+    """Call a method before all else of each forward of a module, while its object lives."""
+    module.register_forward_pre_hook(_Entering(method), prepend=True)
 
 
 def after_optimizers(method: Callable[[], None]) -> None:

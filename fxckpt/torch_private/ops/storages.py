@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.utils.checkpoint
 from torch._prims_common import compute_required_storage_length
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 
 CUDA_BLOCK_BYTES = 512
 """Granularity in bytes to which the CUDA caching allocator rounds blocks up."""
@@ -102,12 +105,49 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, name)
-            yield inner
-            yield from parts_of(inner)
+            # A part may be no tensor, such as the mesh of a DTensor.
+            if isinstance(inner, torch.Tensor):
+                yield inner
+                yield from parts_of(inner)
     elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         yield tensor.values()
     elif tensor.layout is torch.sparse_coo:
         yield tensor._values()
+
+
+def is_wrapper(tensor: object) -> bool:
+    """Return whether a tensor is of a subclass that is made of other tensors, such as a DTensor."""
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return False
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def holds_wrapper(types: Iterable[type]) -> bool:
+    """Return whether a class is of tensors that are made of other tensors."""
+    return any(map(is_traceable_wrapper_subclass_type, types))
+
+
+def taken_apart(wrapper: Any) -> tuple[dict[str, Any], Any]:
+    """Return the parts of a tensor of tensors by name, and what else it is rebuilt from."""
+    names, context = wrapper.__tensor_flatten__()
+    return {name: getattr(wrapper, name) for name in names}, (
+        type(wrapper),
+        context,
+        wrapper.size(),
+        wrapper.stride(),
+    )
+
+
+def put_together(parts: Mapping[str, Any], rest: Any) -> torch.Tensor:
+    """Return the tensor of tensors that :func:`taken_apart` took apart."""
+    kind, context, size, stride = rest
+    return kind.__tensor_unflatten__(parts, context, size, stride)  # type: ignore[no-any-return]
+
+
+def is_faking() -> bool:
+    """Return whether ops make fake tensors here."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def share_version(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,3 +76,20 @@ def test_edited_schedule_is_refused() -> None:
     edited = dataclasses.replace(plan, schedule=(Recompute("tan", before="mul"),))
     with pytest.raises(InvalidPlan, match="recomputes 'tan' before 'mul'"):
         refuse_unknown_ops(edited, facts)
+
+
+def test_numbers_of_a_rank_are_no_part() -> None:
+    """Offsets and group names are left out of a graph that communicates, and of no other."""
+
+    def lines(offset: int, group: str, *, communicates: bool = True) -> tuple[str, ...]:
+        def step(primals: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
+            y = primals - offset
+            if communicates:
+                functional = torch.ops._c10d_functional
+                y = functional.wait_tensor(functional.all_reduce(y, "sum", group))
+            return y, tangents * y
+
+        return fingerprint(traced(step, torch.ones(4), torch.ones(4)).graph)
+
+    assert lines(0, "1") == lines(64, "2")
+    assert lines(0, "", communicates=False) != lines(64, "", communicates=False)

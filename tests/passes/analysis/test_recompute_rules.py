@@ -103,3 +103,42 @@ def test_preference_settles_ties() -> None:
     ):
         found = rules(graph, lambda node, answer=answer: answer)
         assert found.time_factor(nodes["sin"]) == 1 + sign * PREFERENCE
+
+
+def communicating(primals: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
+    functional = torch.ops._c10d_functional
+    shard = functional.wait_tensor(functional.all_gather_into_tensor(primals.half(), 2, "0"))
+    hidden = shard.float().sin()
+    reduced = functional.wait_tensor(functional.all_reduce(hidden, "sum", "0"))
+    return reduced.exp(), tangents * shard.sum() * reduced.sum()
+
+
+def test_gathers_of_inputs_are_chosen_together() -> None:
+    """Ranks with one plan may gather an input again, and wait for it; an activation's is once."""
+    graph = traced(communicating, torch.ones(4), torch.ones(8)).graph
+    gather, wait, reduce, wait_1 = (n for n in graph.nodes if "c10d" in str(n.target))
+    placement = JointPlacement.of(graph, 1)
+    once, open_ = (Reason.COLLECTIVE, True), (None, True)
+    for is_agreed, expected in ((False, once), (True, open_)):
+        asked = RecomputeRules(graph, placement, None, bind_preferences=False, is_agreed=is_agreed)
+        for node, answer in ((gather, expected), (wait, expected), (reduce, once), (wait_1, once)):
+            assert asked.rule_for(node, reads_are_savable=True) == answer, node
+
+
+@pytest.mark.parametrize(
+    "tag", [CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE]
+)
+def test_regions_bind_collectives(tag: CheckpointPolicy) -> None:
+    """In a region of the model a collective runs again, with its wait, unless ranks may choose."""
+    graph = traced(communicating, torch.ones(4), torch.ones(8)).graph
+    placement = JointPlacement.of(graph, 1)
+    nodes = [n for n in graph.nodes if "c10d" in str(n.target)]
+    for node in graph.nodes:
+        node.meta["recompute"], node.meta["ac_graph_id"] = tag, 1
+    alone = RecomputeRules(graph, placement, None, bind_preferences=False)
+    assert [alone.rule_for(n, reads_are_savable=True) for n in nodes] == [(None, False)] * 4
+    together = RecomputeRules(graph, placement, None, bind_preferences=False, is_agreed=True)
+    is_open = tag is CheckpointPolicy.PREFER_RECOMPUTE
+    assert [together.rule_for(n, reads_are_savable=True) for n in nodes] == [(None, is_open)] * 4
+    saved = rules(graph, lambda node: CheckpointPolicy.MUST_SAVE)
+    assert saved.rule_for(nodes[0], reads_are_savable=True)[0] is Reason.COLLECTIVE

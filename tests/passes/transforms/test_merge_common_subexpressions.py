@@ -111,3 +111,19 @@ def test_outputs_stay_apart() -> None:
     assert torch.equal(b, x.sin())
     loss.backward()
     assert torch.equal(x.grad, 2 * x.detach().sin() * x.detach().cos())
+
+
+def test_merges_equal_collectives() -> None:
+    """Two equal gathers are one, with one wait; gathers over other groups stay apart."""
+
+    def f(x: Tensor) -> Tensor:
+        functional = torch.ops._c10d_functional
+        one, two, other = (
+            functional.wait_tensor(functional.all_gather_into_tensor(x, 2, group))
+            for group in ("0", "0", "1")
+        )
+        return one.sin() + two.cos() + other
+
+    names = calls(f, torch.ones(4))
+    assert sum("all_gather" in name for name in names) == 2
+    assert sum("wait_tensor" in name for name in names) == 2

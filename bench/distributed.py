@@ -1,0 +1,402 @@
+"""Steps of two ranks: peak of each within the budget, gradients bitwise, collectives counted.
+
+python bench/distributed.py [NAME ...]
+
+Every row runs in two processes of its own, joined by gloo on 127.0.0.1. The run that it is compared
+with is the same parallel step without fxckpt, in the same processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from fnmatch import fnmatch
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import fxckpt
+
+RANKS, SECONDS = 2, 240
+BLOCKS, WIDTH, HEADS, WORDS, BATCH, LENGTH = 4, 128, 4, 512, 2, 256
+STEPS = 4
+
+Outer = Callable[..., Any]
+
+
+class Attention(nn.Module):
+    """Causal attention of as many heads as the projections have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("wq", "wk", "wv", "wo"):
+            setattr(self, name, nn.Linear(WIDTH, WIDTH, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (
+            each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for each in (self.wq(x), self.wk(x), self.wv(x))
+        )
+        out = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Gated linear unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.w2 = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+        self.w3 = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """Layer of a Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention, self.mlp = Attention(), FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Llama(nn.Module):
+    """Small Llama without rotary embeddings; ``around`` calls each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.around: Callable[..., Any] | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x) if self.around is None else self.around(block, x)
+        return self.head(self.norm(x))
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one model is parallelized, and what a step of it is."""
+
+    wrap: Callable[[Llama, DeviceMesh], nn.Module]
+    """Parallelizes the model in place, or wraps it."""
+    by_block: bool = False
+    """Whether blocks are compiled one by one, in place of the whole."""
+    batches: int = 1
+    """Micro-batches of a step; gradients are reduced in the last one."""
+    splits: bool = False
+    """Whether Dynamo splits the graph at DDP's buckets."""
+    same_data: bool = False
+    """Whether all ranks have the same tokens."""
+    loss_parallel: bool = False
+
+
+def ddp(model: Llama, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    return DistributedDataParallel(model, bucket_cap_mb=1, **options)
+
+
+def fsdp(model: Llama, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def tp(model: Llama, mesh: DeviceMesh, *, sequence: bool = False, vocab: bool = False) -> nn.Module:
+    """Shard a model over its heads; with ``sequence``, activations between the blocks too."""
+    replicated = Replicate()
+    inner, outer = (Shard(1), Shard(1)) if sequence else (replicated, replicated)
+    plan: dict[str, Any] = {
+        "words": RowwiseParallel(input_layouts=replicated, output_layouts=inner),
+        "head": ColwiseParallel(
+            input_layouts=outer,
+            output_layouts=Shard(-1) if vocab else replicated,
+            use_local_output=not vocab,
+        ),
+    }
+    if sequence:
+        plan["norm"] = SequenceParallel()
+    parallelize_module(model, mesh, plan)
+    for block in model.blocks:
+        plan = {
+            "attention.wo": RowwiseParallel(output_layouts=inner),
+            "mlp.w2": RowwiseParallel(output_layouts=inner),
+        } | {
+            name: ColwiseParallel()
+            for name in ("attention.wq", "attention.wk", "attention.wv", "mlp.w1", "mlp.w3")
+        }
+        if sequence:
+            gather = PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(replicated,)
+            )
+            plan |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
+            plan |= {"attention": gather, "mlp": gather}
+        parallelize_module(block, mesh, plan)
+        return model
+
+
+WAYS: dict[str, Way] = {
+    "ddp": Way(ddp),
+    "ddp-split": Way(ddp, splits=True),
+    "ddp-static": Way(functools.partial(ddp, static_graph=True)),
+    "ddp-views": Way(functools.partial(ddp, gradient_as_bucket_view=True)),
+    "ddp-no-sync": Way(ddp, batches=2),
+    "ddp-split-no-sync": Way(ddp, splits=True, batches=2),
+    "fsdp-blocks": Way(fsdp, by_block=True),
+    "fsdp-whole": Way(fsdp),
+    "fsdp-whole-keep": Way(functools.partial(fsdp, reshard_after_forward=False)),
+    "fsdp-blocks-keep": Way(functools.partial(fsdp, reshard_after_forward=False), by_block=True),
+    "fsdp-blocks-bf16": Way(
+        functools.partial(fsdp, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+        by_block=True,
+    ),
+    "fsdp-blocks-no-sync": Way(fsdp, by_block=True, batches=2),
+    "tp": Way(tp, same_data=True),
+    "tp-blocks": Way(tp, by_block=True, same_data=True),
+    "tp-loss": Way(functools.partial(tp, vocab=True), same_data=True, loss_parallel=True),
+    "sp": Way(functools.partial(tp, sequence=True), same_data=True),
+    "sp-blocks": Way(functools.partial(tp, sequence=True), by_block=True, same_data=True),
+    "sp-loss": Way(
+        functools.partial(tp, sequence=True, vocab=True), same_data=True, loss_parallel=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Measures of one way to run a step, on one rank."""
+
+    peak_bytes: int
+    first_bytes: int
+    collectives: int
+    gradients: tuple[Tensor, ...]
+    loss: float
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def made(way: Way, mesh: DeviceMesh) -> tuple[Llama, nn.Module]:
+    """Return the same model each time, and the parallel module that is called."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    torch._dynamo.config.optimize_ddp = way.splits
+    model = Llama()
+    return model, way.wrap(model, mesh)
+
+
+def run(way: Way, mesh: DeviceMesh, model: Llama, outer: nn.Module, call: Outer) -> Run:
+    """Return what the steps of a model measure."""
+    torch.manual_seed(1 if way.same_data else 1 + dist.get_rank())
+    tokens = torch.randint(0, WORDS, (way.batches, BATCH, LENGTH))
+    labels = torch.randint(0, WORDS, (way.batches, BATCH, LENGTH))
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        losses.clear()
+        for i in range(way.batches):
+            is_last = i == way.batches - 1
+            if isinstance(outer, FSDPModule):
+                outer.set_requires_gradient_sync(is_last)
+            elif isinstance(outer, DistributedDataParallel):
+                outer.require_backward_grad_sync = is_last
+            logits = call(tokens[i])
+            with loss_parallel() if way.loss_parallel else warnings.catch_warnings():
+                loss = F.cross_entropy(logits.flatten(0, 1), labels[i].flatten())
+                loss.backward()
+            losses.append(local(loss.detach()))
+
+    peaks = []
+    for _ in range(STEPS):
+        model.zero_grad(set_to_none=True)
+        peaks.append(fxckpt.measure_peak(step))
+    model.zero_grad(set_to_none=True)
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        step()
+    counts = Counter(event.name for event in recorded.events() if event.name.startswith("c10d::"))
+    if os.environ.get("SHOW"):
+        print(dict(counts), [f"{p / 2**20:.2f}" for p in peaks])
+    gradients = tuple(local(p.grad).clone() for p in model.parameters())
+    return Run(peaks[-1], max(peaks), sum(counts.values()), gradients, float(sum(losses)))
+
+
+def plain(way: Way, mesh: DeviceMesh) -> Run:
+    """Return the step without a checkpoint."""
+    model, outer = made(way, mesh)
+    return run(way, mesh, model, outer, outer)
+
+
+def checkpointed(way: Way, mesh: DeviceMesh, checkpoint: Callable[..., Any]) -> Run:
+    """Return the eager step with a region for each block."""
+    model, outer = made(way, mesh)
+    model.around = checkpoint
+    return run(way, mesh, model, outer, outer)
+
+
+def compiled(way: Way, mesh: DeviceMesh, backend: Any) -> Run:
+    """Return the compiled step."""
+    model, outer = made(way, mesh)
+    if not way.by_block:
+        return run(way, mesh, model, outer, torch.compile(outer, backend=backend))
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return run(way, mesh, model, outer, outer)
+
+
+def alike(one: Run, other: Run) -> str:
+    pairs = list(zip(one.gradients, other.gradients, strict=True))
+    if all(torch.equal(a, b) for a, b in pairs):
+        return "equal"
+    worst = max(float((a - b).abs().max() / b.abs().max().clamp(1e-9)) for a, b in pairs)
+    return f"{worst:.0e}"
+
+
+def rows(name: str, share: float, path: str) -> None:
+    """Leave the rows of one way on this rank in a file."""
+    way, mesh = WAYS[name], init_device_mesh("cpu", (RANKS,))
+    base = plain(way, mesh)
+    limit = int(share * base.peak_bytes)
+    region = functools.partial(torch_checkpoint, use_reentrant=False)
+    found: list[list[Any]] = []
+
+    def row(
+        label: str, make: Callable[[], Run], against: Run, budget: int | None = None
+    ) -> Run | None:
+        begin = time.perf_counter()
+        try:
+            got = make()
+        except Exception as error:
+            if os.environ.get("SHOW"):
+                traceback.print_exc()
+            text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:90]}"
+            found.append([name, label, budget, None, None, None, text, ""])
+            torch.save(found, path)
+            return None
+        found.append(
+            [
+                *(name, label, budget, got.first_bytes, got.peak_bytes, got.collectives),
+                alike(got, against),
+                f"{time.perf_counter() - begin:.0f} s",
+            ]
+        )
+        torch.save(found, path)
+        return got
+
+    found.append(
+        [name, "eager", None, base.first_bytes, base.peak_bytes, base.collectives, "equal", ""]
+    )
+    row("torch.utils.checkpoint", lambda: checkpointed(way, mesh, region), base)
+    if not os.environ.get("COMPILED"):
+        row("fxckpt.checkpoint", lambda: checkpointed(way, mesh, fxckpt.checkpoint), base)
+    plainly = row(
+        "aot_eager, saves all",
+        lambda: compiled(way, mesh, "aot_eager_default_partitioner"),
+        base,
+    )
+    backend = fxckpt.Backend(limit, inner="aot_eager")
+    row(f"fxckpt {share}", lambda: compiled(way, mesh, backend), plainly or base, limit)
+    if os.environ.get("SHOW") and dist.get_rank() == 0:
+        print(backend.report())
+
+
+def rank(number: int, names: tuple[str, ...], share: float, folder: str) -> None:
+    """Run one way as a rank; leave its rows in ``folder``."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=number,
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    rows(*names, share, f"{folder}/{number}.pt")
+    dist.destroy_process_group()
+
+
+def main(patterns: list[str]) -> None:
+    """Print a table of the ways whose names match."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    share = float(os.environ.get("SHARE", "0.6"))
+    table: list[list[Any]] = []
+    for name in WAYS:
+        if patterns and not any(fnmatch(name, pattern) for pattern in patterns):
+            continue
+        with TemporaryDirectory() as folder:
+            ranks = mp.spawn(rank, args=((name,), share, folder), nprocs=RANKS, join=False)
+            deadline = time.monotonic() + SECONDS
+            error = "hangs"
+            try:
+                while time.monotonic() < deadline:
+                    if ranks.join(timeout=1):
+                        error = ""
+                        break
+            except Exception as failed:
+                error = str(failed).strip().splitlines()[-1]
+            for process in ranks.processes:
+                process.kill()
+            if error:
+                table.append([name, error])
+                print(name, error, flush=True)
+            each = [torch.load(Path(folder) / f"{i}.pt") for i in range(RANKS)]
+        for first, *others in zip(*each, strict=False):
+            for i in (3, 4):
+                if first[i] is not None and all(o[i] is not None for o in others):
+                    first[i] = max(first[i], *(o[i] for o in others))
+            if any(o[6] != first[6] for o in others):
+                first[6] = " / ".join([first[6], *(o[6] for o in others)])
+            for i in (2, 3, 4):
+                first[i] = f"{first[i] / 2**20:.2f}" if first[i] else ""
+            table.append(first)
+            print("\t".join(map(str, first)), flush=True)
+    print(
+        tabulate(
+            table,
+            ["way", "run", "budget MiB", "worst MiB", "step MiB", "collectives", "gradients"],
+            tablefmt="github",
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

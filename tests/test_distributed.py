@@ -1,0 +1,125 @@
+"""Training of two ranks, which plan as one."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fxckpt
+from fxckpt.costs.models import FlopCost
+from tests.ranks import on_ranks
+
+WIDTH = 64
+
+
+class RankCost:
+    """FLOPs, except that pointwise ops take time on the second rank."""
+
+    name = "costs of a rank"
+
+    def flops(self, node: Any) -> int:
+        return FlopCost().flops(node)
+
+    def seconds(self, node: Any) -> float:
+        return FlopCost().seconds(node) + 1e-6 * dist.get_rank()
+
+
+class Network(nn.Module):
+    """Linear layers, each with two activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x)).tanh()
+        return x
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    return Network()
+
+
+def batch(size: int) -> Tensor:
+    torch.manual_seed(dist.get_rank())
+    return torch.randn(size, WIDTH)
+
+
+def gradients(module: nn.Module, sizes: list[int], **options: Any) -> list[Tensor]:
+    """Return the gradients of the last step of DDP."""
+    model = DistributedDataParallel(module)
+    call = torch.compile(model, backend=fxckpt.Backend(**options)) if options else model
+    for size in sizes:
+        module.zero_grad()
+        call(batch(size)).square().mean().backward()
+    return [p.grad.clone() for p in module.parameters()]
+
+
+def plan_as_one() -> dict[str, Any]:
+    """Run steps whose sizes, costs and budgets differ between the ranks."""
+    torch._dynamo.config.optimize_ddp = False
+    rank, found = dist.get_rank(), {}
+    for group in (None, "world"):
+        model = DistributedDataParallel(made())
+        backend = fxckpt.Backend(
+            "520KB", cost=RankCost(), inner="aot_eager", group=group, scope="graph"
+        )
+        compiled = torch.compile(model, backend=backend)
+        compiled(batch(256 + 64 * rank)).square().mean().backward()
+        (plan,) = backend.plans
+        found[f"plan {group}"] = plan.saved, str(plan.schedule), plan.peak_bytes
+    sizes = [256, 256, 256, 256 - 64 * rank]
+    options = {"budget": "520KB", "inner": "aot_eager", "group": dist.group.WORLD}
+    wanted, got = gradients(made(), sizes), gradients(made(), sizes, **options)
+    found["bitwise"] = all(map(torch.equal, wanted, got))
+    # The second rank's batch is too large; the first one's is not.
+    model, size = DistributedDataParallel(made()), 64 + 512 * rank
+    backend = fxckpt.Backend("400KB", inner="aot_eager", group="world", scope="graph")
+    compiled = torch.compile(model, backend=backend)
+    try:
+        compiled(batch(size)).square().mean().backward()
+    except Exception as error:
+        found["infeasible"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_ranks_plan_as_one() -> None:
+    """Ranks of a group have one plan whatever differs, and raise together; others differ."""
+    first, second = on_ranks(plan_as_one)
+    assert first["plan world"] == second["plan world"]
+    assert first["plan None"] != second["plan None"]
+    assert first["bitwise"] and second["bitwise"]
+    assert "rank 1: budget='400KB'" in first["infeasible"]
+    assert first["infeasible"] == second["infeasible"]
+
+
+def run_script(name: str) -> str:
+    """Run a script of the documentation as a rank that has joined; it checks itself."""
+    folder = Path(__file__).parent.parent / "docs" / "distributed"
+    sys.path.insert(0, str(folder))
+    runpy.run_path(str(folder / name))
+    return "done"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp.py",
+        pytest.param("fsdp.py", marks=pytest.mark.sweep),
+        pytest.param("tp_sp.py", marks=pytest.mark.sweep),
+    ],
+)
+def test_scripts_run_on_two_ranks(name: str) -> None:
+    """Losses are those without fxckpt, and peaks are within the budget."""
+    assert on_ranks(run_script, name) == ["done", "done"]
