@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils.benchmark.utils.timer import timer
 
 from fxckpt.budgets import free_bytes
 from fxckpt.costs.devices import Device
@@ -115,14 +115,14 @@ class _Clock:
     def __call__(self, call: Callable[[], object], runs: int = 1) -> float:
         """Return the least seconds of ``runs`` calls in a row, divided by ``runs``."""
         call()
-        least, end = math.inf, timer() + self.seconds
-        while least == math.inf or timer() < end:
+        least, end = math.inf, perf_counter() + self.seconds
+        while least == math.inf or perf_counter() < end:
             self.wait()
-            begin = timer()
+            begin = perf_counter()
             for _ in range(runs):
                 call()
             self.wait()
-            least = min(least, timer() - begin)
+            least = min(least, perf_counter() - begin)
         return max(least / runs, 1e-9)
 
     def wait(self) -> None:

@@ -32,7 +32,7 @@ def test_figures_are_kept(records: Records) -> None:
 def test_rates_are_flops_over_seconds(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that ticks once a reading, each rate is the work of one call."""
     ticks = iter(range(10**6))
-    monkeypatch.setattr(calibration, "timer", lambda: float(next(ticks)))
+    monkeypatch.setattr(calibration, "perf_counter", lambda: float(next(ticks)))
     found = calibration.calibrate(CPU, records, calibration.SMALL)
     assert found.bf16 == found.fp32 == found.tf32 == 2 * 64**3
     assert found.bytes_per_second == 2 * 2**16
