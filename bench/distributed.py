@@ -390,7 +390,16 @@ def main(patterns: list[str]) -> None:
     print(
         tabulate(
             table,
-            ["way", "run", "budget MiB", "worst MiB", "step MiB", "collectives", "gradients"],
+            [
+                "way",
+                "run",
+                "budget MiB",
+                "worst MiB",
+                "step MiB",
+                "collectives",
+                "gradients",
+                "took",
+            ],
             tablefmt="github",
         )
     )
