@@ -160,6 +160,8 @@ class PriceSearch:
     offload_shares: tuple[float, ...] = (0.1, 0.25, 0.45, 0.7)
     """Peaks at which schedules are searched that send values away to fit a budget, as shares of
     the way from the budget to the uncheckpointed peak."""
+    offload_depths: tuple[float, ...] = (0.85, 0.7)
+    """Shares of the budget that values are sent away to fit, before recomputes are removed."""
     offload_rounds: int = 2
     """Number of times that peaks near that of the best such schedule are searched."""
     bisections: int = 10
@@ -353,7 +355,10 @@ class Search:
                 peaks.append((peak + other) // 2)
                 self._search_at(peaks[-1])
             self._send_all(limit)
-            for sent in sorted(self.sending, key=lambda c: c.rank)[: self.options.refined_along]:
+            # Schedules that fit less leave room for values that are recomputed.
+            for share in self.options.offload_depths:
+                self._send_all(round(share * limit))
+            for sent in sorted(self.sending, key=lambda c: c.rank)[: self.options.refined]:
                 self._retain_beside(sent, limit)
 
     def _search_at(self, limit: int) -> None:
