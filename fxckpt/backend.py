@@ -305,7 +305,8 @@ class Backend:
 
     def _tell_of_divergence(self) -> None:
         """Warn once where the next rank has another plan of a graph, and neither was asked to."""
-        if self._neighbour is None:
+        # The store goes with the process group.
+        if self._neighbour is None or not torch.distributed.is_initialized():
             return
         self._hashes += map(_hashes_of, self.plans[len(self._hashes) :])
         if (found := self._neighbour.differing(self._hashes)) is not None:

@@ -240,7 +240,8 @@ class Neighbour:
         """Return the next rank of the default group, or None if there is none."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return None
-        return cls(default_store(), dist.get_rank(), dist.get_world_size(), name)
+        store = default_store()  # MPI has none.
+        return None if store is None else cls(store, dist.get_rank(), dist.get_world_size(), name)
 
     def differing(self, plans: Sequence[tuple[str, str]]) -> tuple[int, int] | None:
         """Return the index of a plan that is another there, and that rank; None if there is none.
