@@ -197,6 +197,8 @@ class Backend:
             self.partitioner.expect_replays()
         self.inner = inner
         """The compiler of the halves."""
+        if inner == "aot_eager":
+            self.partitioner.expect_ops()
         self._breaks: list[Break] = []
         is_of_step = scope == "step" and budgets.is_in_bytes(budget)
         named = {"budget": budget, "policy": policy, "inner": inner, "in_flight": in_flight}

@@ -141,6 +141,8 @@ class Partitioner(CustomPartitionerFn):
             cost,
             exact=verify == "exact",
             offload=tier_of(offload, budgets.within(budget, max_slowdown)),
+            # The compilers of a partition_fn may take graphs that write nothing for granted.
+            in_place=False,
         )
         self.options = (budget, policy, cost, verify, max_slowdown, offload)
         self._is_of_step, self._is_inductors = False, False
@@ -165,6 +167,10 @@ class Partitioner(CustomPartitionerFn):
         """Allow that what the policy names is missing in a graph: it may be in another one."""
         if self.planner.policy is not None:
             self.planner = replace(self.planner, policy=self.planner.policy.lenient())
+
+    def expect_ops(self) -> None:
+        """Let ops write into operands that die, as the halves are run op by op."""
+        self.planner = replace(self.planner, in_place=True)
 
     def expect_replays(self) -> None:
         """Price ops for CUDA graphs, which replay kernels without launching them."""

@@ -84,6 +84,7 @@ def test_partition_fn_plans_as_the_backend() -> None:
     """The two make one plan of one joint graph: there is one mechanism."""
     model, x = Net(), torch.randn(512, 64)
     backend, partitioner = fxckpt.Backend(budget=0.8, inner="aot_eager"), fxckpt.Partitioner(0.8)
+    partitioner.expect_ops()  # The backend knows that its halves are run op by op.
     gradients(torch.compile(model, backend=backend), model, x)
     torch._dynamo.reset()
     gradients(FACES["aot_autograd"](model, partitioner), model, x)

@@ -90,6 +90,21 @@ def is_mutating(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
+def written_argument(node: fx.Node) -> fx.Node | None:
+    """Return the argument that an op writes and returns as its one result, or None."""
+    if not is_mutating(node):
+        return None
+    schema = node.target._schema  # type: ignore[union-attr]
+    info = schema.returns[0].alias_info if len(schema.returns) == 1 else None
+    if info is None or not info.is_write:
+        return None
+    for declared in schema.arguments:
+        if declared.alias_info is not None and declared.alias_info.before_set == info.before_set:
+            found = argument(node, declared.name)
+            return found if isinstance(found, fx.Node) else None
+    return None
+
+
 COMMUNICATING = frozenset(("_c10d_functional", "c10d", "c10d_functional"))
 """Namespaces of ops that communicate with other ranks."""
 

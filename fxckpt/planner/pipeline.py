@@ -29,6 +29,7 @@ from fxckpt.passes.inductor.preserve_strides import preserve_strides
 from fxckpt.passes.inductor.save_views import save_views
 from fxckpt.passes.inductor.sink_reshapes import sink_reshapes
 from fxckpt.passes.transforms.bind_sizes import bind_sizes
+from fxckpt.passes.transforms.in_place import write_in_place
 from fxckpt.passes.transforms.merge_common_subexpressions import merge_common_subexpressions
 from fxckpt.passes.transforms.move import move
 from fxckpt.passes.transforms.partition import partition
@@ -202,6 +203,20 @@ class OnHalves:
         return state
 
 
+@dataclass(frozen=True)
+class WriteInPlace:
+    """Writes results into operands that die, where the facts allow it."""
+
+    name: str = "write_in_place"
+
+    def __call__(self, state: Emission, /) -> Emission:
+        """Rewrite the halves in place."""
+        for half in (state.forward, state.backward):
+            write_in_place(half.graph, state.facts.in_place)
+            half.recompile()
+        return state
+
+
 def _always(state: Emission) -> bool:
     return True
 
@@ -265,6 +280,7 @@ EMIT: tuple[Pass[Emission], ...] = (
     Partition(),
     OnHalves(raise_getitems),
     OnHalves(bind_sizes),
+    WriteInPlace(),
 )
 """From the planned joint graph to the two halves."""
 

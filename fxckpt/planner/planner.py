@@ -77,6 +77,8 @@ class Planner:
     """Whether recomputed values are compared with checksums of the forward's."""
     offload: Tier | None = None
     """Where saved values may be sent; None keeps them on the device."""
+    in_place: bool = True
+    """Whether the halves are run op by op, so that ops may write into operands that die."""
     search: PriceSearch = field(default_factory=PriceSearch)
     level: LevelChooser | None = None
     """Chooses the schedule in place of the search, where a budget is of a step of many graphs."""
@@ -103,6 +105,7 @@ class Planner:
                     num_fwd_outputs=joint.num_fwd_outputs,
                     cost=checked(FlopCost()),
                     never_stored=fused,
+                    in_place=self._writes_in_place,
                 )
                 refuse_unknown_ops(plan, facts)
                 log_known(plan)
@@ -135,6 +138,11 @@ class Planner:
         plan = replace(described, graph=lines)
         log_plan(plan, time.perf_counter() - begin)
         return facts, plan
+
+    @property
+    def _writes_in_place(self) -> bool:
+        """Whether emitted graphs write in place; autograd runs ops of its own."""
+        return self.in_place and not self.is_eager
 
     def regions(self, graph: fx.Graph) -> tuple[BudgetRegion, ...]:
         """Return the parts of a joint graph with a budget of their own.
@@ -286,6 +294,7 @@ class Planner:
             bind_preferences=bind_preferences,
             never_stored=never_stored,
             is_agreed=self.is_agreed,
+            in_place=self._writes_in_place,
         )
         if self.is_eager:
             facts = replace(facts, program=held_by_nodes(facts))

@@ -53,6 +53,7 @@ class RecordingPartitioner(Partitioner):
     def __init__(self, options: Partitioner, known: Sequence[Plan]) -> None:
         given: dict[str, Any] = dict(zip(PLANNING_OPTIONS, options.options, strict=True))
         super().__init__(**given)
+        self.planner = replace(self.planner, in_place=options.planner.in_place)
         if not self.planner.is_fixed:
             self.planner = replace(self.planner, known=tuple(known))
         self.made: list[Halves] = []

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from fxckpt.solver.program import Op, Program
 from fxckpt.solver.schedule import Schedule, forward_ops
+from fxckpt.solver.simulate import simulate
 from fxckpt.utils.intervals import live_bytes
 
 NO_STORAGE = -1
@@ -72,6 +73,7 @@ def live_intervals(program: Program, schedule: Schedule) -> list[LiveInterval]:
     They add up to the profile of :func:`~fxckpt.solver.simulate.simulate`.
     """
     order = op_runs(program, schedule)
+    simulation = simulate(program, schedule)
     saved = set(schedule.saved)
     backward_at = sum(moment.is_forward for moment in order)
     last = len(order) - 1
@@ -89,6 +91,9 @@ def live_intervals(program: Program, schedule: Schedule) -> list[LiveInterval]:
         written = list(op.writes)
         if is_forward and op.rng_state in saved:
             written.append(op.rng_state)
+        if (taken := int(simulation.taken[at])) >= 0:
+            # Its bytes count as the result's from here on.
+            closed.append(open_.pop(taken)._replace(last=at - 1))
         for s in written:
             if s in open_:
                 closed.append(open_[s])

@@ -85,6 +85,12 @@ class Op:
     """Storage of the generator state that a recompute reads."""
     workspace_bytes: int = 0
     """Bytes that the kernel allocates and frees before it returns."""
+    takes: tuple[int, ...] = ()
+    """Storages read whose memory the op may write its one result into, if it is their last access.
+
+    Each has the bytes of the result. A version that the forward saved, that the user holds or that
+    came in as a gradient is never taken.
+    """
 
     @cached_property
     def needs(self) -> tuple[int, ...]:
@@ -193,6 +199,14 @@ class Program:
         )
 
     @cached_property
+    def forward_takes(self) -> tuple[bool, ...]:
+        """Whether each op, of the forward and then of the backward, may take a forward value."""
+        return tuple(
+            any(self.storages[s].producer != IN_BACKWARD for s in op.takes)
+            for op in (*self.ops, *self.backward)
+        )
+
+    @cached_property
     def always_forward(self) -> dict[int, None]:
         """Ops that the forward runs under any plan, in order."""
         return dict.fromkeys(i for i, op in enumerate(self.ops) if op.side is Side.FORWARD)
@@ -251,6 +265,8 @@ class Tables:
     """Storages that a recompute of each forward op reads, the generator state included."""
     writes: Ragged
     """Storages that each op writes."""
+    takes: Ragged
+    """:attr:`Op.takes` of each op."""
     seconds: FloatArray
     """Seconds of each op."""
     flops: IntArray
@@ -291,6 +307,7 @@ class Tables:
             reads=Ragged.of([op.reads for op in both]),
             needs=Ragged.of([op.needs for op in ops]),
             writes=Ragged.of([op.writes for op in both]),
+            takes=Ragged.of([op.takes for op in both]),
             seconds=np.asarray([op.seconds for op in both], dtype=np.float64),
             flops=np.asarray([op.flops for op in both], dtype=np.int64),
             workspace_bytes=np.asarray([op.workspace_bytes for op in both], dtype=np.int64),

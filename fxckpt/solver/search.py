@@ -567,7 +567,7 @@ class Search:
         if self._least_seconds(limit) <= target:
             return
         if self.exact.size <= exact_states:
-            self._evaluate_optimum(self.exact.optimum(limit))
+            self._evaluate_exact(limit)
         elif len(self.program.ops) * len(self.program.backward) <= self.options.exact_size:
             nodes = self.options.exact_nodes
             self._evaluate_optimum(
@@ -576,12 +576,24 @@ class Search:
         else:
             self._restart(limit, target)
 
-    def _evaluate_optimum(self, optimum: Optimum) -> None:
-        """Evaluate the schedule of an exact solver, if it has one."""
+    def _evaluate_exact(self, limit: int) -> None:
+        """Evaluate the schedule of the dynamic program.
+
+        It is solved for a bound first, whose schedule is the best there is if it fits.
+        """
+        if any(self.program.forward_takes):
+            found = self._evaluate_optimum(replace(self.exact, takes_saved=True).optimum(limit))
+            if found is None or found.simulation.peak_bytes <= limit:
+                return
+        self._evaluate_optimum(self.exact.optimum(limit))
+
+    def _evaluate_optimum(self, optimum: Optimum) -> Candidate | None:
+        """Evaluate and return the schedule of an exact solver, if it has one."""
         schedule = optimum.schedule
-        if schedule is not None:
-            # An op on either side takes no extra time if the forward does not depend on it.
-            self.evaluate(with_runs(self.program, schedule.runs, schedule.before))
+        if schedule is None:
+            return None
+        # An op on either side takes no extra time if the forward does not depend on it.
+        return self.evaluate(with_runs(self.program, schedule.runs, schedule.before))
 
     def _restart(self, limit: int, target: float) -> None:
         """Repair with randomized seconds, beyond the reach of single moves.
@@ -777,7 +789,7 @@ class _LimitedSearch(Search):
         if self._least_seconds(limit) <= target:
             return
         if self.exact.size <= options.exact_states_along:
-            self._evaluate_optimum(self.exact.optimum(limit))
+            self._evaluate_exact(limit)
         elif len(self.program.ops) * len(self.program.backward) <= options.exact_size:
             nodes = options.exact_nodes
             self._evaluate_optimum(

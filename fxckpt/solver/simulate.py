@@ -5,6 +5,9 @@ a later reader are free. Forward outputs live to the end, for the user holds the
 gradients live from the start of the backward to their last read; parameters and inputs are not
 counted. A recomputed value is a new version of its storage, live from its recompute to its last
 read.
+
+An op that may take an operand's memory (:attr:`~fxckpt.solver.program.Op.takes`) runs in place
+where that operand dies, and its result needs no bytes of its own beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import numpy as np
 
 from fxckpt.solver.link_use import Movable, stall_seconds
 from fxckpt.solver.positions import backward_order, last_accesses
-from fxckpt.solver.program import BoolArray, IntArray, Program, Tables
+from fxckpt.solver.program import IN_BACKWARD, BoolArray, IntArray, Program, Tables
 from fxckpt.solver.schedule import Schedule, forward_ops
 
 
@@ -31,6 +34,8 @@ class Simulation:
     """
     forward_ops: int
     """Number of leading entries of ``live`` that belong to the forward."""
+    taken: IntArray
+    """Storage whose memory each op writes its result into, or -1."""
     saved_bytes: int
     extra_seconds: float
     """Seconds beyond those of the uncheckpointed step, with the waits for copies."""
@@ -66,9 +71,9 @@ def simulate(program: Program, schedule: Schedule) -> Simulation:
     held[saved] = True
     runs = np.asarray(schedule.runs, dtype=np.int64)
     before = np.asarray(schedule.before, dtype=np.int64)
-    forward, live = _forward_profile(tables, order, held)
+    forward, taken_forward, live = _forward_profile(tables, order, held)
     held[list(program.tangents)] = True
-    backward = _backward_profile(
+    backward, taken_backward = _backward_profile(
         tables, held, runs, before, len(program.backward), live + program.tangent_bytes
     )
     times = np.bincount(np.concatenate((order, runs)), minlength=len(program.ops))
@@ -77,6 +82,7 @@ def simulate(program: Program, schedule: Schedule) -> Simulation:
     found = Simulation(
         np.concatenate((forward, backward)),
         len(forward),
+        np.concatenate((taken_forward, taken_backward)),
         int(tables.bytes[saved].sum()),
         float((repeats[extra] * tables.seconds[extra]).sum()),
         int((repeats[extra] * tables.flops[extra]).sum()),
@@ -105,8 +111,10 @@ def _without_what_is_away(found: Simulation, program: Program, schedule: Schedul
     )
 
 
-def _forward_profile(tables: Tables, order: IntArray, held: BoolArray) -> tuple[IntArray, int]:
-    """Return the live bytes during each op of ``order``, and the live bytes at the end."""
+def _forward_profile(
+    tables: Tables, order: IntArray, held: BoolArray
+) -> tuple[IntArray, IntArray, int]:
+    """Return the live bytes during each op of ``order``, what each takes, and the bytes left."""
     last = last_accesses(tables, order)
     state = tables.rng_state[order]
     saves_state = (state >= 0) & np.append(held, False)[state]
@@ -114,13 +122,28 @@ def _forward_profile(tables: Tables, order: IntArray, held: BoolArray) -> tuple[
     dying = np.flatnonzero((last >= 0) & ~held)
     died = _sum_at(last[dying], tables.bytes[dying], len(order))
     after = np.cumsum(born - died)
-    return after + died + tables.workspace_bytes[order], int(after[-1]) if len(after) else 0
+    wanted, at = tables.takes.rows(order)
+    taken = _taken(wanted, at, (last[wanted] == at) & ~held[wanted], len(order))
+    live = after + died + tables.workspace_bytes[order] - _bytes_taken(tables, taken)
+    return live, taken, int(after[-1]) if len(after) else 0
+
+
+def _taken(wanted: IntArray, at: IntArray, dies: BoolArray, length: int) -> IntArray:
+    """Return the first of the storages wanted at each position that dies there, or -1."""
+    taken = np.full(length, -1)
+    taken[at[dies][::-1]] = wanted[dies][::-1]
+    return taken
+
+
+def _bytes_taken(tables: Tables, taken: IntArray) -> IntArray:
+    """Return the bytes that each op spares."""
+    return np.append(tables.bytes, 0)[taken]
 
 
 def _backward_profile(
     tables: Tables, held: BoolArray, runs: IntArray, before: IntArray, length: int, live: int
-) -> IntArray:
-    """Return the live bytes during each recompute and each backward op, in order."""
+) -> tuple[IntArray, IntArray]:
+    """Return the live bytes during each recompute and backward op, and what each takes."""
     total = len(runs) + length
     op, run_at, _ = backward_order(tables, runs, before, length)
     reads, read_at = tables.reads.rows(op)
@@ -142,6 +165,12 @@ def _backward_profile(
     ends = np.append(begins[1:], True)[: len(storage)]
     dies = np.where(time < 0, -1, time // 2)[ends]
     version = storage[ends]
+    wanted, at = tables.takes.rows(op)
+    own = time[begins] >= 0
+    dying = version[own] * (total + 1) + dies[own]  # ascending
+    key = wanted * (total + 1) + at
+    place = np.minimum(np.searchsorted(dying, key), max(len(dying) - 1, 0))
+    taken = _taken(wanted, at, dying[place] == key if len(dying) else key < 0, total)
     stays = tables.is_output[version] & (time[begins] < 0)
     dies, version = dies[~stays], version[~stays]
     unread = dies < 0
@@ -151,7 +180,8 @@ def _backward_profile(
     workspace = tables.workspace_bytes[op]
     # The recompute of a random op puts the current generator state aside, and restores it after.
     workspace[run_at] += tables.state_bytes[runs]
-    return live + np.cumsum(born - died) + died + workspace
+    profile = live + np.cumsum(born - died) + died + workspace - _bytes_taken(tables, taken)
+    return profile, taken
 
 
 def _sum_at(position: IntArray, nbytes: IntArray, length: int) -> IntArray:
@@ -159,15 +189,40 @@ def _sum_at(position: IntArray, nbytes: IntArray, length: int) -> IntArray:
     return np.bincount(position, weights=nbytes, minlength=length).astype(np.int64)
 
 
-def backward_own_profile(program: Program) -> list[int]:
-    """Return the bytes of gradients that are live during each backward op under any plan."""
-    tables, length = program.tables, len(program.backward)
-    order = len(program.ops) + np.arange(length)
-    last = last_accesses(tables, order)
+def backward_own_profile(program: Program) -> tuple[list[int], list[int]]:
+    """Return the bytes of gradients live before and during each backward op, under any plan.
+
+    A result that is written into a gradient is counted once. One that may be written into a forward
+    value is counted in full: whether it is depends on the plan (:func:`may_take_forward`).
+    """
+    tables = program.tables
+    order, last, wanted, at = _own_accesses(program)
     own = np.unique(
         np.append(tables.writes.rows(order)[0], np.asarray(program.tangents, dtype=np.int64))
     )
-    died = _sum_at(last[own], tables.bytes[own], length)
-    return list(
-        (program.tangent_bytes + np.cumsum(tables.written_bytes[order] - died) + died).tolist()
-    )
+    died = _sum_at(last[own], tables.bytes[own], len(order))
+    written = tables.written_bytes[order]
+    during = program.tangent_bytes + np.cumsum(written - died) + died
+    dies = (last[wanted] == at) & (tables.producer[wanted] == IN_BACKWARD)
+    spared = _bytes_taken(tables, _taken(wanted, at, dies, len(order)))
+    return (during - written).tolist(), (during - spared).tolist()
+
+
+def may_take_forward(program: Program) -> list[int]:
+    """Return the bytes that each backward op spares at most by writing into a forward value.
+
+    They are 0 where it writes into a gradient under any plan.
+    """
+    tables = program.tables
+    order, last, wanted, at = _own_accesses(program)
+    is_own = tables.producer[wanted] == IN_BACKWARD
+    spared = np.zeros(len(order), dtype=np.int64)
+    spared[at[~is_own]] = tables.bytes[wanted[~is_own]]
+    spared[at[is_own & (last[wanted] == at)]] = 0
+    return spared.tolist()
+
+
+def _own_accesses(program: Program) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Return the backward ops, last accesses among them, and what may be taken at which."""
+    order = len(program.ops) + np.arange(len(program.backward))
+    return (order, last_accesses(program.tables, order), *program.tables.takes.rows(order))

@@ -2,7 +2,8 @@
 
 It checks the simulator. The simulator predicts from a :class:`~fxckpt.solver.program.Program`; this
 reads the emitted forward and backward in the order in which generated code runs them. A variable
-dies after its last use, and a storage with its last variable.
+dies after its last use, and a storage with its last variable. The result of an op that writes an
+argument and returns it is in the storage of that argument.
 
 Expects graphs with ``meta["val"]``. Leaves them alone.
 """
@@ -14,7 +15,7 @@ from collections import Counter
 
 from torch import fx
 
-from fxckpt.ops.properties import tensors
+from fxckpt.ops.properties import tensors, written_argument
 from fxckpt.passes.analysis.byte_counts import replay_bytes, storage_bytes
 from fxckpt.passes.analysis.placement import is_held_by_caller, tangents_of
 from fxckpt.passes.meta import AWAY
@@ -33,7 +34,7 @@ def memory_profile(
     ``held`` live to the end.
     """
     deaths = _deaths(graph, held)
-    holds: dict[fx.Node, tuple[Allocation, ...]] = {}
+    holds: dict[fx.Node, dict[int, Allocation]] = {}
     live = _LiveAllocations(start)
     profile: list[int] = []
     for node in graph.nodes:
@@ -41,20 +42,25 @@ def memory_profile(
             break
         before = live.bytes
         is_counted = node.op != "get_attr" and node.name not in free and AWAY not in node.meta
-        known = {a[0]: a for arg in node.all_input_nodes for a in holds[arg]}
+        known = {sid: a for arg in node.all_input_nodes for sid, a in holds[arg].items()}
+        written = written_argument(node)
         sizes: dict[Allocation, int] = {}
+        holds[node] = {}
         for tensor in tensors(node.meta.get("val")):
             sid = storage_id(tensor)
             size = storage_bytes(tensor) if is_counted else 0
-            sizes.setdefault(known.get(sid, (sid, node)), size)
-        holds[node] = tuple(sizes)
+            if written is not None:
+                (holds[node][sid],) = holds[written].values()
+            else:
+                holds[node].setdefault(sid, known.get(sid, (sid, node)))
+            sizes.setdefault(holds[node][sid], size)
         for allocation, size in sizes.items():
             live.hold(allocation, size)
         workspace = replay_bytes(node)
         if node.op == "call_function" and (live.bytes != before or workspace):
             profile.append(live.bytes + workspace)
         for variable in deaths.get(node, ()):
-            for allocation in holds[variable]:
+            for allocation in set(holds[variable].values()):
                 live.release(allocation)
     return profile, live.bytes
 

@@ -13,8 +13,8 @@ Expects a normalized joint graph with ``meta["val"]``. Leaves the graph alone.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from torch import fx
 from fxckpt.errors import CaptureError
 from fxckpt.ops.properties import is_known_pure, is_mutating, is_random, tensors
 from fxckpt.passes.analysis.byte_counts import rng_state_bytes
+from fxckpt.passes.analysis.in_place import Writable
 from fxckpt.passes.analysis.placement import (
     JointPlacement,
     accumulation_bytes,
@@ -71,6 +72,8 @@ class Facts:
     """Nodes that must run in the backward."""
     never_stored: frozenset[fx.Node] = frozenset()
     """Members of ``views`` that compute, but are inlined into their readers."""
+    in_place: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Positions of the arguments that an op may write its result into, by the op's name."""
 
     def moved_to(self, graph: fx.Graph) -> Facts:
         """Return the facts of a copy of the graph."""
@@ -83,7 +86,14 @@ class Facts:
             frozenset(by_name[n.name] for n in nodes)
             for nodes in (self.views, self.tangent_closure, self.never_stored)
         )
-        return Facts(self.program, owner, op_node, views, closure, never)
+        return replace(
+            self,
+            owner=owner,
+            op_node=op_node,
+            views=views,
+            tangent_closure=closure,
+            never_stored=never,
+        )
 
 
 def no_workspace(node: fx.Node) -> int:
@@ -102,6 +112,7 @@ class _ProgramReader:
         cost: Cost,
         workspace: Workspace,
         never_stored: frozenset[fx.Node],
+        writable: Writable,
     ) -> None:
         self.graph = graph
         self.placement = placement
@@ -109,6 +120,8 @@ class _ProgramReader:
         self.cost = cost
         self.workspace = workspace
         self.never_stored = never_stored
+        self.writable = writable
+        self.in_place: dict[str, tuple[int, ...]] = {}
         self.table = StorageTable()
         self.views: set[fx.Node] = set()
         self.op_node: dict[str, fx.Node] = {}
@@ -137,9 +150,8 @@ class _ProgramReader:
         for node in self.placement.fwd_outputs:
             self.table.mark_output(node)
         table = self.table
-        program = Program(
-            tuple(self.ops), tuple(self.backward), tuple(table.storages), tuple(table.tangents)
-        )
+        ops = tuple(self._apart_if_output(op) for op in self.ops)
+        program = Program(ops, tuple(self.backward), tuple(table.storages), tuple(table.tangents))
         views = frozenset(self.views)
         return Facts(
             program=program,
@@ -148,7 +160,28 @@ class _ProgramReader:
             views=views,
             tangent_closure=frozenset(self.placement.closure),
             never_stored=self.never_stored & views,
+            in_place=self.in_place,
         )
+
+    def _takes(self, node: fx.Node, writes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the storages that the result of an op may be written into, and note which."""
+        found: dict[int, int] = {}
+        for position in self.writable.operands(node) if len(writes) == 1 else ():
+            operand = node.args[position]
+            assert isinstance(operand, fx.Node)
+            held = self.table.holds[operand]
+            if len(held) == 1 and self.table.bytes_of(held) == self.table.bytes_of(writes):
+                found.setdefault(held[0], position)
+        if found:
+            self.in_place[node.name] = tuple(found.values())
+        return tuple(found)
+
+    def _apart_if_output(self, op: Op) -> Op:
+        """Return an op that writes no output in place: the user must not be given a view."""
+        if op.takes and any(self.table.storages[s].is_output for s in op.writes):
+            del self.in_place[op.name]
+            return replace(op, takes=())
+        return op
 
     def _read(self, node: fx.Node) -> None:
         """Read a ``call_function`` node."""
@@ -214,6 +247,7 @@ class _ProgramReader:
                 reads,
                 writes,
                 workspace_bytes=self.workspace(node),
+                takes=self._takes(node, writes),
             )
         )
 
@@ -248,6 +282,7 @@ class _ProgramReader:
                 no_recompute,
                 rng_state,
                 self.workspace(node),
+                self._takes(node, writes),
             )
         )
 
@@ -282,13 +317,15 @@ def collect(
     bind_preferences: bool = False,
     never_stored: frozenset[fx.Node] = frozenset(),
     is_agreed: bool = False,
+    in_place: bool = False,
 ) -> Facts:
     """Return the facts of a joint graph whose first ``num_fwd_outputs`` outputs are the forward's.
 
     ``workspace`` gives the bytes that the kernel of a node allocates beside its outputs. With
     ``bind_preferences``, values that a policy or a checkpoint region would rather recompute may not
     be saved. With ``is_agreed`` all ranks have one plan. A node of ``never_stored``
-    (:mod:`~fxckpt.passes.inductor.fusion_model`) counts as a view of its arguments.
+    (:mod:`~fxckpt.passes.inductor.fusion_model`) counts as a view of its arguments. With
+    ``in_place``, ops may write their results into operands that die.
 
     Raises :class:`~fxckpt.errors.CaptureError` for a node without value metadata, or of a kind that
     joint graphs do not have.
@@ -298,7 +335,10 @@ def collect(
     rules = RecomputeRules(
         joint.graph, placement, policy, bind_preferences=bind_preferences, is_agreed=is_agreed
     )
-    return _ProgramReader(joint.graph, placement, rules, cost, workspace, never_stored).run()
+    writable = Writable.of(joint.graph, placement.mutated) if in_place else Writable()
+    return _ProgramReader(
+        joint.graph, placement, rules, cost, workspace, never_stored, writable
+    ).run()
 
 
 def _refuse_unknown_shapes(graph: fx.Graph) -> None:

@@ -2,7 +2,8 @@
 
 The forward reads no tangent. Every input of the backward is a tangent, an input, a saved value or a
 generator state. A random op is recomputed only under the generator state of its first run. The
-recomputed ops and the saved values are the plan's.
+recomputed ops and the saved values are the plan's. No saved value is written: a second backward
+over a retained graph reads it again.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from collections import Counter
 from torch import fx
 
 from fxckpt.errors import VerifyError
-from fxckpt.ops.properties import is_random
+from fxckpt.ops.properties import is_random, tensors, written_argument
 from fxckpt.passes.meta import CHECKSUM_OF, FIRST_RUN_OF, IS_RECOMPUTE, RECOMPUTE_OF, VIEW_OF
 from fxckpt.plans.types import Plan
-from fxckpt.torch_private import is_symbolic, run_and_save_rng_state, run_with_rng_state
+from fxckpt.torch_private import (
+    is_symbolic,
+    run_and_save_rng_state,
+    run_with_rng_state,
+    storage_id,
+)
 
 
 def verify(forward: fx.GraphModule, backward: fx.GraphModule, plan: Plan) -> None:
@@ -26,6 +32,7 @@ def verify(forward: fx.GraphModule, backward: fx.GraphModule, plan: Plan) -> Non
     _verify_random(forward, backward)
     _verify_recomputed(backward, plan)
     _verify_saved(backward, plan)
+    _verify_written(backward)
 
 
 def _verify_random(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
@@ -82,3 +89,34 @@ def _verify_saved(backward: fx.GraphModule, plan: Plan) -> None:
         ):
             continue
         raise VerifyError(f"the backward reads {node.name!r}, which the plan does not save")
+
+
+def _verify_written(backward: fx.GraphModule) -> None:
+    for node in backward.graph.nodes:
+        owner = written_argument(node) if node.op == "call_function" else None
+        if owner is None:
+            continue
+        while (base := _base(owner)) is not None:
+            owner = base
+        if owner.op == "placeholder" and not str(owner.target).startswith(("primals", "tangents")):
+            raise VerifyError(
+                f"op {node.name!r} ({node.target}) writes the saved value {owner.name!r}, which a "
+                "second backward would read"
+            )
+
+
+def _base(view: fx.Node) -> fx.Node | None:
+    """Return the argument whose storage a node shares, or that it writes; None if it has none."""
+    if view.op != "call_function":
+        return None
+    if (written := written_argument(view)) is not None:
+        return written
+    held = {storage_id(t) for t in tensors(view.meta.get("val"))}
+    return next(
+        (
+            arg
+            for arg in view.all_input_nodes
+            if any(storage_id(t) in held for t in tensors(arg.meta.get("val")))
+        ),
+        None,
+    )

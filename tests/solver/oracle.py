@@ -23,6 +23,8 @@ class _State:
 
     position: int
     live: frozenset[int]
+    saved: frozenset[int]
+    """Live values whose copy is that of the forward, and stays untouched."""
     ran: frozenset[int]
 
 
@@ -31,7 +33,7 @@ def exhaustive(program: Program, limit: int) -> float | None:
 
     It is practical for up to about eight forward ops.
     """
-    tables, own = program.tables, backward_own_profile(program)
+    tables, (before, during) = program.tables, backward_own_profile(program)
     outputs = int(tables.bytes[tables.is_output].sum())
     steps = itertools.count()
     queue: list[tuple[float, int, _State]] = [
@@ -39,6 +41,11 @@ def exhaustive(program: Program, limit: int) -> float | None:
     ]
     done: set[_State] = set()
     heapq.heapify(queue)
+
+    in_full = [
+        n + sum(program.storages[s].bytes for s in op.writes)
+        for n, op in zip(before, program.backward, strict=True)
+    ]
 
     def held(live: frozenset[int]) -> int:
         return outputs + int(tables.bytes[list(live)].sum())
@@ -48,27 +55,36 @@ def exhaustive(program: Program, limit: int) -> float | None:
         if state in done:
             continue
         done.add(state)
-        j, live, ran = state.position, state.live, state.ran
+        j, live, saved, ran = state.position, state.live, state.saved, state.ran
         if j == len(program.backward):
             return spent
-        after: list[tuple[float, _State]] = [(spent, _State(j, live - {s}, ran)) for s in live]
+        after: list[tuple[float, _State]] = [
+            (spent, _State(j, live - {s}, saved - {s}, ran)) for s in live
+        ]
         if all(s in live or tables.is_output[s] for s in program.forward_reads[j]):
-            if held(live) + own[j] + int(tables.workspace_bytes[len(program.ops) + j]) <= limit:
-                after.append((spent, _State(j + 1, live, ran)))
+            own = program.backward[j]
+            for taken in (None, *(own.takes if during[j] == in_full[j] else ())):
+                if taken is not None and taken not in live - saved:
+                    continue
+                spared = 0 if taken is None else program.storages[taken].bytes
+                needed = held(live) + during[j] + own.workspace_bytes - spared
+                if needed <= limit:
+                    after.append((spent, _State(j + 1, live - {taken}, saved, ran)))
         for i, op in enumerate(program.ops):
             if op.no_recompute is not None or not all(
                 s in live or tables.is_output[s] for s in op.needs
             ):
                 continue
-            more = live | {s for s in op.writes if not tables.is_output[s]}
-            before_op = own[j] - int(tables.written_bytes[len(program.ops) + j])
-            if (
-                held(more) + before_op + int(tables.workspace_bytes[i] + tables.state_bytes[i])
-                <= limit
-            ):
-                after.append(
-                    (spent + (op.seconds if i in ran else 0.0), _State(j, more, ran | {i}))
-                )
+            written = {s for s in op.writes if not tables.is_output[s]}
+            beside = before[j] + int(tables.workspace_bytes[i] + tables.state_bytes[i])
+            seconds = spent + (op.seconds if i in ran else 0.0)
+            for taken in (None, *op.takes):
+                if taken is not None and taken not in live - saved:
+                    continue
+                spared = 0 if taken is None else program.storages[taken].bytes
+                if held(live | written) + beside - spared <= limit:
+                    left = (live | written) - {taken}
+                    after.append((seconds, _State(j, left, saved - written, ran | {i})))
         for seconds, state in after:
             heapq.heappush(queue, (seconds, next(steps), state))
     return None
@@ -92,6 +108,6 @@ def _starts(program: Program, limit: int) -> Iterator[_State]:
             simulation = simulate(program, Schedule(saved, (), ()))
             if max(simulation.profile[: simulation.forward_ops], default=0) <= limit:
                 ran = frozenset(i for i in forward_ops(program, saved) if not tables.is_forward[i])
-                yield _State(
-                    0, frozenset(saved), ran | frozenset(np.flatnonzero(tables.is_forward).tolist())
-                )
+                held = frozenset(saved)
+                ran |= frozenset(np.flatnonzero(tables.is_forward).tolist())
+                yield _State(0, held, held, ran)

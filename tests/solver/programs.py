@@ -39,12 +39,14 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
         )
         reads = tuple(s for s in reads if storages[s].producer != FORWARD_ONLY)
         writes = []
-        for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
+        count_written = draw(st.sampled_from([1, 1, 1, 2]))
+        takes = _takes(draw, storages, reads) if count_written == 1 else ()
+        for _ in range(count_written):
             writes.append(len(storages))
             storages.append(
                 Storage(
                     f"v{len(storages)}",
-                    draw(st.integers(0, 20)),
+                    storages[takes[0]].bytes if takes else draw(st.integers(0, 20)),
                     i,
                     is_output=draw(st.integers(0, 9)) == 0,
                 )
@@ -67,6 +69,7 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
                 no_recompute,
                 state,
                 workspace,
+                takes,
             )
         )
     is_needed = {s for op in ops if op.side is Side.FORWARD for s in op.reads} | {
@@ -79,9 +82,7 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
             and ops[i].rng_state is None
             and draw(st.booleans())
         ):
-            ops[i] = Op(
-                f"f{i}", Side.EITHER, ops[i].seconds, ops[i].flops, ops[i].reads, ops[i].writes
-            )
+            ops[i] = replace(ops[i], side=Side.EITHER, workspace_bytes=0)
         elif ops[i].side is Side.FORWARD:
             is_needed |= set(ops[i].reads)
     values = [i for i, s in enumerate(storages) if s.producer >= 0]
@@ -90,7 +91,9 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
     for j in range(draw(st.integers(1, max_ops))):
         near = values[max(0, len(values) - 4 * (j + 1)) : len(values) - 2 * j or None] or values
         reads = set(draw(st.lists(st.sampled_from(near), max_size=3))) | set(own[-1:])
-        storages.append(Storage(f"g{j}", draw(st.integers(0, 20)), IN_BACKWARD))
+        takes = _takes(draw, storages, tuple(sorted(reads)))
+        nbytes = storages[takes[0]].bytes if takes else draw(st.integers(0, 20))
+        storages.append(Storage(f"g{j}", nbytes, IN_BACKWARD))
         own.append(len(storages) - 1)
         backward.append(
             Op(
@@ -101,6 +104,7 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
                 tuple(sorted(reads)),
                 (own[-1],),
                 workspace_bytes=draw(st.sampled_from([0, 5])),
+                takes=takes,
             )
         )
     tangents = []
@@ -116,6 +120,14 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
             returned.add(t)
     backward.append(Op("output", Side.BACKWARD, 0.0, 0, tuple(sorted(returned)), ()))
     return Program(tuple(ops), tuple(backward), tuple(storages), tuple(tangents))
+
+
+def _takes(draw: st.DrawFn, storages: list[Storage], reads: tuple[int, ...]) -> tuple[int, ...]:
+    """Draw the operands that an op may write its result into, all of the same bytes."""
+    if not reads or draw(st.booleans()):
+        return ()
+    first = draw(st.sampled_from(reads))
+    return (first, *(s for s in reads if s != first and storages[s].bytes == storages[first].bytes))
 
 
 def chain(length: int, nbytes: int = 10, seconds: float = 1.0) -> Program:
@@ -174,8 +186,8 @@ def assignments(draw: st.DrawFn, program: Program) -> StageAssignment:
     return StageAssignment(starts, tuple(kept), tuple(runs))
 
 
-Event = tuple[set[int], set[int], int]
-"""Storages read, storages written, and bytes of workspace."""
+Event = tuple[set[int], set[int], int, tuple[int, ...]]
+"""Storages read, storages written, bytes of workspace, and storages that may be taken."""
 
 
 @dataclass
@@ -199,7 +211,7 @@ def interpret(program: Program, schedule: Schedule) -> Outcome:
     for i in order:
         op = program.ops[i]
         forward.append(
-            (set(op.reads), set(op.writes) | ({op.rng_state} & kept), op.workspace_bytes)
+            (set(op.reads), set(op.writes) | ({op.rng_state} & kept), op.workspace_bytes, op.takes)
         )
     backward: list[Event] = []
     for j, op in enumerate(program.backward):
@@ -214,9 +226,10 @@ def interpret(program: Program, schedule: Schedule) -> Outcome:
                     set(recomputed.needs),
                     set(recomputed.writes),
                     recomputed.workspace_bytes + STATE_BYTES * (recomputed.rng_state is not None),
+                    recomputed.takes,
                 )
             )
-        backward.append((set(op.reads), set(op.writes), op.workspace_bytes))
+        backward.append((set(op.reads), set(op.writes), op.workspace_bytes, op.takes))
     first, live = _play(program, forward, set(), kept, set(), 0)
     second, _ = _play(program, backward, live - outputs | set(program.tangents), set(), outputs, 0)
     return Outcome(
@@ -245,17 +258,23 @@ def _play(
     size = [s.bytes for s in program.storages]
     base += sum(size[s] for s in held)
     live = {s for s in live if _read_later(s, events)}
+    untouched = live.copy()
     profile = []
-    for at, (reads, writes, workspace) in enumerate(events):
+    for at, (reads, writes, workspace, takes) in enumerate(events):
         assert reads <= live | held, f"event {at} reads {reads - live - held}, which is dead"
+        is_own = live - untouched - kept
+        taken = [s for s in takes if s in is_own and not _read_later(s, events[at + 1 :])]
         live |= writes
-        profile.append(base + workspace + sum(size[s] for s in live))
+        untouched -= writes
+        profile.append(
+            base + workspace + sum(size[s] for s in live) - sum(size[s] for s in taken[:1])
+        )
         live = {s for s in live if s in kept or _read_later(s, events[at + 1 :])}
     return profile, live
 
 
 def _read_later(s: int, events: list[Event]) -> bool:
-    for reads, writes, _ in events:
+    for reads, writes, *_ in events:
         if s in reads or s in writes:
             return s in reads
     return False

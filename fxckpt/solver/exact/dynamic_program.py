@@ -7,6 +7,11 @@ set is at most that of a larger one, and the best way to a set T through a recom
 smallest set that allows it: T without the results of the recompute, with its operands. Each point
 is therefore one gather over an array of all sets. The integer program takes minutes where its
 relaxation is weak; this takes a time known beforehand.
+
+Ops run in place as they do in the simulator, with one exception: whether a forward value may be
+written into in the backward depends on where its copy comes from, which a set does not tell. There
+results count in full unless the value cannot be saved, so that a schedule may need less. With
+``takes_saved`` they never do, so that it may need more.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import numpy.typing as npt
 from fxckpt.solver.exact.milp import Optimum
 from fxckpt.solver.program import FloatArray, IntArray, Program, Side
 from fxckpt.solver.schedule import with_runs
-from fxckpt.solver.simulate import backward_own_profile
+from fxckpt.solver.simulate import backward_own_profile, may_take_forward
 from fxckpt.utils.intervals import last_uses
 
 
@@ -43,6 +48,8 @@ class DynamicProgram:
     """The exact solver of one program, whose ops all run in the forward."""
 
     program: Program
+    takes_saved: bool = False
+    """Whether results are written into copies that the forward saved too, as in no plan."""
 
     def __post_init__(self) -> None:
         """Raise :class:`ValueError` if an op may run on either side."""
@@ -60,6 +67,7 @@ class DynamicProgram:
         Time and memory grow with :attr:`size`: about 10 ns and one bit each.
         """
         cost = self._after_forward(limit)
+        most_spared = may_take_forward(self.program)
         choices: list[list[npt.NDArray[np.uint8]]] = []
         for j, (ops, width) in enumerate(self._stages):
             # Sets that hold a value of no further use cost no less than those without it.
@@ -77,7 +85,9 @@ class DynamicProgram:
                 choices[-1].append(np.packbits(is_better))
                 cost = np.where(is_better, through, cost)
             with_reads = self._sets[sets] | self._reads[j]
-            fits = self._bytes[with_reads] <= room_of_backward
+            spared = self._spared(self.program.backward[j].takes, most_spared[j], len(cost))
+            needed = self._bytes[with_reads] - spared
+            fits = needed <= room_of_backward
             cost = np.where(fits, cost[with_reads], np.inf)
         if not np.isfinite(cost[0]):
             return Optimum(limit, None, 0.0)
@@ -158,6 +168,22 @@ class DynamicProgram:
         """Set that each backward op reads."""
         return [self._set_of(reads) for reads in self.program.forward_reads]
 
+    def _spared(self, takes: tuple[int, ...], nbytes: int, count: int) -> IntArray | int:
+        """Return the bytes that an op spares by writing into one of some values.
+
+        It does where the value is not in the set after it, over the first ``count`` sets.
+        """
+        bits = [
+            self._bit[s]
+            for s in takes
+            if s in self._bit and (self.takes_saved or not self.program.storages[s].is_savable)
+        ]
+        if not bits or not nbytes:
+            return 0
+        # It writes into none if all are live after it.
+        is_kept = (self._sets[:count] & sum(bits)) == sum(bits)
+        return np.where(is_kept, 0, nbytes)
+
     @cached_property
     def _recomputes(self) -> dict[int, _Recompute]:
         program, tables = self.program, self.program.tables
@@ -174,6 +200,9 @@ class DynamicProgram:
             during = self._bytes[before | results] + (
                 unread + int(tables.workspace_bytes[i] + tables.state_bytes[i])
             )
+            if op.takes:
+                nbytes = program.storages[op.takes[0]].bytes
+                during = during - self._spared(op.takes, nbytes, len(self._sets))
             found[i] = _Recompute(float(tables.seconds[i]), before, during, operands, results)
         return found
 
@@ -184,11 +213,8 @@ class DynamicProgram:
         outputs = int(tables.bytes[tables.is_output].sum())
         count = len(program.ops)
         return [
-            (
-                outputs + own - int(tables.written_bytes[count + j]),
-                outputs + own + int(tables.workspace_bytes[count + j]),
-            )
-            for j, own in enumerate(backward_own_profile(program))
+            (outputs + before, outputs + during + int(tables.workspace_bytes[count + j]))
+            for j, (before, during) in enumerate(zip(*backward_own_profile(program), strict=True))
         ]
 
     def _after_forward(self, limit: int) -> FloatArray:
@@ -202,12 +228,16 @@ class DynamicProgram:
             written.update(op.writes, () if op.rng_state is None else (op.rng_state,))
             live = int(tables.workspace_bytes[k])
             saved = 0
+            free = [s for s in op.takes if last[s] == k and not tables.is_output[s]][:1]
             for s in written:
                 if tables.is_output[s] or last.get(s, -1) >= k:
                     live += int(tables.bytes[s])
                 else:
                     saved |= self._bit.get(s, 0)
-            fits &= self._bytes[self._sets & saved] <= limit - live
+            needed = self._bytes[self._sets & saved] + live
+            for s in free:
+                needed -= np.where((self._sets & self._bit.get(s, 0)) == 0, tables.bytes[s], 0)
+            fits &= needed <= limit
         for bound in program.limits:
             fits &= self._bytes[self._sets & self._set_of(bound.storages)] <= bound.bytes
         return np.where(fits, 0.0, np.inf)

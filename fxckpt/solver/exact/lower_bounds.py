@@ -25,7 +25,7 @@ from fxckpt.solver.cuts.min_cut import Network, Unbounded
 from fxckpt.solver.cuts.staged_cut import no_finite_cut, stage_cut
 from fxckpt.solver.program import FloatArray, IntArray, Program
 from fxckpt.solver.schedule import save_all
-from fxckpt.solver.simulate import backward_own_profile, simulate
+from fxckpt.solver.simulate import backward_own_profile, may_take_forward, simulate
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,10 @@ class LowerBounds:
         not_held = np.where(tables.is_output, 0, tables.bytes).tolist()
         forward = [program.ops[o] for o in program.always_forward]
         at_ops = [
-            sum([nbytes[s] for s in {*op.reads, *op.writes}]) + op.workspace_bytes for op in forward
+            sum([nbytes[s] for s in {*op.reads, *op.writes}])
+            + op.workspace_bytes
+            - max([not_held[s] for s in op.takes], default=0)
+            for op in forward
         ]
         for own, op, reads in zip(self._own, program.backward, program.forward_reads, strict=True):
             at_ops.append(own + outputs + sum([not_held[s] for s in reads]) + op.workspace_bytes)
@@ -159,8 +162,9 @@ class LowerBounds:
 
     @cached_property
     def _own(self) -> list[int]:
-        """Bytes of gradients live during each backward op."""
-        return backward_own_profile(self.program)
+        """Bytes of gradients live during each backward op, without what it may write in place."""
+        (_, own), spared = backward_own_profile(self.program), may_take_forward(self.program)
+        return [a - b for a, b in zip(own, spared, strict=True)]
 
     def _own_before(self, position: int) -> int:
         """Return the bytes of gradients while op ``position`` runs; at 0 only the incoming ones."""

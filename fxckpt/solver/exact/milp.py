@@ -5,7 +5,7 @@ recomputed in stage t, a stage being one backward op; within a stage ops run in 
 In place of Checkmate's S[t, i] (kept into stage t) and its products for when a value is freed,
 there is one variable for the presence of each value at each point of the stage; if R is integral,
 its least solution is too. The forward runs once, in order, as in any plan here; Checkmate may
-recompute in the forward too.
+recompute in the forward too. Ops run in place as in :mod:`~fxckpt.solver.dynamic_program`.
 """
 
 from __future__ import annotations
@@ -136,18 +136,17 @@ class _Model:
     def _constrain_backward(self) -> None:
         """Add the memory, the reads and the presences at every point of the backward."""
         program, tables = self.program, self.program.tables
-        own = backward_own_profile(program)
+        before, during = backward_own_profile(program)
         outputs = int(tables.bytes[tables.is_output].sum())
         for t, (j, i) in enumerate(self.points):
             memory = {self.present(t, s): float(tables.bytes[s]) for s in self.storages}
-            room = self.limit - outputs - own[j]
+            room = self.limit - outputs - (during if i is None else before)[j]
             if i is None:
                 room -= int(tables.workspace_bytes[len(program.ops) + j])
                 for s in program.forward_reads[j]:
                     if not tables.is_output[s]:
                         self.rows.append(({self.present(t, s): 1.0}, 1.0, 1.0))
             else:
-                room += int(tables.written_bytes[len(program.ops) + j])
                 memory[self.run(j, i)] = float(tables.workspace_bytes[i] + tables.state_bytes[i])
                 for s in {*program.ops[i].needs, *program.ops[i].writes}:
                     if not tables.is_output[s]:
@@ -177,6 +176,11 @@ class _Model:
                     live += int(tables.bytes[s])
                 else:
                     saved[self.present(-1, s)] = float(tables.bytes[s])
+            free = (s for s in program.ops[k].takes if last[s] == k and not tables.is_output[s])
+            if (taken := next(free, None)) is not None:
+                # The result has the memory of the operand, unless that is saved.
+                live -= int(tables.bytes[taken])
+                saved[self.present(-1, taken)] = float(tables.bytes[taken])
             self.rows.append((saved, -np.inf, float(self.limit - live)))
 
     def _constrain_saved(self) -> None:

@@ -88,6 +88,8 @@ class _Evictions:
         """Position of each recompute."""
         self.limit = limit
         self.profile = simulation.live.copy()
+        self.taken: list[int] = simulation.taken.tolist()
+        """Storage whose memory the op at each position takes, or -1."""
         self.first_backward = simulation.forward_ops
         self.producers = program.producers
         self.bytes: list[int] = program.tables.bytes.tolist()
@@ -220,7 +222,7 @@ class _Evictions:
                 last = None if u == span.s or self.is_output[u] else self._last_access(u, span.end)
                 if last is None:
                     continue
-                if last != NOT_HELD and self._fits(last, span.end, self.bytes[u]):
+                if last != NOT_HELD and self._fits(u, last, span.end):
                     extended.append((u, last))
                 elif producers[u] >= 0:
                     todo.append(producers[u])
@@ -240,9 +242,14 @@ class _Evictions:
         last = accesses[i - 1] // 2 if i else NOT_HELD
         return last if self.is_savable[s] or last >= self.first_backward else NOT_HELD
 
-    def _fits(self, begin: int, end: int, nbytes: int) -> bool:
-        """Return whether bytes held after ``begin``, until ``end``, stay within the limit."""
-        return _peak(self.profile[begin + 1 : end + 1]) + nbytes <= self.limit
+    def _fits(self, s: int, last: int, end: int) -> bool:
+        """Return whether a copy held after its last access, until ``end``, fits the limit."""
+        window = self.profile[self._held_from(s, last) : end + 1]
+        return _peak(window) + self.bytes[s] <= self.limit
+
+    def _held_from(self, s: int, last: int) -> int:
+        """Return the first position with more live bytes if a copy is held after an access."""
+        return last if self.taken[last] == s else last + 1
 
     def evict_range(self, span: _LiveRange) -> None:
         """Evict a range and recompute its op before the end, unless that only moves the peak."""
@@ -265,7 +272,9 @@ class _Evictions:
             return
         window -= self.bytes[span.s]
         for s, last in remat.extended:
-            self.profile[last + 1 : span.end] += self.bytes[s]
+            self.profile[self._held_from(s, last) : span.end] += self.bytes[s]
+            if self.taken[last] == s:
+                self.taken[last] = NOT_HELD
         self.profile[span.end] = max(int(self.profile[span.end]) + held, end_peak)
         written = {s for o in remat.ops for s in self.program.ops[o].writes}
         for s in {s for o in remat.ops for s in self.program.ops[o].needs} - written:
@@ -290,7 +299,11 @@ class _Evictions:
         most = at_end + self.bytes[span.s]
         for i, o in enumerate(remat.ops):
             live += int(tables.written_bytes[o])
-            most = max(most, live + int(tables.workspace_bytes[o] + tables.state_bytes[o]))
+            spared = next(
+                (self.bytes[s] for s in program.ops[o].takes if s in written and dies[s] == i), 0
+            )
+            beside = int(tables.workspace_bytes[o] + tables.state_bytes[o]) - spared
+            most = max(most, live + beside)
             live -= sum(
                 self.bytes[s]
                 for s in {*program.ops[o].reads, *program.ops[o].writes} & written

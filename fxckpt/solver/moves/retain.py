@@ -23,6 +23,8 @@ from fxckpt.solver.simulate import Simulation
 
 FORWARD = -1
 """Stands for the forward among the recomputes that write copies."""
+NONE = -1
+"""Stands for no storage."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class _Copies:
         self.schedule = schedule
         self.seconds = [seconds[o] for o in schedule.runs]
         self.profile = simulation.live.copy()
+        self.taken: list[int] = simulation.taken.tolist()
+        """Storage whose memory the op at each position takes, or -1."""
         self.is_dropped = [False] * len(schedule.runs)
         runs = np.asarray(schedule.runs, dtype=np.int64)
         at = simulation.forward_ops + np.arange(len(runs)) + np.asarray(schedule.before, np.int64)
@@ -149,7 +153,7 @@ class _Copies:
         if not all(self._may_move(i, c, before) for c, before in moves):
             return
         spans = [
-            (self.last[b] + 1, self.bytes[c])
+            (self._held_from(b), self.bytes[c])
             for c, b in moves
             if self.run[b] != FORWARD or not self.is_output[c]
         ]
@@ -161,9 +165,20 @@ class _Copies:
             return
         for begin, nbytes in spans:
             self.profile[begin : self.at[i]] += nbytes
+        for _, b in moves:
+            if self._is_taken(b):
+                self.taken[self.last[b]] = NONE
         self.saved |= saved
         self.rooms.take(saved)
         self._drop(moves, dead)
+
+    def _is_taken(self, c: int) -> bool:
+        """Return whether the last reader of a copy takes its memory."""
+        return self.last[c] >= 0 and self.taken[self.last[c]] == self.storage[c]
+
+    def _held_from(self, c: int) -> int:
+        """Return the first position with more live bytes if a copy is held after its last use."""
+        return self.last[c] if self._is_taken(c) else self.last[c] + 1
 
     def _before(self, c: int) -> int:
         """Return the copy of the same storage before copy ``c``."""

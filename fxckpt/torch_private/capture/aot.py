@@ -14,6 +14,7 @@ from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from fxckpt.errors import CaptureError, FxckptError
 from fxckpt.torch_private.capture.dynamo import CaptureDone, errors_told_once, leave_capture
 from fxckpt.torch_private.ops.rng import lower_rng
+from fxckpt.torch_private.ops.storages import storage_id
 
 
 def written_after(graph: fx.Graph) -> list[fx.Node]:
@@ -39,10 +40,16 @@ def written_after(graph: fx.Graph) -> list[fx.Node]:
 def may_act_before_failing(forward: fx.Graph, *, in_order: bool) -> bool:
     """Return whether a forward that runs out of memory may have acted on what outlives it.
 
-    Such acts are ordered effects, and writes, unless the ops run ``in_order`` and none allocates
-    after the first write.
+    Such acts are ordered effects, and writes of inputs, unless the ops run ``in_order`` and none
+    allocates after the first write.
     """
     wrote = False
+    outside = {
+        storage_id(value)
+        for node in forward.nodes
+        if node.op in ("placeholder", "get_attr")
+        and isinstance(value := node.meta.get("val"), torch.Tensor)
+    }
     for node in forward.nodes:
         if node.op != "call_function":
             continue
@@ -50,6 +57,10 @@ def may_act_before_failing(forward: fx.Graph, *, in_order: bool) -> bool:
             return True
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
+            value = node.meta.get("val")
+            returns = [r.alias_info is not None and r.alias_info.is_write for r in schema.returns]
+            if returns == [True] and storage_id(value) not in outside:
+                continue  # It writes a value of the graph's own, and returns it.
             wrote = True
             if not in_order:
                 return True

@@ -106,6 +106,11 @@ def greatest(expr: Any, shape_env: Any) -> int | None:
     return int(upper) if upper.is_Integer and upper < MOST else None
 
 
+def size_key(value: Any) -> Any:
+    """Return an int, or the expression of a SymInt: equal keys are equal sizes at all symbols."""
+    return value.node.expr if isinstance(value, torch.SymInt) else value
+
+
 def is_surely_equal(one: Any, other: Any) -> bool:
     """Return whether two sizes are equal for all values of their symbols; no guard is added."""
     return bool(statically_known_true(one == other))

@@ -11,6 +11,7 @@ from torch._inductor.fx_passes.memory_estimator import build_memory_profile
 from torch.nn import functional as F
 
 from fxckpt.passes.analysis.graph_memory import emitted_peak, inner_bytes, memory_profile
+from fxckpt.passes.transforms.in_place import write_in_place
 from fxckpt.passes.transforms.partition import partition
 from fxckpt.passes.transforms.place import place
 from fxckpt.passes.transforms.rematerialize import rematerialize
@@ -53,7 +54,21 @@ def test_emitted_peak_is_the_plan_s() -> None:
     halves = partition(
         joint, rematerialize(joint, facts, plan, num_fwd_outputs=1), num_fwd_outputs=1
     )
+    for half in halves:
+        write_in_place(half.graph, facts.in_place)
     assert emitted_peak(*halves, num_fwd_outputs=1) == plan.peak_bytes
+
+
+def test_result_in_an_argument_takes_no_bytes() -> None:
+    """The result of an op that writes an argument lives in its memory, through views too."""
+
+    def f(x: Tensor) -> Tensor:
+        y = x.sin()
+        z = torch.ops.aten.exp.out(y, out=y)
+        return z.view(2, 2).cos()
+
+    graph = traced(f, torch.ones(4)).graph
+    assert memory_profile(graph, start=0, free=frozenset(["x_1"]), held=EMPTY) == ([16, 32], 16)
 
 
 def test_plain_op_has_no_inner_bytes() -> None:

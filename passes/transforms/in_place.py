@@ -1,0 +1,78 @@
+"""In place: write the result of an op into an operand that dies there.
+
+:mod:`~fxckpt.passes.analysis.in_place` says which operands of the joint graph allow it. In a half,
+such an operand is written if an op of torch filled its storage in the half and no later op reads
+it: never a saved value, which a second backward over a retained graph reads again, a value that is
+returned, or one that is sent away or fetched.
+
+Expects a half that is run op by op, in its order. Leaves names and metadata alone: the value of a
+node that writes in place is one of a storage of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from fxckpt.ops.in_place import in_place_form
+from fxckpt.ops.properties import tensors
+from fxckpt.passes.analysis.in_place import fills_apart
+from fxckpt.passes.meta import AWAY, RECOMPUTE_OF
+from fxckpt.torch_private import is_symbolic, storage_id
+
+
+def write_in_place(graph: fx.Graph, positions: Mapping[str, tuple[int, ...]]) -> None:
+    """Write results of a half into operands that die.
+
+    ``positions`` has the arguments that an op of the joint graph may write, by its name.
+    """
+    fillers = _fillers(graph)
+    last_use = _last_uses(graph, fillers)
+    own = {n for n in graph.nodes if n.op == "call_function" and fills_apart(n)}
+    for node in graph.nodes:
+        if AWAY in node.meta:
+            own.difference_update(f for arg in node.all_input_nodes for f in fillers[arg].values())
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        for position in positions.get(node.meta.get(RECOMPUTE_OF, node.name), ()):
+            operand = node.args[position]
+            held = set(fillers[operand].values())
+            if all(f in own and last_use[f] is node for f in held):
+                _write_into(node, operand)
+                break
+
+
+def _fillers(graph: fx.Graph) -> dict[fx.Node, dict[int, fx.Node]]:
+    """Return the nodes that filled the storages that each node holds, by storage id.
+
+    A recomputed value has the storage id of the original.
+    """
+    fillers: dict[fx.Node, dict[int, fx.Node]] = {}
+    for node in graph.nodes:
+        known = {sid: f for arg in node.all_input_nodes for sid, f in fillers[arg].items()}
+        fillers[node] = {
+            sid: known.get(sid, node) for sid in map(storage_id, tensors(node.meta.get("val")))
+        }
+    return fillers
+
+
+def _last_uses(
+    graph: fx.Graph, fillers: Mapping[fx.Node, Mapping[int, fx.Node]]
+) -> dict[fx.Node, fx.Node]:
+    """Return the last node that reads what each node filled; a size is not read from memory."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if not is_symbolic(node):
+            for arg in node.all_input_nodes:
+                last.update(dict.fromkeys(fillers[arg].values(), node))
+    return last
+
+
+def _write_into(node: fx.Node, operand: fx.Node) -> None:
+    form = in_place_form(node.target)
+    assert form is not None
+    if form.out is not None:
+        node.kwargs = {**node.kwargs, form.out: operand}
+    node.target = form.target
