@@ -23,7 +23,6 @@ from torch import fx
 from fxckpt.errors import CaptureError
 from fxckpt.ops.properties import is_known_pure, is_mutating, is_random, tensors
 from fxckpt.passes.analysis.byte_counts import rng_state_bytes
-from fxckpt.passes.analysis.in_place import Writable
 from fxckpt.passes.analysis.placement import (
     JointPlacement,
     accumulation_bytes,
@@ -31,7 +30,7 @@ from fxckpt.passes.analysis.placement import (
     tangents_of,
 )
 from fxckpt.passes.analysis.recompute_rules import NodePolicy, RecomputeRules
-from fxckpt.passes.analysis.storage_table import StorageTable
+from fxckpt.passes.analysis.storage_table import StorageTable, Writable
 from fxckpt.reason import Reason
 from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side
 from fxckpt.torch_private import HigherOrderOperator, OpOverload, is_symbolic, storage_id

@@ -1,8 +1,8 @@
 """In place: write the result of an op into an operand that dies there.
 
-:mod:`~fxckpt.passes.analysis.in_place` says which operands of the joint graph allow it. In a half,
-such an operand is written if an op of torch filled its storage in the half and no later op reads
-it: never a saved value, which a second backward over a retained graph reads again, a value that is
+:class:`~fxckpt.passes.analysis.storage_table.Writable` has the operands that allow it. In a half,
+such an operand is written if an op of torch filled its storage there and no later op reads it:
+never a saved value, which a second backward over a retained graph reads again, a value that is
 returned, or one that is sent away or fetched.
 
 Expects a half that is run op by op, in its order. Leaves names and metadata alone: the value of a
@@ -17,7 +17,7 @@ from torch import fx
 
 from fxckpt.ops.in_place import in_place_form
 from fxckpt.ops.properties import tensors
-from fxckpt.passes.analysis.in_place import fills_apart
+from fxckpt.passes.analysis.storage_table import fills_apart
 from fxckpt.passes.meta import AWAY, RECOMPUTE_OF
 from fxckpt.torch_private import is_symbolic, storage_id
 

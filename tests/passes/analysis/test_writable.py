@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxckpt.passes.analysis.in_place import Writable
+from fxckpt.passes.analysis.storage_table import Writable
 from tests.passes.graphs import facts_of, traced
 
 
