@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxckpt.step.record import LearnedStep
+from fxckpt.errors import BudgetInfeasible
+from fxckpt.planner.ranks import Ranks
+from fxckpt.solver.step_choice import choice_of
+from fxckpt.step.graph import Sizes, StepGraph
+from fxckpt.step.levels import NOISE, Settled, StepLevels, infeasible_step, is_good
+from fxckpt.step.record import LearnedStep, RecordedCall
 
 
 @dataclass(frozen=True)
@@ -74,3 +79,77 @@ def merged_steps(said: Sequence[Said | None]) -> Said | None:
         limit=min(each.limit for each in steps),
         is_good=all(each.is_good for each in steps),
     )
+
+
+def is_together(step: int) -> bool:
+    """Return whether the ranks of a group choose levels as a step begins, counted from 1.
+
+    They do for the first few, which show most, and for every power of two.
+    """
+    return step == 3 or (step > 1 and step & (step - 1) == 0)
+
+
+def settle_together(
+    levels: StepLevels, ranks: Ranks, graph: StepGraph, sizes: Sizes
+) -> Settled | None:
+    """Return the choice of all ranks for a step, by the most bytes that any of them measured.
+
+    Where they ran different steps, each rank keeps to its own.
+    """
+    try:
+        return _settled(levels, ranks, graph, sizes)
+    except Exception as error:
+        ranks.fail(error)
+        raise
+
+
+def _settled(levels: StepLevels, ranks: Ranks, graph: StepGraph, sizes: Sizes) -> Settled | None:
+    """Return the choice of all ranks."""
+    known, subject = levels.known_of(graph), f"the levels of step {levels.begun}"
+    said = None
+    if known is not None:
+        learned, limit = known.learned, levels.limit(known.learned)
+        room = levels.room(limit)
+        now = choice_of(learned.program(), known.levels)
+        fits = now.peak_bytes <= room and is_good(learned, now, room)
+        said = Said.of(learned, limit, is_good=fits)
+    merged = ranks.decide(subject, said, merged_steps)
+    if known is None or merged is None:
+        return levels.settle_alone(graph, sizes)
+    merged.tell(known.learned)
+    levels.version += 1
+    learned, expected = known.learned, known.learned.sizes_after([sizes])
+    limit = min(levels.limit(learned, expected), merged.limit)
+    room = levels.room(limit)
+    if merged.is_good:
+        choice = choice_of(learned.program(expected), known.levels)
+    else:
+        for each in dict.fromkeys(learned.calls):
+            if each.ranks is not None:
+                each.learn_levels(learned.room(merged.limit))
+        choice = levels.compiled_choice(learned, expected, room)
+    over = None
+    if choice.peak_bytes > (1 + NOISE) * limit and levels.is_exact and not merged.is_good:
+        over = infeasible_step(levels.budget, learned, expected, limit)
+    tightest = ranks.decide(
+        subject, (choice.peak_bytes / max(1, limit), choice.levels, over), _tightest
+    )
+    if tightest != choice.levels and not any(expected):
+        for call, position in zip(learned.calls, tightest, strict=True):
+            levels.compile(RecordedCall(call, position))
+        choice = choice_of(learned.program(expected), tightest)
+    known.settled.clear()
+    return levels.keep(known, sizes, Settled(learned, expected, choice, limit))
+
+
+def _tightest(
+    choices: Sequence[tuple[float, tuple[int, ...], BudgetInfeasible | None]],
+) -> tuple[int, ...]:
+    """Return the levels of the rank whose step is nearest to its budget.
+
+    Raises the error of the first rank whose step fits at no level.
+    """
+    for rank, (_, _, over) in enumerate(choices):
+        if over is not None:
+            raise over.on_rank(rank)
+    return max(choices, key=lambda choice: choice[0])[1]

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxckpt
 from fxckpt.solver.step_choice import LevelChoice, choose_few
-from fxckpt.step import tracker
+from fxckpt.step import levels
 
 TOP = 1024
 
@@ -94,7 +94,7 @@ def test_lengths_that_were_seen_cost_no_choice(monkeypatch: pytest.MonkeyPatch) 
         made.append(0)
         return choose_few(*args, **options)
 
-    monkeypatch.setattr(tracker, "choose_few", counted)
+    monkeypatch.setattr(levels, "choose_few", counted)
     model = Model()
     limit = step(model, torch.randn(TOP, 16))[0] // 2
     compiled = torch.compile(model, backend=fxckpt.Backend(limit, inner="aot_eager"))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxckpt
 from fxckpt.memory_meter import AcceleratorMeter, Meter, allocation_limit, meter_of
-from fxckpt.step import tracker
+from fxckpt.step import measure
 
 
 class Block(nn.Module):
@@ -121,7 +121,7 @@ def test_peak_of_an_accelerator_is_reset_to_learn(monkeypatch: pytest.MonkeyPatc
     model, device = Stack(), Statistics()
     peak, wanted = plain(model)
     limit = int(0.5 * peak)
-    monkeypatch.setattr(tracker, "meter_of", device.meter_of)
+    monkeypatch.setattr(measure, "meter_of", device.meter_of)
     backend = fxckpt.compile_blocks(model.blocks, limit, inner="aot_eager")
     for _ in range(4):
         torch.empty(8 * peak, dtype=torch.uint8)

@@ -1,0 +1,352 @@
+"""Levels of steps that were seen: one for each call, chosen to keep the step within its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from fxckpt import budgets
+from fxckpt.errors import BudgetInfeasible
+from fxckpt.solver.step_choice import (
+    LevelChoice,
+    StepProgram,
+    choice_of,
+    choose,
+    choose_few,
+    least_peak,
+)
+from fxckpt.step.graph import SIZES, Sizes, StepGraph
+from fxckpt.step.measure import StepMeter
+from fxckpt.step.record import LearnedStep, RecordedCall, StepRecord
+
+WORTHWHILE = 0.02
+"""Least share of the step's recompute time, or of its bytes, that a new choice must gain."""
+KINDS = 16
+"""Most kinds of steps that are remembered for one first graph."""
+SPARE = 0.005
+"""Share of the uncheckpointed step's time below which recompute is not worth a compile."""
+LEVELS = 3
+"""Levels of a graph that a choice may add to those that are compiled, as each is a compile."""
+COMPILES = 4
+"""Most rounds of compiles for one choice. A compiled level may take other bytes than planned."""
+NOISE = 0.01
+"""Share of the budget by which a step that runs at its floor may be over it before it is refused.
+
+Bytes outside of the graphs vary from step to step; a peak over the budget is warned of.
+"""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Levels chosen for a step that was seen before, at some sizes."""
+
+    learned: LearnedStep
+    sizes: tuple[Sizes, ...]
+    """Sizes that the calls are expected to have."""
+    choice: LevelChoice
+    limit: int
+
+
+@dataclass
+class KnownStep:
+    """A step that was seen, and the levels chosen for it at each size of its first call."""
+
+    learned: LearnedStep
+    limit: int
+    levels: tuple[int, ...]
+    """Levels that it had last."""
+    settled: dict[Sizes, tuple[tuple[int, int], Settled]] = field(default_factory=dict)
+    """Choices, each with the versions of the figures and of the step that it was made by."""
+    version: int = 0
+    """Number of times that it took more outside bytes than before."""
+
+
+class StepLevels:
+    """Knows the steps that were seen, and chooses the levels of their calls."""
+
+    def __init__(self, budget: budgets.Budget) -> None:
+        self.budget = budget
+        self.meter: StepMeter | None = None
+        """Measure of the step's device; None before the first call."""
+        self.settled_at: int | None = None
+        """Number of the step from which on levels are chosen by what was learned."""
+        self.steps = 0
+        """Number of steps that ended."""
+        self.begun = 0
+        """Number of steps that began."""
+        self.version = 0
+        """Number of changes of what is known about levels and budget."""
+        self.capacity: int | None = None
+        """Most bytes allocated when memory ran out, None if it never did."""
+        self.free: int | None = None
+        """Free bytes of the device before the first step, where those are the budget."""
+        self._known: dict[int, dict[tuple[object, ...], KnownStep]] = {}
+        """Steps that were seen, by their first graph and their signature."""
+        self._expected: dict[int, tuple[object, ...]] = {}
+        """Signature that a step with this first graph is expected to have."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the step."""
+        return torch.device("cpu") if self.meter is None else self.meter.device
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether measured bytes are exact."""
+        return self.meter is not None and self.meter.is_exact
+
+    def set_budget(self, budget: budgets.Budget) -> None:
+        """Change the budget; what memory there was when it ran out is forgotten."""
+        self.budget, self.free, self.capacity = budget, None, None
+        self.version += 1
+
+    def ask_free(self) -> None:
+        """Ask for the device's free bytes, if those are the budget, before the first step.
+
+        Later on, the step's own bytes are not free.
+        """
+        if self.free is None and budgets.parse(self.budget) == "auto":
+            self.free = budgets.resolve(self.budget, baseline_peak_bytes=0, device=self.device)
+
+    def take_capacity(self, nbytes: int) -> None:
+        """Take the bytes that were allocated when memory ran out for all there is."""
+        self.capacity = nbytes
+        self.version += 1
+
+    def compile(self, call: RecordedCall) -> None:
+        """Compile the plan of a call if it is new."""
+        if call.graph.entries[call.position].run is None:
+            self.version += 1
+        call.graph.run(call.position)
+
+    def learn(self, record: StepRecord) -> KnownStep:
+        """Take what a step that ended shows; return what is known of its kind."""
+        self.steps += 1
+        first = id(record.calls[0].graph)
+        known = self._known.setdefault(first, {})
+        found = known.get(record.signature)
+        if found is None:
+            learned, levels = LearnedStep.of(record), tuple(c.position for c in record.calls)
+            found = known[record.signature] = KnownStep(learned, self.limit(learned), levels)
+            if len(known) > KINDS:
+                del known[next(iter(known))]
+        elif found.learned.add(record):
+            found.version += 1
+        # A step unlike the last ones is expected again once it was seen twice.
+        if first not in self._expected or found.learned.count > 1:
+            self._expected[first] = record.signature
+        return found
+
+    def learned(self, record: StepRecord) -> LearnedStep:
+        """Return what steps of the kind of one that ended teach."""
+        known = self._known.get(id(record.calls[0].graph), {}).get(record.signature)
+        return LearnedStep.of(record) if known is None else known.learned
+
+    def limit(self, learned: LearnedStep, sizes: Sequence[Sizes] | None = None) -> int:
+        """Return the budget of a step in bytes; a fraction is of one that has these sizes too."""
+        if self.free is not None:
+            return self.free
+        limit = budgets.resolve(
+            self.budget,
+            baseline_peak_bytes=learned.baseline_bytes(sizes),
+            device=self.device,
+        )
+        assert limit is not None
+        return limit
+
+    def room(self, limit: int) -> int:
+        """Return the bytes of a step within its budget and the memory that there is."""
+        if self.capacity is None or self.meter is None:
+            return limit
+        return max(0, min(limit, self.capacity - self.meter.start))
+
+    def known_of(self, graph: StepGraph) -> KnownStep | None:
+        """Return what is known of the step that is expected to begin with a graph."""
+        return self._known.get(id(graph), {}).get(self._expected.get(id(graph)) or ())
+
+    def settle(self, graph: StepGraph, sizes: Sizes) -> Settled | None:
+        """Return the choice for a step that begins with a call of ``graph`` of some sizes.
+
+        It is made anew if figures changed.
+        """
+        known = self.known_of(graph)
+        if known is None:
+            return None
+        version, settled = known.settled.get(sizes, (None, None))
+        if version == (self.version, known.version):
+            return settled
+        learned, expected = known.learned, known.learned.sizes_after([sizes])
+        limit = self.limit(learned, expected)
+        room, levels = self.room(limit), known.levels if settled is None else settled.choice.levels
+        now = choice_of(learned.program(expected), levels)
+        if now.peak_bytes <= room and is_good(learned, now, room):
+            choice = now
+        else:
+            for each in dict.fromkeys(learned.calls):
+                each.learn_levels(learned.room(room))
+            choice = self.compiled_choice(learned, expected, room)
+            if choice.peak_bytes > (1 + NOISE) * limit and self.is_exact:
+                raise infeasible_step(self.budget, learned, expected, limit)
+            if now.peak_bytes <= room and now.extra_seconds <= choice.extra_seconds * (
+                1 + WORTHWHILE
+            ):
+                choice = now
+        if len(known.settled) > SIZES:
+            known.settled.clear()
+        return self.keep(known, sizes, Settled(learned, expected, choice, limit))
+
+    def keep(self, known: KnownStep, sizes: Sizes, settled: Settled) -> Settled:
+        """Keep a choice for steps whose first call has these sizes, and return it."""
+        if self.settled_at is None:
+            self.settled_at = self.steps + 1
+        known.limit, known.levels = settled.limit, settled.choice.levels
+        known.settled[sizes] = (self.version, known.version), settled
+        return settled
+
+    def settle_alone(self, graph: StepGraph, sizes: Sizes) -> Settled | None:
+        """Return the choice that the ranks made, or one for sizes that this rank alone has."""
+        known = self.known_of(graph)
+        if known is None:
+            return None
+        if sizes in known.settled:
+            return known.settled[sizes][1]
+        learned = known.learned
+        expected = learned.sizes_after([sizes])
+        limit = self.limit(learned, expected)
+        room = self.room(limit)
+        for each in dict.fromkeys(learned.calls):
+            if each.ranks is None:
+                each.learn_levels(learned.room(room))
+        choice = self.compiled_choice(learned, expected, room)
+        settled = Settled(learned, expected, choice, limit)
+        known.settled[sizes] = (self.version, known.version), settled
+        return settled
+
+    def anticipated(self, known: Settled | None, outside_bytes: int) -> Settled | None:
+        """Return the choice for a step that begins with more outside bytes than it was known to.
+
+        ``outside_bytes`` are those allocated since before the step.
+
+        The gradients that an earlier backward accumulated stay through the step.
+        """
+        if known is None:
+            return known
+        learned, limit = known.learned, known.limit
+        grown = outside_bytes - learned.moments[0].outside_bytes
+        if grown <= 0 or known.choice.peak_bytes + grown <= limit:
+            return known
+        more = replace(
+            learned,
+            recent=[
+                tuple(replace(m, outside_bytes=m.outside_bytes + grown) for m in learned.moments)
+            ],
+        )
+        for each in dict.fromkeys(learned.calls):
+            if each.ranks is None:  # The others need not have more.
+                each.learn_levels()
+        choice = _choose(more, known.sizes, limit)
+        fits = choice.peak_bytes <= limit
+        return replace(known, learned=more, choice=choice) if fits else known
+
+    def another(
+        self, done: Sequence[RecordedCall], graph: StepGraph, sizes: Sizes
+    ) -> Settled | None:
+        """Return a known step that begins with the calls so far, and goes on with ``graph``."""
+        calls = [*(call.graph for call in done), graph]
+        for known in reversed(list(self._known.get(id(calls[0]), {}).values())):
+            learned = known.learned
+            if list(learned.calls[: len(calls)]) == calls:
+                return self.rest_of_step(done, learned, sizes_with(done, learned, sizes))
+        return None
+
+    def rest_of_step(
+        self, done: Sequence[RecordedCall], learned: LearnedStep, sizes: tuple[Sizes, ...]
+    ) -> Settled:
+        """Return the choice for the calls to come; those in flight stay at their levels."""
+        program, taken = learned.program(sizes), [call.position for call in done]
+        fixed = tuple(
+            (levels[taken[i]],) if i < len(taken) else levels
+            for i, levels in enumerate(program.calls)
+        )
+        limit = self.limit(learned, sizes)
+        rest = choose(StepProgram(fixed, program.moments), self.room(limit))
+        levels = (*taken, *rest.levels[len(taken) :])
+        return Settled(learned, sizes, choice_of(program, levels), limit)
+
+    def compiled_choice(
+        self, learned: LearnedStep, sizes: tuple[Sizes, ...], limit: int
+    ) -> LevelChoice:
+        """Return a choice of levels that are compiled, as only then their bytes are certain."""
+        choice = _choose(learned, sizes, limit)
+        for _ in range(COMPILES):
+            used = dict.fromkeys(zip(learned.calls, choice.levels, strict=True))
+            new = [RecordedCall(g, i) for g, i in used if g.entries[i].run is None]
+            if not new:
+                return choice
+            for call in new:
+                self.compile(call)
+            choice = _choose(learned, sizes, limit)
+        return _choose(learned, sizes, limit, most=0)
+
+
+def is_good(learned: LearnedStep, now: LevelChoice, room: int) -> bool:
+    """Return whether a choice recomputes next to nothing, or is the plan of the only graph.
+
+    That plan was made for about as many bytes; at smaller sizes it may recompute too much.
+    """
+    if now.extra_seconds <= _spare(learned):
+        return True
+    graph, backward = learned.calls[0], learned.room(room)
+    if backward is None or graph.room is None or graph.has_sizes or now.levels != (0,):
+        return False
+    return backward - graph.room <= WORTHWHILE * room
+
+
+def sizes_with(
+    done: Sequence[RecordedCall], learned: LearnedStep, sizes: Sizes
+) -> tuple[Sizes, ...]:
+    """Return the sizes that a step is expected to have, whose call after ``done`` has ``sizes``."""
+    return learned.sizes_after([*(call.sizes for call in done), sizes])
+
+
+def _choose(
+    learned: LearnedStep, sizes: tuple[Sizes, ...], limit: int, most: int = LEVELS
+) -> LevelChoice:
+    """Return the levels of least time within a limit, of which few are not compiled."""
+    graphs = {id(graph): graph for graph in learned.calls}
+    ready = [
+        (key, i)
+        for key, graph in graphs.items()
+        for i, entry in enumerate(graph.entries)
+        if entry.run is not None
+    ]
+    calls, spare = [id(graph) for graph in learned.calls], _spare(learned)
+    return choose_few(learned.program(sizes), limit, calls, ready, most=most, spare=spare)
+
+
+def _spare(learned: LearnedStep) -> float:
+    """Return the seconds of recompute that are not worth a compile."""
+    return SPARE * sum(graph.step_seconds for graph in learned.calls)
+
+
+def infeasible_step(
+    budget: budgets.Budget, learned: LearnedStep, sizes: tuple[Sizes, ...], limit: int
+) -> BudgetInfeasible:
+    """Return the error for a step that does not fit at any level."""
+    floor = least_peak(learned.program(sizes)).peak_bytes
+    asked, least = budgets.format_apart(limit, floor)
+    baseline = learned.baseline_bytes(sizes)
+    fraction = budgets.least_fraction(budget, floor, baseline)
+    enough = f"'{floor}B'" if fraction is None else f"{fraction} ('{floor}B')"
+    outside = max(moment.outside_bytes for moment in learned.moments_at(sizes))
+    return BudgetInfeasible(
+        f"budget={budget!r} is {asked}, below the least peak found for this step of "
+        f"{len(learned.calls)} calls, {least}, of which up to {budgets.format_bytes(outside)} "
+        f"are allocated outside of the compiled graphs; its uncheckpointed peak is "
+        f"{budgets.format_bytes(baseline)}. Raise the budget to at least {enough}, or make the "
+        "batch smaller.",
+        floor_bytes=floor,
+        budget_bytes=limit,
+    )
