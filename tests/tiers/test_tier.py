@@ -72,7 +72,16 @@ def test_a_machine_without_memory_says_so() -> None:
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.tensor(float("nan")),
     ],
-    ids=str,
+    ids=[
+        "contiguous",
+        "transposed",
+        "strided",
+        "expanded",
+        "int16",
+        "conjugate",
+        "channels last",
+        "nan",
+    ],
 )
 def test_a_value_comes_back_as_it_was(value: torch.Tensor) -> None:
     """Bits, strides, offset and the size of the storage are kept."""
