@@ -141,11 +141,8 @@ class Planner:
 
     @property
     def _writes_in_place(self) -> bool:
-        """Whether emitted graphs write in place; autograd runs ops of its own.
-
-        Not beside values that are sent away: their fetches would overlap what an op is to write.
-        """
-        return self.in_place and not self.is_eager and self.offload is None
+        """Whether emitted graphs write in place; autograd runs ops of its own."""
+        return self.in_place and not self.is_eager
 
     def regions(self, graph: fx.Graph) -> tuple[BudgetRegion, ...]:
         """Return the parts of a joint graph with a budget of their own.

@@ -3,7 +3,7 @@
 :class:`~fxckpt.passes.analysis.storage_table.Writable` has the operands that allow it. In a half,
 such an operand is written if an op of torch filled its storage there and no later op reads it:
 never a saved value, which a second backward over a retained graph reads again, a value that is
-returned, or one that is sent away or fetched.
+returned, one that is sent away, whose last reader waits for its copy, or one that is fetched.
 
 Expects a half that is run op by op, in its order. Leaves names and metadata alone: the value of a
 node that writes in place is one of a storage of its own.
@@ -18,7 +18,7 @@ from torch import fx
 from fxckpt.ops.in_place import in_place_form
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.storage_table import fills_apart
-from fxckpt.passes.meta import AWAY, RECOMPUTE_OF
+from fxckpt.passes.meta import RECOMPUTE_OF
 from fxckpt.torch_private import is_symbolic, storage_id
 
 
@@ -31,15 +31,12 @@ def write_in_place(graph: fx.Graph, positions: Mapping[str, tuple[int, ...]]) ->
     last_use = _last_uses(graph, fillers)
     own = {n for n in graph.nodes if n.op == "call_function" and fills_apart(n)}
     for node in graph.nodes:
-        if AWAY in node.meta:
-            own.difference_update(f for arg in node.all_input_nodes for f in fillers[arg].values())
-    for node in graph.nodes:
         if node.op != "call_function":
             continue
         for position in positions.get(node.meta.get(RECOMPUTE_OF, node.name), ()):
             operand = node.args[position]
-            held = set(fillers[operand].values())
-            if all(f in own and last_use[f] is node for f in held):
+            held = fillers[operand].items()
+            if all(filler in own and last_use[filler, sid] is node for sid, filler in held):
                 _write_into(node, operand)
                 break
 
@@ -47,7 +44,7 @@ def write_in_place(graph: fx.Graph, positions: Mapping[str, tuple[int, ...]]) ->
 def _fillers(graph: fx.Graph) -> dict[fx.Node, dict[int, fx.Node]]:
     """Return the nodes that filled the storages that each node holds, by storage id.
 
-    A recomputed value has the storage id of the original.
+    A recomputed or fetched value has the storage id of the original.
     """
     fillers: dict[fx.Node, dict[int, fx.Node]] = {}
     for node in graph.nodes:
@@ -60,13 +57,16 @@ def _fillers(graph: fx.Graph) -> dict[fx.Node, dict[int, fx.Node]]:
 
 def _last_uses(
     graph: fx.Graph, fillers: Mapping[fx.Node, Mapping[int, fx.Node]]
-) -> dict[fx.Node, fx.Node]:
-    """Return the last node that reads what each node filled; a size is not read from memory."""
-    last: dict[fx.Node, fx.Node] = {}
+) -> dict[tuple[fx.Node, int], fx.Node]:
+    """Return the last node that reads each storage that a node filled.
+
+    An op may fill several, of which one dies before the others. A size is not read from memory.
+    """
+    last: dict[tuple[fx.Node, int], fx.Node] = {}
     for node in graph.nodes:
         if not is_symbolic(node):
             for arg in node.all_input_nodes:
-                last.update(dict.fromkeys(fillers[arg].values(), node))
+                last.update(((filler, sid), node) for sid, filler in fillers[arg].items())
     return last
 
 

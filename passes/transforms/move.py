@@ -169,7 +169,8 @@ class _Mover:
             let_go = self.positions[offload.first]
         begins = min(self.positions[offload.last + 1], readers[0], key=order.__getitem__)
         held_val = fake_twin(value.meta["val"], torch.device("cpu"))
-        back_val = fake_twin(value.meta["val"], value.meta["val"].device)
+        # The storage id stays, since views that were made of the value are made of what comes back.
+        back_val = value.meta["val"]
         with self.graph.inserting_after(value):
             held = self._call(send, (value, self.tier), f"{value.name}_send", held_val)
         with self.graph.inserting_before(let_go):
