@@ -138,13 +138,18 @@ def choose_by_comparison(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_comparison_used_as_index_is_a_decision() -> None:
-    """A comparison that becomes an index is a decision."""
+    """A comparison that becomes an index is never made again, even where that is preferred."""
     weight = lambda: torch.randn(WIDTH, WIDTH, requires_grad=True)  # noqa: E731
-    plans = same_at_every_budget(
-        lambda: (choose_by_comparison, (torch.randn(64, WIDTH), weight())), (0.9, FLOOR)
-    )
+    make = lambda: (choose_by_comparison, (torch.randn(64, WIDTH), weight()))  # noqa: E731
+    plans = same_at_every_budget(make, (0.9, FLOOR))
     rows = [row for plan in plans for row in plan.rows if row.dtype in ("bool", "int64")]
     assert {row.decision for row in rows} == {Decision.SAVED}
+
+    model, inputs = make()
+    preferred = fxckpt.plan(
+        model, *inputs, policy=lambda *a, **k: CheckpointPolicy.PREFER_RECOMPUTE
+    )
+    assert Reason.DECISION in {row.reason for row in preferred.rows if row.dtype == "bool"}
 
 
 def test_comparison_used_as_mask_is_no_decision() -> None:

@@ -84,6 +84,28 @@ def test_values_with_later_readers_are_left_alone() -> None:
     assert "cos = cos(exp)\n" in text_of(forward.graph)
 
 
+def test_results_of_one_op_die_apart() -> None:
+    """One of two results takes another value while the other is saved, as the plan counts it."""
+
+    def f(primals: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
+        normal, _, scale = torch.ops.aten.native_layer_norm(primals, [SIZE], None, None, 1e-5)
+        return normal.exp().cos(), tangents * scale
+
+    forward, backward, plan = halves(f, recomputes=False)
+    assert_expected_inline(
+        text_of(forward.graph),
+        """\
+primals_1: input
+native_layer_norm = native_layer_norm(primals_1, [8], None, None, 1e-05)
+getitem = getitem(native_layer_norm, 0)
+getitem_2 = getitem(native_layer_norm, 2)
+exp = exp(getitem, out=getitem)
+cos = cos(exp)
+return [cos, getitem_2]""",
+    )
+    assert emitted_peak(forward, backward, num_fwd_outputs=1) == plan.peak_bytes
+
+
 def test_outputs_have_memory_of_their_own() -> None:
     """The user is never given a view, which autograd would not let be written to."""
 
