@@ -132,10 +132,12 @@ class Way:
 
 
 def ddp(model: Llama, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Wrap a model in DDP with small buckets."""
     return DistributedDataParallel(model, bucket_cap_mb=1, **options)
 
 
 def fsdp(model: Llama, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Shard the parameters of each block, and of what is left, by FSDP2."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -216,6 +218,7 @@ class Run:
 
 
 def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -286,6 +289,7 @@ def compiled(way: Way, mesh: DeviceMesh, backend: Any) -> Run:
 
 
 def alike(one: Run, other: Run) -> str:
+    """Return whether the gradients of two runs are equal bitwise, else how far they are apart."""
     pairs = list(zip(one.gradients, other.gradients, strict=True))
     if all(torch.equal(a, b) for a, b in pairs):
         return "equal"

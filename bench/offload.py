@@ -12,6 +12,7 @@ import time
 
 import torch
 import transformers as hf
+from real_sizes import llama_8b_config
 from tabulate import tabulate
 from torch import Tensor, nn
 
@@ -28,16 +29,7 @@ class Layers(nn.Module):
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        config = hf.LlamaConfig(
-            vocab_size=8,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=layers,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            max_position_embeddings=8192,
-            attn_implementation="sdpa",
-        )
+        config = llama_8b_config(layers, vocab=8)
         self.model = hf.LlamaModel(config).to(torch.bfloat16).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -29,10 +29,10 @@ def _tokens(batch: int, length: int) -> dict[str, Any]:
     return {"tokens": torch.empty(batch, length, dtype=torch.long, device="meta")}
 
 
-def llama_8b(layers: int = 32, *, batch: int = 1, length: int = 8192) -> Made:
-    """Return Llama 3 8B and a batch of tokens."""
-    config = hf.LlamaConfig(
-        vocab_size=128256,
+def llama_8b_config(layers: int = 32, *, vocab: int = 128256) -> hf.LlamaConfig:
+    """Return the configuration of Llama 3 8B."""
+    return hf.LlamaConfig(
+        vocab_size=vocab,
         hidden_size=4096,
         intermediate_size=14336,
         num_hidden_layers=layers,
@@ -41,6 +41,11 @@ def llama_8b(layers: int = 32, *, batch: int = 1, length: int = 8192) -> Made:
         max_position_embeddings=8192,
         attn_implementation="sdpa",
     )
+
+
+def llama_8b(layers: int = 32, *, batch: int = 1, length: int = 8192) -> Made:
+    """Return Llama 3 8B and a batch of tokens."""
+    config = llama_8b_config(layers)
     return _on_meta(lambda: NextTokenLoss(hf.LlamaForCausalLM(config))), _tokens(batch, length)
 
 

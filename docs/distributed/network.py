@@ -1,11 +1,14 @@
 """A small transformer for the scripts beside this file."""
 
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+
+import fxckpt
 
 WIDTH, HEADS, WORDS, BATCH, LENGTH = 64, 4, 128, 4, 128
 
@@ -58,3 +61,27 @@ def begin() -> int:
 def batch(seed: int) -> torch.Tensor:
     """Return tokens."""
     return torch.randint(WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def train(
+    model: Callable[[torch.Tensor], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    batches: list[torch.Tensor],
+) -> list[float]:
+    """Take a step for each batch and return the losses."""
+    seen = []
+    for tokens in batches:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+def end(rank: int, backend: fxckpt.Backend) -> None:
+    """Print the peak of the latest step, which must be within the budget, and leave the group."""
+    step = backend.report().step
+    assert step is not None and step.measured_peak_bytes <= step.budget_bytes, "over the budget"
+    print(f"rank {rank}: equal losses, {step.measured_peak_bytes} of {step.budget_bytes} bytes")
+    torch.distributed.destroy_process_group()

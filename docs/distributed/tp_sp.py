@@ -1,7 +1,7 @@
 """Tensor and sequence parallel. torchrun --nproc-per-node 2 docs/distributed/tp_sp.py"""
 
 import torch
-from network import Network, batch, begin
+from network import Network, batch, begin, end, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -11,12 +11,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn.functional import cross_entropy
 
 import fxckpt
 
 
 def losses(backend: fxckpt.Backend | str) -> list[float]:
+    """Return the losses of some steps of the same model."""
     torch.manual_seed(0)
     torch.compiler.reset()
     model = Network()
@@ -31,22 +31,11 @@ def losses(backend: fxckpt.Backend | str) -> list[float]:
         parallelize_module(block, mesh, columns | rows | norms)
     compiled = torch.compile(model, backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    seen = []
-    for i in range(4):
-        tokens = batch(i)
-        loss = cross_entropy(compiled(tokens).flatten(0, 1), tokens.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.item())
-    return seen
+    return train(compiled, optimizer, [batch(i) for i in range(4)])
 
 
 rank = begin()
 mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 backend = fxckpt.Backend(0.7, inner="aot_eager", group="world")
 assert losses(backend) == losses("aot_eager_default_partitioner"), "the losses differ"
-step = backend.report().step
-assert step is not None and step.measured_peak_bytes <= step.budget_bytes, "over the budget"
-print(f"rank {rank}: equal losses, {step.measured_peak_bytes} of {step.budget_bytes} bytes")
-torch.distributed.destroy_process_group()
+end(rank, backend)
