@@ -201,10 +201,7 @@ class Backend:
             self.partitioner.expect_ops()
         self._breaks: list[Break] = []
         is_of_step = scope == "step" and budgets.is_in_bytes(budget)
-        named = {"budget": budget, "policy": policy, "inner": inner, "in_flight": in_flight}
-        usual = {"policy": None, "inner": "inductor", "in_flight": 1}
-        shown = (f"{k}={v!r}" for k, v in named.items() if k not in usual or v != usual[k])
-        name = f"Backend({', '.join(shown)})"
+        name = _name_of(budget, policy=policy, inner=inner, in_flight=in_flight)
         self.step = StepTracker(budget, in_flight, strict, name) if is_of_step else None
         """Runs the calls of a step, if the budget is one of a step."""
         if self.step is not None:
@@ -551,6 +548,13 @@ def _check_offload(
             f"offload={offload!r}, group={group!r}: each rank has a link of its own, and ranks "
             "that plan as one send nothing away. Use one of the two."
         )
+
+
+def _name_of(budget: budgets.Budget, **options: object) -> str:
+    """Return the call that makes a backend, with those options that are not the usual ones."""
+    usual = {"policy": None, "inner": "inductor", "in_flight": 1}
+    given = {"budget": budget, **{k: v for k, v in options.items() if v != usual[k]}}
+    return f"Backend({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
 def _hashes_of(plan: Plan) -> tuple[str, str]:

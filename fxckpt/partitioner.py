@@ -135,12 +135,13 @@ class Partitioner(CustomPartitionerFn):
             )
         if verify not in (None, "exact"):
             raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
+        goal = budgets.within(budget, max_slowdown)
         self.planner = planner_of(
-            budgets.within(budget, max_slowdown),
+            goal,
             policy,
             cost,
             exact=verify == "exact",
-            offload=tier_of(offload, budgets.within(budget, max_slowdown)),
+            offload=tier_of(offload, goal),
             # The compilers of a partition_fn may take graphs that write nothing for granted.
             in_place=False,
         )

@@ -125,16 +125,16 @@ def _verdict(
         return Verdict((*causes(log, names), raised), (), None, None)
     found, checks = compare_steps(expected, again, seen, tolerance)
     checks.append(_recomputed(log, checkpointed))
-    kept = leaks(*usage) if usage is not None else []
-    checks.append(
-        f"memory after {steps} steps" if usage is not None else "memory: this device has no meter"
-    )
-    return Verdict(
-        findings=(*_explaining(causes(log, names), found), *found, *kept),
-        checks=tuple(checks),
-        peak_bytes=None if usage is None else usage[0].peak_bytes,
-        reference_peak_bytes=None if usage is None else usage[1].peak_bytes,
-    )
+    found = [*_explaining(causes(log, names), found), *found]
+    if isinstance(usage, Finding):  # A first step went well, and a later one did not.
+        checks.append("memory: not measured, as one of several steps raised an error")
+        return Verdict((usage, *found), tuple(checks), None, None)
+    if usage is None:
+        checks.append("memory: this device has no meter")
+        return Verdict(tuple(found), tuple(checks), None, None)
+    checks.append(f"memory after {steps} steps")
+    peaks = (each.peak_bytes for each in usage)
+    return Verdict((*found, *leaks(*usage)), tuple(checks), *peaks)
 
 
 def _explaining(caused: list[Finding], found: list[Finding]) -> list[Finding]:
@@ -212,15 +212,21 @@ def is_compiled(module: nn.Module) -> bool:
 
 def _usage(
     checkpointed: CheckedStep, reference: CheckedStep, run: StepRun, steps: int
-) -> tuple[Usage, Usage] | None:
+) -> tuple[Usage, Usage] | Finding | None:
+    """Return what several steps of both leave in memory, or the error that one of them raised.
+
+    None for a device whose memory cannot be measured.
+    """
     device = checkpointed.device()
     if device.type not in ("cpu", "cuda", "xpu"):
         return None
     meter: Meter = meter_of(device)
-    try:
-        with collecting_new_objects():
-            plain = measure(reference, run, meter, steps)
-            return measure(checkpointed, run, meter, steps), plain
-    except Exception:
-        # The observed step raises it again, and that is reported.
-        return None
+    found = []
+    with collecting_new_objects():
+        for side in (reference, checkpointed):
+            try:
+                found.append(measure(side, run, meter, steps))
+            except Exception as error:
+                side.reset()
+                return _raised(error, side.label)
+    return found[1], found[0]

@@ -147,6 +147,24 @@ def test_writes_before_the_recompute_are_found() -> None:
     assert verdict.of_kind("gradient")
 
 
+def test_later_steps_that_raise_are_found() -> None:
+    """An error of the third step alone is a finding, though no two first steps differ."""
+
+    class Third(Net):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += self.is_on
+            if self.is_on and type(self).calls == 3:
+                raise RuntimeError("the third call")
+            return super().forward(x)
+
+    verdict = verdict_of(Third(nn.Linear(16, 16)))
+    (finding,) = verdict.of_kind("error")
+    assert "the third call" in finding.text and finding.where == "the checkpointed step"
+    assert any("not measured" in check for check in verdict.checks)
+
+
 def test_in_place_writes_that_raise_are_found() -> None:
     """A step that autograd refuses is a finding, and not an error of the check."""
 
