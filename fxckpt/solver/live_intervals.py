@@ -86,7 +86,7 @@ def live_intervals(program: Program, schedule: Schedule) -> list[LiveInterval]:
     for at, (op, is_forward, is_recompute) in enumerate(order):
         reads = op.needs if is_recompute else op.reads
         for s in reads:
-            if s in open_:
+            if s in open_ and not (program.storages[s].is_output and at >= backward_at):
                 open_[s] = open_[s]._replace(last=at)
         written = list(op.writes)
         if is_forward and op.rng_state in saved:

@@ -1,9 +1,10 @@
 """Simulator: exact liveness of the storages of a scheduled step, which gives every plan's peak.
 
 The storages that an op reads and writes are live together while it runs; after it, storages without
-a later reader are free. Forward outputs live to the end, for the user holds them; incoming
-gradients live from the start of the backward to their last read; parameters and inputs are not
-counted. A recomputed value is a new version of its storage, live from its recompute to its last
+a later reader are free. Forward outputs live to the end, for the user holds them, and the backward
+reads them there: a copy of one that a recompute writes beside other results is dead at once.
+Incoming gradients live from the start of the backward to their last read; parameters and inputs are
+not counted. A recomputed value is a new version of its storage, live from its recompute to its last
 read.
 
 An op that may take an operand's memory (:attr:`~fxckpt.solver.program.Op.takes`) runs in place
@@ -147,6 +148,9 @@ def _backward_profile(
     total = len(runs) + length
     op, run_at, _ = backward_order(tables, runs, before, length)
     reads, read_at = tables.reads.rows(op)
+    # Outputs are read where the forward left them, whatever copies there are.
+    is_own = ~tables.is_output[reads]
+    reads, read_at = reads[is_own], read_at[is_own]
     writes, written_at = tables.writes.rows(op)
     stateful = np.flatnonzero(tables.rng_state[runs] >= 0)
     initial = np.flatnonzero(held)

@@ -83,6 +83,9 @@ class _Rewriter:
         """Latest copies of recomputed ops and of the items of their tuples."""
         self.view_copies: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
         """Copies of views, by the view and the arguments of the copy."""
+        outputs = (s.name for s in facts.program.storages if s.is_output)
+        self.outputs = {facts.owner[name] for name in outputs}
+        """Values that the user holds, which the backward reads where the forward left them."""
         self.rng_states = _RngStates(graph)
         self.inlined = inlined_values(graph, facts)
 
@@ -200,7 +203,7 @@ class _Rewriter:
         copied = self.latest[op] = copy_op(op, consumer)
         copied.meta[IS_RECOMPUTE] = True
         items = [u for u in op.users if u.target is operator.getitem and u not in self.facts.views]
-        for item in items:
+        for item in (i for i in items if i not in self.outputs):
             with self.graph.inserting_before(consumer):
                 self.latest[item] = self.graph.create_node(
                     "call_function",

@@ -77,6 +77,7 @@ def exhaustive(program: Program, limit: int) -> float | None:
                 continue
             written = {s for s in op.writes if not tables.is_output[s]}
             beside = before[j] + int(tables.workspace_bytes[i] + tables.state_bytes[i])
+            beside += sum(program.storages[s].bytes for s in {*op.writes} - written)
             seconds = spent + (op.seconds if i in ran else 0.0)
             for taken in (None, *op.takes):
                 if taken is not None and taken not in live - saved:

@@ -253,7 +253,8 @@ def _play(
 ) -> tuple[list[int], set[int]]:
     """Return the profile of events, and the storages live after them.
 
-    The storages ``kept`` never die; ``held`` are live from the start, beside ``live``.
+    The storages ``kept`` never die; ``held`` are live from the start, beside ``live``, and are read
+    where they are, so that copies of them are dead at once.
     """
     size = [s.bytes for s in program.storages]
     base += sum(size[s] for s in held)
@@ -269,7 +270,7 @@ def _play(
         profile.append(
             base + workspace + sum(size[s] for s in live) - sum(size[s] for s in taken[:1])
         )
-        live = {s for s in live if s in kept or _read_later(s, events[at + 1 :])}
+        live = {s for s in live if s in kept or _read_later(s, events[at + 1 :])} - held
     return profile, live
 
 

@@ -147,7 +147,11 @@ class _Model:
                     if not tables.is_output[s]:
                         self.rows.append(({self.present(t, s): 1.0}, 1.0, 1.0))
             else:
-                memory[self.run(j, i)] = float(tables.workspace_bytes[i] + tables.state_bytes[i])
+                # A second copy of an output is live during the recompute alone.
+                copied = sum(tables.bytes[s] for s in program.ops[i].writes if tables.is_output[s])
+                memory[self.run(j, i)] = float(
+                    tables.workspace_bytes[i] + tables.state_bytes[i] + copied
+                )
                 for s in {*program.ops[i].needs, *program.ops[i].writes}:
                     if not tables.is_output[s]:
                         self.rows.append(

@@ -276,5 +276,8 @@ class _CopyTable:
         own_read, own_reader = tables.reads.rows(len(program.ops) + np.arange(length))
         own_read, own_reader = own_read[is_written[own_read]], own_reader[is_written[own_read]]
         read_at = np.concatenate((at[reader], at_backward[own_reader]))
-        copy = np.searchsorted(key, np.concatenate((read, own_read)) * span + read_at + 1) - 1
+        every_read = np.concatenate((read, own_read))
+        # Outputs are read where the forward left them.
+        since = np.where(tables.is_output[every_read], 1, read_at + 1)
+        copy = np.searchsorted(key, every_read * span + since) - 1
         return cls(key // span, run, copy, read_at, reader)

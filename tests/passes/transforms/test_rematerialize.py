@@ -65,6 +65,33 @@ return [exp, mul]""",
     )
 
 
+def two_results(primals: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
+    values, indices = torch.sort(primals)
+    return values, tangents * values * torch.sin(indices)
+
+
+def test_outputs_are_read_where_they_are() -> None:
+    """A recompute for one result leaves the readers of another, an output, with the forward's."""
+    joint = traced(two_results, torch.ones(4), torch.ones(4))
+    rematerialize(joint, *planned(joint), num_fwd_outputs=1)
+    assert_expected_inline(
+        text_of(joint.graph),
+        """\
+primals_1: input
+tangents_1: input
+sort = sort(primals_1)
+getitem = getitem(sort, 0)
+getitem_1 = getitem(sort, 1)
+sort_recompute = sort(primals_1)
+getitem_1_recompute = getitem(sort_recompute, 1)
+mul = mul(tangents_1, getitem)
+sin = sin(getitem_1)
+sin_recompute = sin(getitem_1_recompute)
+mul_1 = mul(mul, sin_recompute)
+return [getitem, mul_1]""",
+    )
+
+
 def test_copies_are_marked() -> None:
     """Copies name their originals; only copies of ops count as recomputes."""
     joint = traced(dropped, torch.ones(2, 2), torch.ones(2, 2))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fxckpt.solver.exact.dynamic_program import DynamicProgram
 from fxckpt.solver.exact.milp import in_forward, optimum
-from fxckpt.solver.program import Op, Program, Side, Storage
+from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.simulate import simulate
 from tests.solver.oracle import exhaustive
@@ -36,6 +36,32 @@ def test_agrees_with_the_integer_program(program: Program, share: float) -> None
     assert simulation.peak_bytes <= limit
     assert simulation.extra_seconds <= found.seconds + 1e-9
     assert interpret(program, found.schedule).seconds == pytest.approx(simulation.extra_seconds)
+
+
+def two_results() -> Program:
+    """Return a program of an op of two results, an output and one that the backward reads last."""
+    return Program(
+        ops=(Op("both", Side.FORWARD, 1.0, 1, (), (0, 1)),),
+        backward=(
+            Op("b0", Side.BACKWARD, 1.0, 1, (0,), (2,)),
+            Op("b1", Side.BACKWARD, 1.0, 1, (0, 1), (3,)),
+        ),
+        storages=(
+            Storage("output", 5, 0, is_output=True),
+            Storage("value", 10, 0),
+            Storage("g0", 12, IN_BACKWARD),
+            Storage("g1", 0, IN_BACKWARD),
+        ),
+        tangents=(),
+    )
+
+
+@pytest.mark.parametrize(("limit", "seconds"), [(27, 0.0), (26, 1.0), (20, 1.0), (19, None)])
+def test_a_copy_of_an_output_counts(limit: int, seconds: float | None) -> None:
+    """A recompute writes a second copy of an output, which dies with it although it is read."""
+    assert exhaustive(two_results(), limit) == seconds
+    assert optimum(two_results(), limit).seconds == seconds
+    assert DynamicProgram(two_results()).optimum(limit).seconds == seconds
 
 
 def test_a_chain_has_the_shortest_path() -> None:
