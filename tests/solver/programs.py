@@ -26,8 +26,11 @@ QUICK_SEARCH = PriceSearch(
 
 
 @st.composite
-def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
-    """Draw forward ops that read earlier values, and a backward that reads the last ones first."""
+def programs(draw: st.DrawFn, max_ops: int = 8, *, in_place: bool = True) -> Program:
+    """Draw forward ops that read earlier values, and a backward that reads the last ones first.
+
+    With ``in_place``, ops may write their results into operands.
+    """
     storages: list[Storage] = []
     ops: list[Op] = []
     count = draw(st.integers(1, max_ops))
@@ -40,7 +43,7 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
         reads = tuple(s for s in reads if storages[s].producer != FORWARD_ONLY)
         writes = []
         count_written = draw(st.sampled_from([1, 1, 1, 2]))
-        takes = _takes(draw, storages, reads) if count_written == 1 else ()
+        takes = _takes(draw, storages, reads) if in_place and count_written == 1 else ()
         for _ in range(count_written):
             writes.append(len(storages))
             storages.append(
@@ -91,7 +94,7 @@ def programs(draw: st.DrawFn, max_ops: int = 8) -> Program:
     for j in range(draw(st.integers(1, max_ops))):
         near = values[max(0, len(values) - 4 * (j + 1)) : len(values) - 2 * j or None] or values
         reads = set(draw(st.lists(st.sampled_from(near), max_size=3))) | set(own[-1:])
-        takes = _takes(draw, storages, tuple(sorted(reads)))
+        takes = _takes(draw, storages, tuple(sorted(reads))) if in_place else ()
         nbytes = storages[takes[0]].bytes if takes else draw(st.integers(0, 20))
         storages.append(Storage(f"g{j}", nbytes, IN_BACKWARD))
         own.append(len(storages) - 1)

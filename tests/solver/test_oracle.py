@@ -40,11 +40,15 @@ def test_order_within_stages_only_restricts(program: Program, share: float) -> N
     [PriceSearch(), PriceSearch(exact_states=0), PriceSearch(exact_states=0, exact_size=0)],
     ids=["dynamic program", "integer program", "heuristic"],
 )
-@given(program=programs(max_ops=5), share=st.floats(0.0, 1.0))
+@given(program=programs(max_ops=5, in_place=False), share=st.floats(0.0, 1.0))
 def test_search_finds_optima_of_tiny_programs(
     search: PriceSearch, program: Program, share: float
 ) -> None:
-    """On tiny programs the search is within 5 % of the optimum, and its bound below it."""
+    """On tiny programs the search is within 5 % of the optimum, and its bound below it.
+
+    Beside ops that run in place it may not be: a value that is recomputed although it could be
+    saved is one that may be written into, and the search does not recompute for that alone.
+    """
     found = search(program, lambda baseline: int(share * baseline))
     limit = int(share * found.baseline.simulation.peak_bytes)
     best = exhaustive(program, limit)
@@ -57,12 +61,24 @@ def test_search_finds_optima_of_tiny_programs(
     assert seconds <= 1.05 * best + 1e-9
 
 
+@given(program=programs(max_ops=5), share=st.floats(0.0, 1.0))
+def test_search_is_sound_in_place(program: Program, share: float) -> None:
+    """With ops in place too, no plan beats the optimum, and the bound is below it."""
+    found = PriceSearch()(program, lambda baseline: int(share * baseline))
+    best = exhaustive(program, int(share * found.baseline.simulation.peak_bytes))
+    if found.best is None:
+        return
+    assert best is not None
+    assert found.bound.seconds <= best + 1e-6
+    assert best <= interpret(program, found.best.schedule).seconds + 1e-9
+
+
 @pytest.mark.parametrize(
     "search",
     [PriceSearch(), PriceSearch(exact_states=0, exact_size=0)],
     ids=["dynamic program", "heuristic"],
 )
-@given(program=programs(max_ops=5), share=st.floats(0.0, 1.0))
+@given(program=programs(max_ops=5, in_place=False), share=st.floats(0.0, 1.0))
 def test_least_memory_is_near_the_optimum(
     search: PriceSearch, program: Program, share: float
 ) -> None:
