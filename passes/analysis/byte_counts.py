@@ -29,6 +29,11 @@ def storage_bytes(tensor: torch.Tensor) -> int:
     return allocated_bytes(size_hint(tensor.untyped_storage().nbytes()), tensor.device.type)
 
 
+def gradient_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that the allocator hands out for an incoming gradient."""
+    return allocated_bytes(size_hint(gradient_size(tensor)), tensor.device.type)
+
+
 @dataclass(frozen=True)
 class SymbolicBytes:
     """Bytes of a storage as a function of the sizes of the graph's inputs."""
@@ -43,8 +48,27 @@ class SymbolicBytes:
 
 def symbolic_bytes(tensor: torch.Tensor) -> SymbolicBytes | None:
     """Return the bytes of a tensor's storage as a function of sizes, None if they are constant."""
-    size = symbolic_size(tensor.untyped_storage().nbytes())
+    return _symbolic(tensor.untyped_storage().nbytes(), tensor)
+
+
+def symbolic_gradient_bytes(tensor: torch.Tensor) -> SymbolicBytes | None:
+    """Return the bytes of an incoming gradient as a function of sizes, None if constant."""
+    return _symbolic(gradient_size(tensor), tensor)
+
+
+def _symbolic(nbytes: int | torch.SymInt, tensor: torch.Tensor) -> SymbolicBytes | None:
+    size = symbolic_size(nbytes)
     return None if size is None else SymbolicBytes(size, tensor.device.type)
+
+
+def gradient_size(tensor: torch.Tensor) -> int | torch.SymInt:
+    """Return the bytes of an incoming gradient.
+
+    AOTAutograd traces the gradients of views of one tensor as views of one tensor, the model's
+    input included; the autograd engine hands over a tensor for each.
+    """
+    own, whole = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+    return own if size_hint(own) < size_hint(whole) else whole
 
 
 def rng_state_bytes(node: fx.Node) -> int:

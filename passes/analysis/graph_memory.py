@@ -16,7 +16,7 @@ from collections import Counter
 from torch import fx
 
 from fxckpt.ops.properties import tensors, written_argument
-from fxckpt.passes.analysis.byte_counts import replay_bytes, storage_bytes
+from fxckpt.passes.analysis.byte_counts import gradient_bytes, replay_bytes, storage_bytes
 from fxckpt.passes.analysis.placement import is_held_by_caller, tangents_of
 from fxckpt.passes.meta import AWAY
 from fxckpt.torch_private import storage_id
@@ -34,6 +34,7 @@ def memory_profile(
     ``held`` live to the end.
     """
     deaths = _deaths(graph, held)
+    tangents = frozenset(tangents_of(graph))
     holds: dict[fx.Node, dict[int, Allocation]] = {}
     live = _LiveAllocations(start)
     profile: list[int] = []
@@ -44,11 +45,12 @@ def memory_profile(
         is_counted = node.op != "get_attr" and node.name not in free and AWAY not in node.meta
         known = {sid: a for arg in node.all_input_nodes for sid, a in holds[arg].items()}
         written = written_argument(node)
+        bytes_of = gradient_bytes if node in tangents else storage_bytes
         sizes: dict[Allocation, int] = {}
         holds[node] = {}
         for tensor in tensors(node.meta.get("val")):
             sid = storage_id(tensor)
-            size = storage_bytes(tensor) if is_counted else 0
+            size = bytes_of(tensor) if is_counted else 0
             if written is not None:
                 (holds[node][sid],) = holds[written].values()
             else:
@@ -150,16 +152,16 @@ def emitted_peak(
             owned.update({storage_id(t): storage_bytes(t) for t in tensors(node.meta.get("val"))})
     held = {sid: n for sid, n in owned.items() if sid not in free_ids}
     inputs = backward.graph.find_nodes(op="placeholder")
+    tangents = frozenset(tangents_of(backward.graph))
     same = frozenset(
         n.name
         for n in inputs
-        if any(
+        if n not in tangents
+        and any(
             storage_id(t) in owned or storage_id(t) in free_ids for t in tensors(n.meta.get("val"))
         )
     )
-    stays = frozenset(
-        n.name for n in tangents_of(backward.graph) if not n.users or is_held_by_caller(n)
-    )
+    stays = frozenset(n.name for n in tangents if not n.users or is_held_by_caller(n))
     second, _ = memory_profile(
         backward.graph, start=sum(held.values()), free=primals | same | uncounted, held=stays
     )

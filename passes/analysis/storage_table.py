@@ -21,7 +21,12 @@ from torch import fx
 
 from fxckpt.ops.in_place import in_place_form
 from fxckpt.ops.properties import is_collective, tensors
-from fxckpt.passes.analysis.byte_counts import storage_bytes, symbolic_bytes
+from fxckpt.passes.analysis.byte_counts import (
+    gradient_bytes,
+    storage_bytes,
+    symbolic_bytes,
+    symbolic_gradient_bytes,
+)
 from fxckpt.passes.analysis.placement import has_streams
 from fxckpt.solver.program import FORWARD_ONLY, IN_BACKWARD, Storage
 from fxckpt.torch_private import (
@@ -46,7 +51,9 @@ class StorageTable:
         self.owner: dict[str, fx.Node] = {}
         """Nodes to save, by the name of their storage."""
         self._index: dict[int, int] = {}
-        """Positions by storage id."""
+        """Positions by storage id, but of the incoming gradients."""
+        self._of_tangents: dict[int, set[int]] = {}
+        """Positions of the incoming gradients by storage id, which several may share."""
         self._free: set[int] = set()
         """Ids of the caller's storages."""
         self._inlined: dict[int, tuple[int, ...]] = {}
@@ -58,7 +65,8 @@ class StorageTable:
 
     def is_new(self, sid: int) -> bool:
         """Return whether no node so far has a storage of this id."""
-        return sid not in self._free and sid not in self._index and sid not in self._inlined
+        places = (self._free, self._index, self._of_tangents, self._inlined)
+        return all(sid not in known for known in places)
 
     def add_input(self, node: fx.Node) -> None:
         """Add an input of the graph, whose storages are free."""
@@ -71,26 +79,25 @@ class StorageTable:
         self.holds[node] = ()
 
     def add_tangent(self, node: fx.Node) -> None:
-        """Add an incoming gradient."""
+        """Add an incoming gradient: a storage of its own, whatever shares its id in the trace."""
+        first = len(self.storages)
         for tensor in tensors(node.meta.get("val")):
-            if storage_id(tensor) not in self._index:
-                self._index[storage_id(tensor)] = len(self.storages)
-                self.tangents.append(len(self.storages))
-                self.storages.append(
-                    Storage(
-                        node.name,
-                        storage_bytes(tensor),
-                        IN_BACKWARD,
-                        sized=symbolic_bytes(tensor),
-                    )
-                )
-        self.alias(node, node.meta.get("val"))
+            self._of_tangents.setdefault(storage_id(tensor), set()).add(len(self.storages))
+            self.tangents.append(len(self.storages))
+            nbytes, sized = gradient_bytes(tensor), symbolic_gradient_bytes(tensor)
+            self.storages.append(Storage(node.name, nbytes, IN_BACKWARD, sized=sized))
+        self.holds[node] = tuple(range(first, len(self.storages)))
 
     def alias(self, node: fx.Node, value: Any) -> None:
         """Let a node hold the storages that its value has among those of the table."""
         found: dict[int, None] = {}
         for sid in (storage_id(t) for t in tensors(value)):
-            known = (self._index[sid],) if sid in self._index else self._inlined.get(sid, ())
+            if sid in self._index:
+                known: tuple[int, ...] = (self._index[sid],)
+            elif sid in self._of_tangents:
+                known = tuple(i for i in self.reads(node) if i in self._of_tangents[sid])
+            else:
+                known = self._inlined.get(sid, ())
             found.update(dict.fromkeys(known))
         self.holds[node] = tuple(found)
 
@@ -106,7 +113,7 @@ class StorageTable:
         writes = []
         for position, tensor in enumerate(tensors(value)):
             sid = storage_id(tensor)
-            if sid in self._free or sid in self._index:
+            if sid in self._free or sid in self._index or sid in self._of_tangents:
                 continue
             name = f"{node.name}#{position}" if is_tuple else node.name
             self._index[sid] = len(self.storages)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from fxckpt.passes.analysis import placement
 from fxckpt.passes.analysis.autograd_liveness import held_by_nodes
 from fxckpt.solver.program import Program
 from tests.passes.graphs import facts_of, traced
+
+
+@pytest.fixture(autouse=True)
+def engine_hands_over_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine of torch 2.13: it keeps no incoming gradient."""
+    monkeypatch.setattr(placement, "frees_incoming_gradients", lambda: True)
 
 
 def reads(program: Program) -> str:

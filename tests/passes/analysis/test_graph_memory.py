@@ -59,6 +59,17 @@ def test_emitted_peak_is_the_plan_s() -> None:
     assert emitted_peak(*halves, num_fwd_outputs=1) == plan.peak_bytes
 
 
+def test_gradient_of_a_view_of_an_input_counts() -> None:
+    """Its trace shares the storage of the input, but the engine makes it: 16 bytes, and cos()."""
+    inputs = torch.ones(8)
+    joint = traced(lambda primals, tangents: (primals[4:], tangents.cos()), inputs, inputs[4:])
+    facts, plan = planned(joint)
+    halves = partition(
+        joint, rematerialize(joint, facts, plan, num_fwd_outputs=1), num_fwd_outputs=1
+    )
+    assert emitted_peak(*halves, num_fwd_outputs=1) == plan.peak_bytes == 2 * 4 * 4
+
+
 def test_result_in_an_argument_takes_no_bytes() -> None:
     """The result of an op that writes an argument lives in its memory, through views too."""
 

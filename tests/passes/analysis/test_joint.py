@@ -8,8 +8,15 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from fxckpt.errors import CaptureError
+from fxckpt.passes.analysis import placement
 from fxckpt.passes.analysis.joint import Facts
 from tests.passes.graphs import chain, dropped, facts_of, traced
+
+
+@pytest.fixture(autouse=True)
+def engine_hands_over_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine of torch 2.13: it keeps no incoming gradient."""
+    monkeypatch.setattr(placement, "frees_incoming_gradients", lambda: True)
 
 
 def text(facts: Facts) -> str:
@@ -37,6 +44,13 @@ backward: mul(tangents_1, cos) -> mul
 backward: mul_1(mul, cos_1) -> mul_1
 backward: output(mul_1)""",
     )
+
+
+def test_gradient_that_the_engine_holds_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine of torch 2.11 holds incoming gradients until the backward returns."""
+    monkeypatch.setattr(placement, "frees_incoming_gradients", lambda: False)
+    facts = facts_of(traced(chain, torch.ones(4), torch.ones(4)))
+    assert text(facts).endswith("backward: output(tangents_1, mul_1)")
 
 
 def test_view_is_no_op() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxckpt.passes.analysis.storage_table import StorageTable
+from fxckpt.torch_private import storage_id
 from tests.passes.graphs import traced
 
 
@@ -33,6 +35,30 @@ def test_inputs_are_free() -> None:
     """Neither an input nor a value inlined from inputs holds a storage."""
     table, nodes = filled()
     assert [table.holds[nodes[n]] for n in ("primals_1", "sin", "view")] == [(), (), ()]
+
+
+def views(primals: Tensor, tangents: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    first, second = tangents
+    return primals[:2].view(2, 1), first.view(2, 1) * second.view(2, 1)
+
+
+def test_gradients_of_views_have_their_own_storages() -> None:
+    """Gradients that share an input's storage in the trace are no views of the input."""
+    whole = torch.ones(6)
+    graph = make_fx(views, tracing_mode="fake")(whole, (whole[2:4], whole[4:])).graph
+    inputs, table = graph.find_nodes(op="placeholder"), StorageTable()
+    ids = {storage_id(node.meta["val"]) for node in inputs}
+    assert len(ids) == 1
+    table.add_input(inputs[0])
+    table.add_tangent(inputs[1])
+    table.add_tangent(inputs[2])
+    assert [s.bytes for s in table.storages] == [2 * 4] * 2
+    held = []
+    for node in (n for n in graph.nodes if n.op == "call_function"):
+        table.alias(node, node.meta["val"])
+        held.append(table.holds[node])
+    assert held[:-1] == [(), (), (0,), (1,)]
+    assert not table.is_new(*ids)
 
 
 def test_items_name_the_storages_of_a_tuple() -> None:
