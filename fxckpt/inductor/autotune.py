@@ -5,6 +5,7 @@ All finalists fit the budget; without this, the cost model's word is taken for t
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,8 +18,13 @@ from torch.utils import _pytree as pytree
 from fxckpt.costs.isolated_op import synthetic_input
 from fxckpt.ops.properties import has_hidden_effect, is_collective, is_mutating, is_torchs_own
 from fxckpt.passes.analysis.placement import graph_outputs
+from fxckpt.plans.types import Plan
 from fxckpt.torch_private import HigherOrderOperator, OpOverload, outside_trace
 
+log = logging.getLogger("fxckpt")
+
+PlannedHalves = tuple[fx.GraphModule, fx.GraphModule, Plan]
+"""Forward, backward, and the plan they follow."""
 CompileHalf = Callable[
     [fx.GraphModule, bool, Mapping[str, tuple[int, ...]]], Callable[[list[Any]], Sequence[Any]]
 ]
@@ -28,6 +34,59 @@ Called with the half, whether it is a backward, and the strides of inputs, by na
 """
 ROUNDS = 5
 """Timed steps of each finalist, taken in turn, after one untimed step."""
+TIE = 0.01
+"""Largest relative difference between step times that count as equal."""
+
+
+def fastest(
+    finalists: Sequence[PlannedHalves],
+    compile_half: CompileHalf,
+    device: torch.device,
+    clock: Callable[[], float],
+) -> PlannedHalves:
+    """Return the fastest finalist on synthetic inputs; among equals, that of the least peak.
+
+    If the step cannot be timed, return the first finalist.
+    """
+    seconds = _timed(finalists, compile_half, device, clock)
+    if seconds is None:
+        return finalists[0]
+    for (_, _, plan), took in zip(finalists, seconds, strict=True):
+        log.info(
+            "plan %s takes %.2f ms a step, its peak is %s bytes",
+            plan.digest,
+            1e3 * took,
+            plan.compiled_peak_bytes,
+        )
+    longest = (1 + TIE) * min(seconds)
+    fast = [halves for halves, took in zip(finalists, seconds, strict=True) if took <= longest]
+    return min(fast, key=lambda halves: halves[2].compiled_peak_bytes or 0)
+
+
+def _timed(
+    finalists: Sequence[PlannedHalves],
+    compile_half: CompileHalf,
+    device: torch.device,
+    clock: Callable[[], float],
+) -> list[float] | None:
+    """Return the seconds a step of each finalist takes; None if the step cannot be timed."""
+    if (op := unsafe_op(finalists[0][:2])) is not None:
+        log.warning(
+            "plans are not timed, as %s is not torch's own, or talks to other ranks: "
+            "the one expected to be fastest is taken.",
+            op,
+        )
+        return None
+    try:
+        return step_seconds([each[:2] for each in finalists], compile_half, device, clock)
+    except Exception as error:  # On synthetic inputs a step may raise anything.
+        log.warning(
+            "plans cannot be timed, as the step does not run on synthetic inputs (%s: %s): "
+            "the one expected to be fastest is taken.",
+            type(error).__name__,
+            error,
+        )
+        return None
 
 
 def unsafe_op(halves: Sequence[fx.GraphModule]) -> str | None:

@@ -21,8 +21,7 @@ from fxckpt.costs.models import CostModel
 from fxckpt.errors import CaptureError
 from fxckpt.passes.graphs import Joint
 from fxckpt.passes.meta import DEVICE, MODEL
-from fxckpt.passes.transforms.place import place
-from fxckpt.planner.pipeline import prepare
+from fxckpt.planner.pipeline import Place, prepare
 from fxckpt.planner.planned_device import PlannedDevice, planned_device
 from fxckpt.planner.planner import planner_of
 from fxckpt.plans.types import Plan
@@ -82,7 +81,7 @@ def capture_joint(
             "parameters or inputs that require grad, and do not detach what is made of them."
         )
     if target.is_away and target.place is not None:
-        place(found[0].module.graph, target.place)
+        prepare(found[0], (Place(target.place),))
     noted = found[0].module.meta
     noted[MODEL] = _name_of(model_or_fn)
     if target.named is not None:

@@ -2,10 +2,12 @@
 
 A joint graph is prepared (:data:`PREPARE`), planned (:mod:`fxckpt.planner.planner`), and emitted as
 a forward and a backward half that follow the plan (:data:`EMIT`). With Inductor as the inner
-compiler the tuples are :data:`PREPARE_INDUCTOR` and :data:`EMIT_INDUCTOR`. A pass is a frozen value
-with a ``name`` that maps one state to the next: :class:`~fxckpt.passes.graphs.Joint` while
-preparing, :class:`Emission` while emitting. Between any two passes, one hook lints the graphs,
-verifies the halves against the plan and logs the time of the pass.
+compiler the tuples are :data:`PREPARE_INDUCTOR` and :data:`EMIT_INDUCTOR`, and :data:`FREE_EARLY`
+once its lowering is known. A graph that is planned for another device is first put there
+(:class:`Place`). A pass is a frozen value with a ``name`` that maps one state to the next:
+:class:`~fxckpt.passes.graphs.Joint` while preparing, :class:`Emission` while emitting. Between any
+two passes, one hook lints the graphs, verifies the halves against the plan and logs the time of the
+pass.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+import torch
 from torch import fx
 
 from fxckpt.passes.analysis.joint import Facts
@@ -33,6 +36,7 @@ from fxckpt.passes.transforms.in_place import write_in_place
 from fxckpt.passes.transforms.merge_common_subexpressions import merge_common_subexpressions
 from fxckpt.passes.transforms.move import move
 from fxckpt.passes.transforms.partition import partition
+from fxckpt.passes.transforms.place import place
 from fxckpt.passes.transforms.raise_getitems import raise_getitems
 from fxckpt.passes.transforms.recompute_checks import insert_checks
 from fxckpt.passes.transforms.rematerialize import Rematerialized, rematerialize
@@ -105,6 +109,19 @@ class OnJoint:
     def __call__(self, state: Joint, /) -> Joint:
         """Rewrite the joint graph in place."""
         self.rewrite(state.module.graph)
+        return state
+
+
+@dataclass(frozen=True)
+class Place:
+    """A joint graph that was traced on the CPU, put on the device that is planned for."""
+
+    device: torch.device
+    name: str = "place"
+
+    def __call__(self, state: Joint, /) -> Joint:
+        """Rewrite the joint graph in place."""
+        place(state.module.graph, self.device)
         return state
 
 
@@ -284,6 +301,12 @@ EMIT: tuple[Pass[Emission], ...] = (
 )
 """From the planned joint graph to the two halves."""
 
+FREE_EARLY: tuple[Pass[Emission], ...] = (OnBackward(free_early, _frees_early),)
+"""For halves once they are lowered: only the lowering tells that a plan must free early.
+
+Among :data:`EMIT_INDUCTOR` it serves a plan of which that is known.
+"""
+
 EMIT_INDUCTOR: tuple[Pass[Emission], ...] = (
     Rematerialize(),
     InsertChecks(),
@@ -295,14 +318,10 @@ EMIT_INDUCTOR: tuple[Pass[Emission], ...] = (
     OnBackward(to_channels_last, _changes_layout),
     OnBackward(mark_execution_order, _keeps_order),
     OnBackward(preserve_strides),
-    OnBackward(free_early, _frees_early),
+    *FREE_EARLY,
     OnHalves(wrap_syncs),
 )
-"""As :data:`EMIT`, with the rewrites that keep Inductor's schedule to the plan.
-
-A plan frees early only once its lowering was over the budget without (``inductor/planner.py``);
-the last pass acts where such a plan is applied again.
-"""
+"""As :data:`EMIT`, with the rewrites that keep Inductor's schedule to the plan."""
 
 
 def prepare(joint: Joint, passes: tuple[Pass[Joint], ...] = PREPARE) -> Joint:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fxckpt.errors import VerifyError
+from fxckpt.ops.properties import tensors
 from fxckpt.passes.graphs import Joint
 from fxckpt.planner.pipeline import (
     EMIT,
@@ -19,6 +20,7 @@ from fxckpt.planner.pipeline import (
     Emission,
     OnBackward,
     OnJoint,
+    Place,
     emit_halves,
     prepare,
 )
@@ -75,6 +77,17 @@ def test_the_hook_verifies_the_halves() -> None:
 
     with pytest.raises(VerifyError):
         emit_halves(emission(), (*EMIT, OnBackward(save_more)))
+
+
+def test_graph_for_another_device_is_placed_first(caplog: pytest.LogCaptureFixture) -> None:
+    """The pass that puts values on the planned device runs under the hook."""
+    module = joint()
+    with caplog.at_level(logging.DEBUG, "fxckpt"):
+        prepare(Joint(module, 1), (Place(torch.device("cuda", 0)),))
+    found = {t.device.type for n in module.graph.nodes for t in tensors(n.meta.get("val"))}
+    assert found == {"cuda"}
+    names = [r.message.split(" took ")[0] for r in caplog.records if " took " in r.message]
+    assert names == ["place"]
 
 
 def test_rewrite_that_does_not_apply_is_omitted() -> None:

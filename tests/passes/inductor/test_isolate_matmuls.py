@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxckpt
-from fxckpt.inductor.planner import is_extern_kernel
+from fxckpt.passes.inductor.fusion_model import is_extern_kernel
 from fxckpt.passes.inductor.isolate_matmuls import isolate_matmuls
 from fxckpt.passes.transforms.rematerialize import NEVER_STORED
 from tests.passes.graphs import text_of
