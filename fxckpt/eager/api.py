@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from fxckpt.budgets import Budget
 from fxckpt.eager.recorder import Keep, Kept, Recorder
 from fxckpt.eager.region_cache import CACHE, RegionMatcher, differentiable, plan_region
 from fxckpt.eager.region_plan import RegionPlan
-from fxckpt.eager.region_report import region_of, watched
+from fxckpt.eager.region_report import Region, region_of, watched
 from fxckpt.eager.replay import unpack
 from fxckpt.errors import CaptureError, CheckpointError, InvalidOption
 from fxckpt.planner.planner import Planner, planner_of
@@ -81,12 +82,14 @@ __all__ = [
 ]
 
 ENGINES = ("replay", "rerun")
+"""Values of ``engine``."""
 NO_MODULES: AbstractContextManager[Callable[[], str]] = nullcontext(lambda: "")
 NO_CONTEXTS: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = (
     nullcontext(),
     nullcontext(),
 )
 NO_RESULT = object()
+"""Result of a region whose context suppressed its exception."""
 TRANSFORMED = (
     "fxckpt.checkpoint under a torch.func transform (grad, vmap, ...) saves what autograd "
     "saves: torch.func has no hooks for saved tensors. For its savings, compile the "
@@ -94,6 +97,7 @@ TRANSFORMED = (
 )
 """Warning for a region under a transform."""
 CHECKS = ("default", "none")
+"""Values of ``determinism_check``, as in torch."""
 WHERE = {
     CheckpointPolicy.MUST_SAVE: Kept.ON_DEVICE,
     CheckpointPolicy.PREFER_SAVE: Kept.ON_DEVICE,
@@ -104,6 +108,7 @@ WHERE = {
     True: Kept.ON_DEVICE,
     False: Kept.NOWHERE,
 }
+"""Place of a result by a policy's answer, in torch's form."""
 
 
 def checkpoint(
@@ -203,53 +208,89 @@ def checkpoint(
         raise InvalidOption("checkpoint(None, ...): give a function or module, then its arguments.")
     _check_options(function, engine, determinism_check)
     planner = None if policy is None and budget is None else planner_of(budget, policy, "roofline")
-    if budget is not None and is_traced():
-        raise CaptureError(
-            f"checkpoint(budget={budget!r}) in a call that make_fx traces, as "
-            "torch.compiler.precompile does: a region is planned when it runs. Leave the budget "
-            "out, and make a region of each part that is to be recomputed."
-        )
+    _check_traced(budget)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if is_transformed():
         warnings.warn(TRANSFORMED, stacklevel=2)
         return function(*args, **kwargs)
     contexts, selective = _contexts_of(context_fn, planner)
-    matcher = (
-        None if planner is None else RegionMatcher(CACHE.plans(function, budget, planner.policy))
+    recording = _Recording(
+        planner,
+        selective,
+        replay_context=contexts[1],
+        # A traced graph cannot hold the state of a generator.
+        keep_draws=not preserve_rng_state or is_traced(),
+        hooks_see_chosen=respect_saved_tensors_hooks is not False,
+        matcher=(
+            None
+            if planner is None
+            else RegionMatcher(CACHE.plans(function, budget, planner.policy))
+        ),
+        watchers=watched(),
+        debug=debug_override(debug),
     )
-    watchers = watched()
-    is_shown = (
-        watchers is not None
-        or debug_override(debug)
-        or (matcher is not None and not matcher.plans.known)
-    )
-    with _modules(function, planner, is_shown) as module:
-        recorder = Recorder(
-            keep=matcher if selective is None else _keep_by(selective.function),
+    with _modules(function, planner, recording.is_shown) as module:
+        recorder = recording.recorder(module)
+        plan = functools.partial(recording.end, function, recorder)
+        return _record(recorder, contexts[0], function, args, kwargs, plan)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """How one call of a region is recorded, and what follows from it at the region's end."""
+
+    planner: Planner | None
+    """Plans the region; None without a policy and a budget."""
+    selective: Any
+    """Selective policy in torch's form, if any."""
+    replay_context: AbstractContextManager[Any]
+    """Context of the region's replays."""
+    keep_draws: bool
+    """Whether results of random ops are kept, and no generator state."""
+    hooks_see_chosen: bool
+    """Whether results that a policy selects pass through the hooks around the region."""
+    matcher: RegionMatcher | None
+    """Follows the calls of a planned region; None without a planner."""
+    watchers: list[Region] | None
+    """Where a report of regions collects them; None without a report."""
+    debug: bool
+    """Whether errors name the line of the region."""
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether anyone may see the lines and modules of the region's calls."""
+        is_new = self.matcher is not None and not self.matcher.plans.known
+        return self.watchers is not None or self.debug or is_new
+
+    def recorder(self, module: Callable[[], str]) -> Recorder:
+        """Return the recorder of one call; ``module`` returns the path of the running module."""
+        is_shown, selective = self.is_shown, self.selective
+        return Recorder(
+            keep=self.matcher if selective is None else _keep_by(selective.function),
             locate=(
                 (lambda: (calling_line() if is_shown else "", module()))
-                if is_shown or planner is not None
+                if is_shown or self.planner is not None
                 else None
             ),
             around=surrounding_hooks(),
-            hooks_see_chosen=respect_saved_tensors_hooks is not False,
-            # A traced graph cannot hold the state of a generator.
-            keep_draws=not preserve_rng_state or is_traced(),
+            hooks_see_chosen=self.hooks_see_chosen,
+            keep_draws=self.keep_draws,
             check_versions=selective is None or not selective.allows_writes,
-            replay_context=contexts[1],
+            replay_context=self.replay_context,
         )
 
-        def end(result: Any) -> RegionPlan | None:
-            region_plan = None
-            if planner is not None and matcher is not None:
-                region_plan = plan_region(recorder, matcher, result, planner)
-            if watchers is not None:
-                plan = None if region_plan is None else region_plan.plan
-                watchers.append(region_of(function, recorder, differentiable(result), plan))
-            return region_plan
-
-        return _record(recorder, contexts[0], function, args, kwargs, end)
+    def end(
+        self, function: Callable[..., Any], recorder: Recorder, result: Any
+    ) -> RegionPlan | None:
+        """Return the plan of a region that has run, and report the region to watchers."""
+        region_plan = None
+        if self.planner is not None and self.matcher is not None:
+            region_plan = plan_region(recorder, self.matcher, result, self.planner)
+        if self.watchers is not None:
+            plan = None if region_plan is None else region_plan.plan
+            self.watchers.append(region_of(function, recorder, differentiable(result), plan))
+        return region_plan
 
 
 def _decorator(options: dict[str, Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
@@ -318,6 +359,16 @@ def _check_options(function: Any, engine: str, determinism_check: str) -> None:
         raise InvalidOption(
             f"engine={engine!r}, determinism_check={determinism_check!r}: engine is one of "
             f"{ENGINES}, determinism_check one of {CHECKS}."
+        )
+
+
+def _check_traced(budget: Budget) -> None:
+    """Raise :class:`CaptureError` for a budget in a call that is traced."""
+    if budget is not None and is_traced():
+        raise CaptureError(
+            f"checkpoint(budget={budget!r}) in a call that make_fx traces, as "
+            "torch.compiler.precompile does: a region is planned when it runs. Leave the budget "
+            "out, and make a region of each part that is to be recomputed."
         )
 
 

@@ -67,6 +67,7 @@ Keep = Callable[[int, Any, tuple[Any, ...], Mapping[str, Any], Any], Kept | froz
 
 Called after the op, with the number of its call, the op, its arguments and its results."""
 NOTHING_AROUND: AbstractContextManager[None] = nullcontext()
+"""Hooks around a region that is in none."""
 Hooks = tuple[Pack, Unpack]
 TRANSPARENT = Opacity.TRANSPARENT
 """A global, as every op looks it up."""
@@ -207,19 +208,7 @@ class Recorder(TorchDispatchMode):
         """Run an op of any traits and record its call."""
         if not self._was_faking and is_faking():
             return op(*args, **kwargs)  # Such as a question of DTensor's about shapes.
-        reads = known.reads
-        versioned = tuple(
-            [
-                self._with_versions(a, reads and not (known.overwrites and i == 0))
-                for i, a in enumerate(args)
-            ]
-        )
-        if known.asks_geometry and type(args[0]) is Tensor and versioned[0].geometry is not None:
-            versioned = (_meta_arg(versioned[0], args[0]), *versioned[1:])
-        versioned_kwargs = {
-            name: self._with_versions(value, reads and name not in known.writes)
-            for name, value in kwargs.items()
-        }
+        versioned, versioned_kwargs = self._versioned(known, args, kwargs)
         draw = None
         never_twice = known.never_twice
         if _draws(known, args):
@@ -259,6 +248,25 @@ class Recorder(TorchDispatchMode):
                 if version.is_shared
             )
         return out
+
+    def _versioned(
+        self, known: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return an op's arguments, with the versions that it reads in place of tensors."""
+        reads = known.reads
+        versioned = tuple(
+            [
+                self._with_versions(a, reads and not (known.overwrites and i == 0))
+                for i, a in enumerate(args)
+            ]
+        )
+        if known.asks_geometry and type(args[0]) is Tensor and versioned[0].geometry is not None:
+            versioned = (_meta_arg(versioned[0], args[0]), *versioned[1:])
+        versioned_kwargs = {
+            name: self._with_versions(value, reads and name not in known.writes)
+            for name, value in kwargs.items()
+        }
+        return versioned, versioned_kwargs
 
     def _is_of_tape(self, types: Iterable[type]) -> bool:
         """Return whether tensors of some classes are recorded as they are."""

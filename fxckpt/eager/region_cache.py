@@ -26,6 +26,7 @@ from fxckpt.torch_private import OpOverload
 from fxckpt.utils.pytrees import flatten
 
 PLAIN = (int, float, str, bytes, type(None), OpOverload)
+"""Types of arguments that are equal where their values are."""
 MAX_KEYS = 32
 """Limit of policies and budgets per function: new policy objects would pile up."""
 MAX_PLANS = 64
@@ -98,6 +99,7 @@ class RegionCache:
 
 
 CACHE = RegionCache()
+"""Plans of all regions of this process."""
 
 
 def plan_region(
