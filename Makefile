@@ -54,7 +54,7 @@ smoke: $(VENV)/.test  ## a few minutes of the test suite, for torch versions bes
 
 sweep: $(VENV)/.test  ## what takes long: every op, every draw, and the property tests with a thousand examples each
 	$(BIN)/python -m pytest -m sweep --timeout 1800 tests
-	$(BIN)/python -m pytest --hypothesis-profile sweep --timeout 7200 tests/solver tests/passes tests/planner/test_dags.py
+	$(BIN)/python -m pytest --hypothesis-profile sweep --timeout 7200 tests/solver tests/passes tests/utils tests/planner/test_dags.py
 
 # A machine with a GPU has its own torch, which stays as it is, and often no network: the packages
 # that it lacks come from build/wheels.

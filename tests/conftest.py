@@ -12,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from fxckpt.inductor import plan_cache
 from fxckpt.utils.cache_folder import cache_dir
 
-settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
+settings.register_profile("default", deadline=None, max_examples=15, derandomize=True)
 settings.register_profile("sweep", deadline=None, max_examples=1000)
 settings.load_profile("default")
 

@@ -55,7 +55,13 @@ def run_inductor(
         [sys.executable, "-c", INDUCTOR_STEP.format(budget=budget)],
         capture_output=True,
         text=True,
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, **environment},
+        env={
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": folder,
+            # To compile the headers for a folder of its own takes longer than the kernels.
+            "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+            **environment,
+        },
         timeout=300,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.nn import functional as F
 
 import fxckpt
 from fxckpt.costs.models import FlopCost, checked
+from fxckpt.inductor.attempt import default_candidate
 from fxckpt.inductor.memory import backward_bytes, lower_backward
-from fxckpt.inductor.planner import InductorPlanner, default_candidate
+from fxckpt.inductor.planner import InductorPlanner
 from fxckpt.passes.analysis.joint import collect, no_workspace
 from fxckpt.passes.graphs import Joint
 from fxckpt.passes.inductor.execution_order import ORDER
@@ -72,9 +74,15 @@ def planned(budget: Any, **options: Any) -> Plan:
     return InductorPlanner(Planner(budget=budget, cost="flops")).partition(Joint(joint, count))[2]
 
 
+@functools.cache
+def unbounded() -> Plan:
+    """The plan without a budget, which several tests share."""
+    return planned(None)
+
+
 def test_measured_peak_is_the_lowered_one() -> None:
     model, inputs = step()
-    default_peak = planned(None).peak_bytes
+    default_peak = unbounded().peak_bytes
     for budget in (None, int(0.8 * default_peak)):
         torch._dynamo.reset()
         backend = fxckpt.Backend(budget=budget, cost="flops")
@@ -101,15 +109,14 @@ def test_unbounded_plan_is_the_default_choice() -> None:
 
 def test_default_choice_is_taken_if_it_fits() -> None:
     """A budget of its peak changes nothing."""
-    unbounded = planned(None)
-    assert planned(unbounded.peak_bytes).saved == unbounded.saved
+    assert planned(unbounded().peak_bytes).saved == unbounded().saved
 
 
 def test_plan_over_the_budget_is_searched_for_less() -> None:
     """The first lowering reports more than the truth."""
     model, inputs = step()
     joint, count = inductor_joint(model, *inputs)
-    budget = int(0.8 * planned(None).peak_bytes)
+    budget = int(0.8 * unbounded().peak_bytes)
     calls = []
 
     def doubtful(half: Any, donated: Any, strides: Any) -> Any:
@@ -183,7 +190,7 @@ def test_recomputations_wait_for_their_turn() -> None:
 
 def test_default_choice_of_unsavable_values_is_no_candidate() -> None:
     """A program that bars all storages from being saved has no default candidate."""
-    plan = planned(None)
+    plan = unbounded()
     assert plan.step is not None
     program = plan.step.program
     barred = replace(

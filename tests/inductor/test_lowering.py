@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from dataclasses import replace
 from typing import Any
@@ -55,12 +56,19 @@ def test_lowered_half_runs_inductors_passes_once(monkeypatch: pytest.MonkeyPatch
     assert counted[0][1]["pattern_matcher_count"] == counted[1][1]["pattern_matcher_count"] > 0
 
 
-def test_freeing_early_never_takes_more_memory() -> None:
-    """Kernels are the same; live bytes are nowhere more, and somewhere less."""
+@functools.cache
+def planned_skips() -> tuple[fx.GraphModule, fx.GraphModule, int]:
+    """Forward, backward and outputs of a plan that several tests share; a test copies to write."""
     joint, count = inductor_joint(*skips())
     forward, backward, _ = InductorPlanner(Planner(budget=0.85, cost="flops")).partition(
         Joint(joint, count)
     )
+    return forward, backward, count
+
+
+def test_freeing_early_never_takes_more_memory() -> None:
+    """Kernels are the same; live bytes are nowhere more, and somewhere less."""
+    forward, backward, count = planned_skips()
     kept = lower_backward(
         forward, backward, Lowerings(KeepExecutionOrder(ORDER)).lower, num_fwd_outputs=count
     )
@@ -107,10 +115,7 @@ def test_backward_frees_early_only_over_the_budget(
 
 def test_early_frees_compile_without_buffer_reuse() -> None:
     """A marked backward reuses fewer buffers; Inductor's option is unchanged afterwards."""
-    joint, count = inductor_joint(*skips())
-    _, backward, _ = InductorPlanner(Planner(budget=0.85, cost="flops")).partition(
-        Joint(joint, count)
-    )
+    backward = copy.deepcopy(planned_skips()[1])
 
     def reused(half: fx.GraphModule) -> int:
         with config.patch(fx_graph_cache=False):
@@ -154,9 +159,7 @@ def test_lowered_graphs_of_other_orders_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A graph lowered in Inductor's order does not serve a compile held to the planned order."""
-    joint, count = inductor_joint(*skips())
-    planner = Planner(budget=0.85, cost="flops")
-    _, backward, _ = InductorPlanner(planner).partition(Joint(joint, count))
+    backward = planned_skips()[1]
     free = copy.deepcopy(backward)
     for node in free.graph.nodes:
         node.meta.pop(ORDER, None)

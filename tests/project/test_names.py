@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,3 +52,14 @@ def test_folders_hold_few_files() -> None:
     sizes = {str(f.relative_to(ROOT)): len(list(f.glob("*.py"))) for f in folders}
     assert not {name: size for name, size in sizes.items() if not 3 <= size <= 13}
     assert all((folder / "README.md").exists() for folder in folders)
+
+
+def test_readmes_name_every_file() -> None:
+    """The README of a folder of code names each of its files, in a dozen lines beside tables."""
+    for top in ("fxckpt", "passes"):
+        for readme in sorted((ROOT / top).rglob("README.md")):
+            files = {path.stem for path in readme.parent.glob("*.py")} - {"__init__", "__main__"}
+            text = readme.read_text()
+            assert not {name for name in files if not re.search(rf"`{name}[`.]", text)}, readme
+            prose = re.sub(r"```.*?```|^[|#].*?$", "", text, flags=re.DOTALL | re.MULTILINE)
+            assert sum(bool(line) for line in prose.splitlines()) <= 12, readme

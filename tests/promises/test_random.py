@@ -87,12 +87,15 @@ def test_recompute_repeats_draw_at_any_budget(name: str) -> None:
 
 MAY_NOT_RUN_AGAIN = ("random_", "randperm")
 """Functions whose recomputation yields no value that the backward needs."""
+AT_THE_FLOOR = ("dropout twice", "attention", "bernoulli_", "multinomial")
+"""Functions tried within budgets too, one of each kind; the sweep tries all."""
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_recompute_repeats_draw(name: str) -> None:
     """A recomputed random op repeats its draw."""
-    same_at_every_budget(drawing(name), (0.8, FLOOR))
+    if name in AT_THE_FLOOR:
+        same_at_every_budget(drawing(name), (0.8, FLOOR))
     (plan,) = same_at_every_budget(drawing(name), (None,), policy=recompute_all)
     drawn = {row.op for row in plan.rows if row.name in plan.recomputed and is_random(row.op)}
     assert drawn or name in MAY_NOT_RUN_AGAIN, "no draw was repeated: this test shows nothing"

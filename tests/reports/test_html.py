@@ -103,6 +103,16 @@ def test_vendored_libraries_match_checksums() -> None:
         assert hashlib.sha256(folder.joinpath(name).read_bytes()).hexdigest() == digest
 
 
+def test_sources_keep_to_100_columns() -> None:
+    """Scripts and styles of the page are as narrow as the rest of the code."""
+    folder = resources.files("fxckpt.reports").joinpath("web")
+    own = [name for name in html.SCRIPTS + html.STYLES if not name.startswith("vendor/")]
+    assert len(own) > 3
+    for name in own:
+        lines = folder.joinpath(name).read_text().splitlines()
+        assert max(map(len, lines)) <= 100, name
+
+
 def chain(length: int) -> fxckpt.Plan:
     """Return a plan that saves everything, of a chain of ops and their gradients."""
     half = length // 2

@@ -175,6 +175,13 @@ def two_values() -> Program:
     )
 
 
+def on_either_side() -> Program:
+    """Return the program of two values, the cheap one of which may run in the backward alone."""
+    program = two_values()
+    first = replace(program.ops[0], side=Side.EITHER)
+    return replace(program, ops=(first, program.ops[1]))
+
+
 @st.composite
 def assignments(draw: st.DrawFn, program: Program) -> StageAssignment:
     """Draw any assignment that a cut could find."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fxckpt.errors import BudgetInfeasible
@@ -49,7 +49,6 @@ def limited_programs(draw: st.DrawFn, max_ops: int = 5) -> Program:
 
 
 @given(limited_programs())
-@settings(max_examples=60, deadline=None)
 def test_limits_hold_at_the_optimum(program: Program) -> None:
     """Without a peak budget the small program's plan is the optimum, and its bound is below it."""
     found = PriceSearch()(program, lambda peak: None)
@@ -63,7 +62,6 @@ def test_limits_hold_at_the_optimum(program: Program) -> None:
 
 
 @given(limited_programs(), st.sampled_from([0.5, 0.8, 1.0]))
-@settings(max_examples=40, deadline=None)
 def test_limits_and_peak_hold_together(program: Program, share: float) -> None:
     """A plan keeps both; the bound never exceeds the optimum, nor the optimum the plan."""
     found = QUICK_SEARCH(program, lambda peak: int(share * peak))
@@ -79,7 +77,6 @@ def test_limits_and_peak_hold_together(program: Program, share: float) -> None:
 
 
 @given(programs(5))
-@settings(max_examples=40, deadline=None)
 def test_least_bytes_is_reached_and_no_less(program: Program) -> None:
     """A limit of exactly the least is feasible, and one byte less is not."""
     values = countable(program)

@@ -12,7 +12,7 @@ from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.simulate import simulate
 from tests.solver.oracle import exhaustive
-from tests.solver.programs import chain, interpret, programs, two_values
+from tests.solver.programs import chain, interpret, on_either_side, programs, two_values
 
 
 @pytest.mark.parametrize(("limit", "seconds"), [(21, 0.0), (20, 1.0), (11, 1.0), (10, None)])
@@ -99,12 +99,5 @@ def test_values_of_no_use_have_no_state() -> None:
 
 def test_refuses_ops_on_either_side() -> None:
     """Ops have one side, as for the integer program."""
-    program = two_values()
-    either = Program(
-        (Op("cheap", Side.EITHER, 1.0, 1, (), (0,)), program.ops[1]),
-        program.backward,
-        program.storages,
-        (),
-    )
     with pytest.raises(ValueError, match="in_forward"):
-        DynamicProgram(either)
+        DynamicProgram(on_either_side())

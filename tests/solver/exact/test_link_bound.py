@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fxckpt.solver.link_use import Movable
@@ -47,7 +47,6 @@ def every_way(program: Program, schedule: Schedule, most: int = 2) -> Iterator[S
                     yield replace(schedule, away=tuple(sorted(away)))
 
 
-@settings(max_examples=15)
 @given(data=st.data(), program=programs(max_ops=3))
 def test_no_plan_beats_the_bound(data: st.DataObject, program: Program) -> None:
     """Of all schedules of one stage, with up to two values away at any ops, none is faster."""
