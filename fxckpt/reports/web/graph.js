@@ -415,13 +415,14 @@ fx.Graph = class {
     const total = weights.reduce((a, b) => a + b, 0);
     let at = 0;
     const parts = weights.map((weight, k) => {
-      const part = weight
-        ? `<rect x="${(100 * at) / total}" y="0" width="${(100 * weight) / total}" height="10" fill="${fx.STATES[k].color}"/>`
-        : "";
+      const place = `x="${(100 * at) / total}" y="0" width="${(100 * weight) / total}" height="10"`;
+      const part = weight ? `<rect ${place} fill="${fx.STATES[k].color}"/>` : "";
       at += weight;
       return part;
     });
-    const svg = `<svg xmlns="http://www.w3.org/2000/svg" width="100" height="10" viewBox="0 0 100 10" preserveAspectRatio="none">${parts.join("")}</svg>`;
+    const svg =
+      '<svg xmlns="http://www.w3.org/2000/svg" width="100" height="10" viewBox="0 0 100 10"' +
+      ` preserveAspectRatio="none">${parts.join("")}</svg>`;
     return { bar: `data:image/svg+xml,${encodeURIComponent(svg)}` };
   }
 

@@ -172,8 +172,12 @@ fx.Model = class {
     if (state === fx.OUTPUT)
       return "a forward output, alive to the end; the backward does not read it";
     if (state === fx.RECOMPUTED) return `recomputed with ${this.name(this.nodes.inputs[i][0])}`;
-    if (this.kind(i) === fx.VIEW)
-      return `a view: no memory of its own; ${this.isReadAgain(i, plan) ? "recomputed for free where the backward reads it" : "the backward does not need it"}`;
+    if (this.kind(i) === fx.VIEW) {
+      const use = this.isReadAgain(i, plan)
+        ? "recomputed for free where the backward reads it"
+        : "the backward does not need it";
+      return `a view: no memory of its own; ${use}`;
+    }
     return "not needed by the backward: freed after its last read in the forward";
   }
 

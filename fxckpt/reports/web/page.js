@@ -75,25 +75,30 @@ fx.start = async function () {
   }
 
   const link = (i, text) => `<a data-node="${i}">${fx.escape(text ?? model.name(i))}</a>`;
-  const rows = (pairs) =>
-    `<table>${pairs.map(([name, text]) => `<tr><td>${fx.escape(name)}</td><td>${text}</td></tr>`).join("")}</table>`;
+  const row = ([name, text]) => `<tr><td>${fx.escape(name)}</td><td>${text}</td></tr>`;
+  const rows = (pairs) => `<table>${pairs.map(row).join("")}</table>`;
+  const rest = (count) => (count > 0 ? `<p class="rest">and ${count} more</p>` : "");
+  const swatch = (fill) => `<i style="background:${fill}"></i>`;
+  const bytesCell = (bytes) => `<td class="number">${fx.formatBytes(bytes)}</td>`;
   const list = (found) => {
     if (!found.length) return "<p>none</p>";
     const shown = found
       .slice(0, fx.MOST_LISTED)
       .map((i) => `<li>${link(i)} <span class="rest">${fx.escape(model.module(i))}</span></li>`)
       .join("");
-    return `<ul>${shown}</ul>${found.length > fx.MOST_LISTED ? `<p class="rest">and ${found.length - fx.MOST_LISTED} more</p>` : ""}`;
+    return `<ul>${shown}</ul>${rest(found.length - fx.MOST_LISTED)}`;
   };
 
   function figures() {
     const help = [
-      "Click a box for what it holds and why, double-click to unfold it, drag to move, scroll to zoom.",
+      "Click a box for what it holds and why, double-click to unfold it, drag to move,",
+      "scroll to zoom.",
       "On the timeline, drag to zoom, double-click to reset, click to see what is live.",
     ];
     if (model.plans.length > 1)
       help.unshift("Move the slider, or click a point beside it, for another plan.");
-    return `<h2>This plan</h2>${rows([...model.about, ...plan.figures].map(([name, text]) => [name, fx.escape(text)]))}<p class="rest">${help.join(" ")}</p>${key()}`;
+    const about = [...model.about, ...plan.figures].map(([name, text]) => [name, fx.escape(text)]);
+    return `<h2>This plan</h2>${rows(about)}<p class="rest">${help.join(" ")}</p>${key()}`;
   }
 
   // Every colour, line and arrow of the page, with what it means.
@@ -101,10 +106,18 @@ fx.start = async function () {
     const box = (fill, more = "") =>
       `<rect x="1" y="2" width="24" height="11" rx="2" fill="${fill}" stroke="#5b646d" ${more}/>`;
     const arrow = (color, more = "", head = true) =>
-      `<path d="M1 7.5H${head ? 20 : 25}" stroke="${color}" fill="none" ${more}/>${head ? `<path d="M19 4l6 3.5l-6 3.5z" fill="${color}"/>` : ""}`;
-    const bar = `${box("#ffffff", 'stroke-width="1.5"')}<path d="M2 11h14" stroke="${fx.STATES[fx.SAVED].color}" stroke-width="3"/><path d="M16 11h8" stroke="${fx.STATES[fx.RECOMPUTED].color}" stroke-width="3"/>`;
+      `<path d="M1 7.5H${head ? 20 : 25}" stroke="${color}" fill="none" ${more}/>` +
+      (head ? `<path d="M19 4l6 3.5l-6 3.5z" fill="${color}"/>` : "");
+    const stroke = (path, state) =>
+      `<path d="${path}" stroke="${fx.STATES[state].color}" stroke-width="3"/>`;
+    const bar =
+      box("#ffffff", 'stroke-width="1.5"') +
+      stroke("M2 11h14", fx.SAVED) +
+      stroke("M16 11h8", fx.RECOMPUTED);
     const line = ([drawing, text]) =>
-      `<tr><td><svg width="26" height="15" aria-hidden="true">${drawing}</svg></td><td>${fx.escape(text)}</td></tr>`;
+      `<tr><td><svg width="26" height="15" aria-hidden="true">${drawing}</svg></td>` +
+      `<td>${fx.escape(text)}</td></tr>`;
+    const table = (entries) => `<table class="key">${entries.map(line).join("")}</table>`;
     const ofGraph = [
       ...fx.STATES.map((s) => [box(s.color), s.label]),
       [bar, "a folded module; the bar has its bytes by colour"],
@@ -125,7 +138,8 @@ fx.start = async function () {
         "selected, or its neighbour",
       ],
       [
-        `${box("#ffffff")}<rect width="26" height="15" fill="${fx.COLORS.chosen}" fill-opacity="0.18"/>`,
+        box("#ffffff") +
+          `<rect width="26" height="15" fill="${fx.COLORS.chosen}" fill-opacity="0.18"/>`,
         "live at the chosen moment",
       ],
     ];
@@ -137,12 +151,13 @@ fx.start = async function () {
       ],
       [arrow(fx.COLORS.budget, 'stroke-width="1.5" stroke-dasharray="6 4"', false), "the budget"],
       [
-        `<rect x="7" width="12" height="15" fill="${fx.COLORS.chosen}" fill-opacity="0.16" stroke="${fx.COLORS.chosen}"/>`,
+        `<rect x="7" width="12" height="15" fill="${fx.COLORS.chosen}" fill-opacity="0.16"` +
+          ` stroke="${fx.COLORS.chosen}"/>`,
         "while the selected value is held",
       ],
       [`<path d="M13 0v15" stroke="#2b3036" stroke-dasharray="2 3"/>`, "end of the forward"],
     ];
-    return `<h3>graph</h3><table class="key">${ofGraph.map(line).join("")}</table><h3>timeline</h3><table class="key">${ofTimeline.map(line).join("")}</table>`;
+    return `<h3>graph</h3>${table(ofGraph)}<h3>timeline</h3>${table(ofTimeline)}`;
   }
 
   // Extra time against peak, a point for each plan, the one that is shown filled.
@@ -161,12 +176,14 @@ fx.start = async function () {
       margin + (width - 2 * margin) * across(p.peak),
       height - margin - (height - 2 * margin) * up(p.slowdown),
     ]);
-    const points = at.map(
-      ([x, y], k) =>
-        `<circle data-plan="${k}" cx="${x}" cy="${y}" r="${k === number ? 4.5 : 3}" class="${k === number ? "current" : ""}"><title>${fx.escape(model.plans[k].title)}</title></circle>`,
-    );
+    const points = at.map(([x, y], k) => {
+      const look = k === number ? 'r="4.5" class="current"' : 'r="3" class=""';
+      const title = `<title>${fx.escape(model.plans[k].title)}</title>`;
+      return `<circle data-plan="${k}" cx="${x}" cy="${y}" ${look}>${title}</circle>`;
+    });
     $("frontier").innerHTML =
-      `<title>extra time (up) against peak (right) of the plans</title><polyline points="${at.map((p) => p.join(",")).join(" ")}"/>${points.join("")}`;
+      "<title>extra time (up) against peak (right) of the plans</title>" +
+      `<polyline points="${at.map((p) => p.join(",")).join(" ")}"/>${points.join("")}`;
   }
 
   function nodePanel(i) {
@@ -186,11 +203,10 @@ fx.start = async function () {
             : "none of its own",
       ],
     ];
-    if (model.kind(i) === fx.OP)
-      pairs.push([
-        "one run",
-        `${fx.formatSeconds(nodes.seconds[i])}${nodes.flops[i] ? `, ${fx.formatFlops(nodes.flops[i])}` : ""}`,
-      ]);
+    if (model.kind(i) === fx.OP) {
+      const flops = nodes.flops[i] ? `, ${fx.formatFlops(nodes.flops[i])}` : "";
+      pairs.push(["one run", fx.formatSeconds(nodes.seconds[i]) + flops]);
+    }
     const runs = plan.rows[model.name(i)]?.[1];
     if (runs) pairs.push(["recomputed", runs === 1 ? "once" : `${runs} times`]);
     pairs.push(
@@ -198,9 +214,10 @@ fx.start = async function () {
       ["source", fx.escape(model.text("source", i) || "not recorded")],
     );
     const drawn = plan.rows[`${model.name(i)}_rng_state`];
+    const why = (color, text) => `<p class="why" style="--tag: ${color}">${fx.escape(text)}</p>`;
     return `<h2>${fx.escape(model.name(i))}</h2>
-      <p class="why" style="--tag: ${state.color}">${fx.escape(model.why(i, plan, states[i]))}</p>
-      ${drawn ? `<p class="why" style="--tag: ${fx.STATES[fx.SAVED].color}">generator state ${fx.escape(drawn[2])}</p>` : ""}${rows(pairs)}
+      ${why(state.color, model.why(i, plan, states[i]))}
+      ${drawn ? why(fx.STATES[fx.SAVED].color, `generator state ${drawn[2]}`) : ""}${rows(pairs)}
       <h3>read in the backward by</h3>${list(readers.backward)}
       ${again.length ? `<h3>read by recomputed ops</h3>${list(again)}` : ""}
       <h3>read in the forward by</h3>${list(readers.forward)}
@@ -224,10 +241,15 @@ fx.start = async function () {
       .filter((i) => model.nodes.bytes[i])
       .sort((a, b) => model.nodes.bytes[b] - model.nodes.bytes[a])
       .slice(0, fx.MOST_LISTED);
-    const line = (i) =>
-      `<tr><td>${link(i)}</td><td><i style="background:${fx.STATES[states[i]].color}"></i>${fx.STATES[states[i]].label}</td><td class="number">${fx.formatBytes(model.nodes.bytes[i])}</td></tr>`;
-    return `<h2>${fx.escape(group.path || "(model)")}</h2><p>${group.isBackward ? "backward" : "forward"}, ${group.nodes} nodes
-      · <a data-toggle="${group.id}">${group.isOpen ? "fold" : "unfold"}</a></p>${rows(pairs)}<h3>largest values</h3><table>${largest.map(line).join("")}</table>`;
+    const line = (i) => {
+      const { color, label } = fx.STATES[states[i]];
+      const cells = `<td>${link(i)}</td><td>${swatch(color)}${label}</td>`;
+      return `<tr>${cells}${bytesCell(model.nodes.bytes[i])}</tr>`;
+    };
+    const half = group.isBackward ? "backward" : "forward";
+    return `<h2>${fx.escape(group.path || "(model)")}</h2><p>${half}, ${group.nodes} nodes
+      · <a data-toggle="${group.id}">${group.isOpen ? "fold" : "unfold"}</a></p>${rows(pairs)}
+      <h3>largest values</h3><table>${largest.map(line).join("")}</table>`;
   }
 
   function tickPanel(tick, live) {
@@ -242,27 +264,34 @@ fx.start = async function () {
       l.storage < 0
         ? "workspace of the kernel"
         : link(model.nodes.owner[l.storage], model.nodes.storage_names[l.storage]);
-    const line = (l) =>
-      `<tr><td>${name(l)}</td><td>${model.holders[l.holder].label}</td><td class="number">${fx.formatBytes(l.bytes)}</td></tr>`;
+    const line = (l) => {
+      const cells = `<td>${name(l)}</td><td>${model.holders[l.holder].label}</td>`;
+      return `<tr>${cells}${bytesCell(l.bytes)}</tr>`;
+    };
     const shown = live.filter((l) => l.bytes).slice(0, 2 * fx.MOST_LISTED);
-    return `<h2>${op >= 0 ? link(op) : "end of the step"}</h2><p>op ${tick + 1} of ${plan.ops.length}, ${when}${op >= 0 && model.module(op) ? `, in ${fx.escape(model.module(op))}` : ""}</p>
-      <p><b>${fx.formatBytes(plan.profile[tick])}</b> live; uncheckpointed ${fx.formatBytes(plan.uncheckpointed[tick])}</p>
-      <h3>live while it runs</h3><table>${shown.map(line).join("")}</table>${live.length > shown.length ? `<p class="rest">and ${live.length - shown.length} more</p>` : ""}`;
+    const where = op >= 0 && model.module(op) ? `, in ${fx.escape(model.module(op))}` : "";
+    const before = fx.formatBytes(plan.uncheckpointed[tick]);
+    return `<h2>${op >= 0 ? link(op) : "end of the step"}</h2>
+      <p>op ${tick + 1} of ${plan.ops.length}, ${when}${where}</p>
+      <p><b>${fx.formatBytes(plan.profile[tick])}</b> live; uncheckpointed ${before}</p>
+      <h3>live while it runs</h3>
+      <table>${shown.map(line).join("")}</table>${rest(live.length - shown.length)}`;
   }
 
   function readout(tick) {
     if (tick === null) tick = plan.profile.indexOf(Math.max(...plan.profile));
     const op = plan.ops[tick];
     const parts = model.holders
-      .map((h, k) =>
-        timeline.stack[k][tick]
-          ? `<i style="background:${h.color}"></i>${h.label} ${fx.formatBytes(timeline.stack[k][tick])}`
-          : "",
-      )
+      .map((h, k) => {
+        const bytes = timeline.stack[k][tick];
+        return bytes ? `${swatch(h.color)}${h.label} ${fx.formatBytes(bytes)}` : "";
+      })
       .join("");
-    const isPeak = plan.profile[tick] === plan.peak;
+    const atPeak = plan.profile[tick] === plan.peak ? " (the peak)" : "";
+    const during = fx.escape(op >= 0 ? model.name(op) : "the end");
+    const again = plan.again[tick] === "1" ? ", again" : "";
     $("readout").innerHTML =
-      `<b>${fx.formatBytes(plan.profile[tick])}</b>${isPeak ? " (the peak)" : ""} during ${fx.escape(op >= 0 ? model.name(op) : "the end")}${plan.again[tick] === "1" ? ", again" : ""}${parts}`;
+      `<b>${fx.formatBytes(plan.profile[tick])}</b>${atPeak} during ${during}${again}${parts}`;
   }
 
   function needed(i) {
@@ -276,19 +305,28 @@ fx.start = async function () {
     )}${backward.length > 3 ? ` and ${backward.length - 3} more` : ""}`;
   }
 
+  function ofNode(i) {
+    const bytes = model.nodes.bytes[i] ? fx.formatBytes(model.nodes.bytes[i]) : "";
+    const title = `<b>${fx.escape(model.name(i))}</b> ${fx.escape(model.text("type", i))} ${bytes}`;
+    return `${title}<br>${fx.escape(model.why(i, plan, states[i]))}${needed(i)}`;
+  }
+
+  function ofGroup(group) {
+    const title = `<b>${fx.escape(group.path || group.label)}</b>`;
+    const act = group.isOpen ? "fold" : "unfold";
+    return `${title}<br>${group.nodes} nodes; double-click to ${act}`;
+  }
+
   function hover(thing, place) {
     const box = $("hover");
     box.hidden = thing === null;
     if (thing === null) return;
-    const text =
-      typeof thing === "number"
-        ? `<b>${fx.escape(model.name(thing))}</b> ${fx.escape(model.text("type", thing))} ${model.nodes.bytes[thing] ? fx.formatBytes(model.nodes.bytes[thing]) : ""}<br>${fx.escape(model.why(thing, plan, states[thing]))}${needed(thing)}`
-        : `<b>${fx.escape(thing.path || thing.label)}</b><br>${thing.nodes} nodes; double-click to ${thing.isOpen ? "fold" : "unfold"}`;
-    box.innerHTML = text;
+    box.innerHTML = typeof thing === "number" ? ofNode(thing) : ofGroup(thing);
     const frame = $("graph-box").getBoundingClientRect(),
       inner = $("graph").getBoundingClientRect();
     box.style.left = `${Math.max(4, Math.min(place.x + 14, frame.width - 430))}px`;
-    box.style.top = `${Math.min(place.y + inner.top - frame.top + 16, frame.height - box.offsetHeight - 6)}px`;
+    const below = place.y + inner.top - frame.top + 16;
+    box.style.top = `${Math.min(below, frame.height - box.offsetHeight - 6)}px`;
   }
 
   let noteTimer = 0;
@@ -328,10 +366,10 @@ fx.start = async function () {
     box.innerHTML =
       found
         .slice(0, fx.MOST_FOUND)
-        .map(
-          ([, i]) =>
-            `<li data-node="${i}">${fx.escape(model.name(i))} <small>${fx.escape(model.module(i))}</small></li>`,
-        )
+        .map(([, i]) => {
+          const module = `<small>${fx.escape(model.module(i))}</small>`;
+          return `<li data-node="${i}">${fx.escape(model.name(i))} ${module}</li>`;
+        })
         .join("") +
       (found.length > fx.MOST_FOUND
         ? `<li><small>and ${found.length - fx.MOST_FOUND} more</small></li>`
