@@ -68,6 +68,7 @@ from fxckpt.torch_private.versions import warn_of_newer
 
 InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 INNER_NAMES = ("inductor", "aot_eager")
+"""Inner compilers that have a name; others are functions."""
 BUDGET, POLICY = "FXCKPT_BUDGET", "FXCKPT_POLICY"
 """Environment variables of ``backend="fxckpt"``."""
 OPTIONS = (
@@ -86,6 +87,7 @@ OPTIONS = (
     "group",
 )
 SCOPES = ("step", "graph")
+"""What a budget is for: all graphs of a step, or each graph alone."""
 
 
 class Backend:

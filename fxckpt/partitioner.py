@@ -64,11 +64,14 @@ ALONE = (
     "planned by a Partitioner: a budget is for each graph alone. fxckpt.Backend keeps a step of "
     "many graphs within one budget."
 )
+"""Note in reports of a Partitioner: no budget of a step."""
 FUSED = (
     "Inductor orders the ops of the halves as it likes: the least budget that can be met is higher "
     "than with fxckpt.Backend, which holds it to the plan's order and frees buffers early."
 )
+"""Note in reports where Inductor compiles."""
 CACHED = "A graph whose code was in torch's caches is not planned again, and not listed."
+"""Note in reports where torch's caches are on."""
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 

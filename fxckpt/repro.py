@@ -21,6 +21,7 @@ from fxckpt.torch_private import size_hint
 from fxckpt.utils.cache_folder import cache_dir
 
 VERSION = 2
+"""Version of the format, which a reader checks."""
 
 
 @dataclass(frozen=True)

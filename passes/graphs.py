@@ -1,4 +1,4 @@
-"""Graphs that passes read and rewrite: a joint graph, and the two halves emitted from it."""
+"""Graphs that passes rewrite: a joint forward and backward, before it is split."""
 
 from __future__ import annotations
 

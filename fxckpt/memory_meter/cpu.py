@@ -1,4 +1,19 @@
-"""Meters of the CPU: an allocator that counts, else what the C library or the kernel says."""
+"""Meters of the CPU: an allocator that counts, else what the C library or the kernel says.
+
+The first that works is taken:
+
+- The counting allocator, which needs a C++ compiler, knows the bytes requested from torch's CPU
+  allocator by all threads, and their exact peak.
+- ``mallinfo2`` (glibc 2.33 or newer) tells the C library's heap in use, when it is read.
+- ``/proc/self/statm`` tells the resident pages, when it is read.
+
+The counting allocator wraps the present one, which still makes every block, so that alignment,
+errors and the profiler's events are unchanged. It replaces each block's deleter and keeps its
+requested size in a table, which adds some 60 ns to the life of a block, whatever the number of
+watches. When it is set, at the first call of ``meter_of``, it takes over the blocks of all tensors
+that Python can see. It also knows which thread took a block: threads that take buffers side by side
+overlap differently in each run, and the sum of their own peaks does not vary.
+"""
 
 from __future__ import annotations
 

@@ -59,12 +59,13 @@ WRITING = frozenset(
 )
 """Ops that copy their first argument and write into the copy."""
 
-MATMULS = frozenset(("addbmm", "addmm", "addmv", "addr", "baddbmm"))
+PRODUCTS = frozenset(("addbmm", "addmm", "addmv", "addr", "baddbmm"))
 """Members of ``WRITING`` whose kernels on a GPU may differ between the two forms."""
 # fmt: on
 
 HOST = frozenset(("cpu",))
 HOST_AND_CUDA = frozenset(("cpu", "cuda"))
+"""Devices on which a variant was found to give the same bits."""
 
 
 @cache
@@ -85,7 +86,7 @@ def in_place_form(op: OpOverload) -> InPlaceForm | None:
     name = op._opname
     if name in WRITING:
         target = _writes_first(op)
-        devices = HOST if name in MATMULS else None
+        devices = HOST if name in PRODUCTS else None
         return None if target is None else InPlaceForm(target, (0,), None, False, devices)
     is_elementwise = (torch.Tag.pointwise in op.tags or name in ELEMENTWISE) and name not in COPYING
     if not is_elementwise and name not in ROW_WISE:

@@ -11,7 +11,7 @@ from fxckpt.torch_private import annotate, annotates, constant_in_graph, new_key
 
 
 def budget(limit: int | float | str, name: str = "") -> AbstractContextManager[Any]:
-    """Return a context manager that gives the ops under it a budget for what is saved of them.
+    """Return a context manager that gives the ops under it a budget for their saved values.
 
     In a graph that fxckpt plans, the bytes of their values that the forward saves for the backward
     are at most ``limit``. What such a region hands on counts as its own, forward outputs and inputs
@@ -53,7 +53,7 @@ def budget(limit: int | float | str, name: str = "") -> AbstractContextManager[A
 
 @constant_in_graph
 def _problem(limit: int | float | str) -> str:
-    """Return what is wrong with a budget; empty if nothing is."""
+    """Return the defect of a budget as text; empty if it has none."""
     try:
         parse_region(limit)
     except InvalidBudget as error:

@@ -36,6 +36,7 @@ class Registered:
 
 
 NOTHING = Registered()
+"""Registration of an op that nobody registered."""
 _registered: WeakSet[Any] = WeakSet()
 """The ops that have a registration."""
 

@@ -24,7 +24,9 @@ HIDDEN_WRITES = {
 LOOKING_AT_GRAD = frozenset(("_sparse_mm_reduce_impl",))
 """Ops whose kernels make less of tensors that require no gradient, which a replay's do not."""
 LIKES = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
+"""Factories that torch also has as ``..._like``."""
 NEWS = ("empty", "empty_strided", "full", "ones", "zeros")
+"""Factories that torch also has as ``new_...``."""
 ASKING_GEOMETRY = frozenset(
     (*(f"{name}_like" for name in LIKES), *(f"new_{name}" for name in NEWS))
 )

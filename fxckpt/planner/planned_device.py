@@ -32,6 +32,7 @@ class PlannedDevice:
 
 
 GPU = torch.device("cuda", 0)
+"""Device of the values of a graph that is planned for a GPU elsewhere."""
 
 
 def planned_device(device: str | torch.device | None, *, is_on_meta: bool) -> PlannedDevice:

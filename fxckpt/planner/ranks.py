@@ -1,7 +1,7 @@
 """Ranks of a process group, as they decide together.
 
-What ranks say to one another are plain objects in the store of the group's processes: no tensor is
-made and no collective runs, so that ranks may decide while a graph is traced, on any backend.
+Messages are plain objects in the store of the group's processes: no tensor is made and no
+collective runs, so that ranks may decide while a graph is traced, on any backend.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ FIRST = 0
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank says, or what all are told."""
+    """Message of one rank to the first, or of the first to all."""
 
     subject: str
-    """What is decided upon, for people."""
+    """Subject of the decision, for people."""
     value: Any = None
     error: FxckptError | None = None
     """Why the rank cannot go on, or why none can."""
@@ -70,7 +70,7 @@ class Ranks:
     def decide(
         self, subject: str, value: Value, choose: Callable[[Sequence[Value]], Result]
     ) -> Result:
-        """Return what the first rank chooses from the values of all ranks, in their order.
+        """Return the first rank's choice from the values of all ranks, in their order.
 
         Every rank raises the same error if ``choose`` raises one, or if a rank says that it cannot
         go on, is about another subject, or is not heard of.
@@ -109,7 +109,7 @@ class Ranks:
     def _chosen(
         self, number: int, message: Message, choose: Callable[[Sequence[Any]], Any]
     ) -> Message:
-        """Return what the first rank tells all, itself included."""
+        """Return the first rank's message to all, itself included."""
         said, deadline = {FIRST: message}, time.monotonic() + self.seconds
         for rank in range(self.size):
             if rank != FIRST:
@@ -143,7 +143,7 @@ class Ranks:
             return Message(subject, error=_failed(error).on_rank(FIRST))
 
     def _told(self, number: int, message: Message) -> Message:
-        """Return what the first rank tells."""
+        """Return the first rank's message."""
         # It waits for every rank itself before it tells of one that is missing.
         found = self._get(
             f"{number} told", time.monotonic() + 2 * self.seconds, f"{number} {FIRST}"

@@ -20,7 +20,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one rank knows of a graph."""
+    """Figures of one rank's graph."""
 
     structure: str
     """Hash of the program without figures."""
@@ -36,7 +36,7 @@ def searched_together(
     search: Callable[[Program, int | None], Found],
     room: int | None = None,
 ) -> tuple[Program, Found]:
-    """Return a program with the greatest figures of all ranks, and what is found for it.
+    """Return a program with the greatest figures of all ranks, and the search's result for it.
 
     The first rank alone calls ``search``, with that program and the least ``room`` of all. Raises
     on all ranks what it raises, and :class:`RanksDisagree` if the ranks' programs differ.

@@ -29,7 +29,7 @@ DROPOUT = "native_dropout"
 DROPOUT_ON_CPU = ("div", "mul")
 """Ops that follow ``bernoulli_`` where eager torch runs a dropout of the CPU as three."""
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""What torch's ``context_fn`` returns: a context of the forward, and one of the recompute."""
+"""Result of torch's ``context_fn``: a context of the forward, and one of the recompute."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class _CheckedContext(AbstractContextManager[Any]):
 
 
 def context_fn(plan: Plan, labels: Sequence[NodeLabel]) -> Callable[[], Contexts]:
-    """Return a ``context_fn`` of torch's checkpoint that saves what a plan saves."""
+    """Return a ``context_fn`` of torch's checkpoint that saves the values that a plan saves."""
     calls = planned_calls(plan, labels)
 
     def contexts() -> Contexts:

@@ -27,10 +27,13 @@ MUST = (
     CheckpointPolicy.MUST_CPU_OFFLOAD,
     CheckpointPolicy.MUST_RECOMPUTE,
 )
+"""Answers that bind at any budget."""
 
 OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+"""Answers that send a value away."""
 
 SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, *OFFLOAD)
+"""Answers that keep a value, on the device or away."""
 
 OPPOSITE = {
     CheckpointPolicy.MUST_SAVE: CheckpointPolicy.MUST_RECOMPUTE,

@@ -1,1 +1,1 @@
-"""The memory of a whole training step, by what it is for and by module."""
+"""The memory of a whole training step, by kind and module."""

@@ -1,4 +1,4 @@
-"""``fxckpt.report_memory``: what a training step's memory is for, at its peak."""
+"""``fxckpt.report_memory``: the memory of a training step at its peak, by kind and module."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def report_memory(
     optimizer: Optimizer | None = None,
     backend: Backend | None = None,
 ) -> MemoryReport:
-    """Run a training step and tell what its memory is for, at the peak or when it runs out.
+    """Run a training step and attribute its memory, at the peak or when it runs out.
 
-    Counted is all that the device's allocator has in use, of the whole process: parameters,
+    All bytes that the device's allocator has in use count, of the whole process: parameters,
     buffers, optimizer state, gradients, activations in compiled graphs and outside of them,
-    temporaries, what was there before, and what kernels allocate for themselves. The rows sum to
-    the allocator's peak.
+    temporaries, bytes in use before, and those that kernels allocate for themselves. The rows sum
+    to the allocator's peak.
 
     The checkpointing may be anybody's. Call it for a step that ran before, so that nothing is
     compiled in it. Inductor's code allocates past torch's dispatcher: its memory is among the
@@ -122,7 +122,7 @@ def _modules_of_nodes(backend: Backend | None) -> dict[str, str]:
 
 
 def _complete(rows: tuple[MemoryRow, ...], before: int, allocated: int) -> tuple[MemoryRow, ...]:
-    """Return rows with those of what no tensor of the step holds, so that they sum up."""
+    """Return rows with those of bytes that no tensor of the step holds, so that they sum up."""
     kernels = allocated - before - sum(row.bytes for row in rows)
     more = (MemoryRow(BEFORE, "", 0, 0, before), MemoryRow(KERNELS, "", 0, 0, kernels))
     return tuple(sorted((*rows, *(m for m in more if m.bytes)), key=lambda row: -row.bytes))

@@ -12,10 +12,11 @@ from fxckpt.process_memory.tracker import Block
 from fxckpt.utils.tables import Column, Table
 
 BEFORE = "held before the step"
-"""Kind of what is neither of the model nor of the optimizer, and was there before."""
+"""Kind of bytes in use before the step that are neither of the model nor of the optimizer."""
 KERNELS = "kernels' own memory"
-"""Kind of what the allocator counts and no tensor holds."""
+"""Kind of bytes that the allocator counts and no tensor holds."""
 SHOWN = 20
+"""Rows of a printed report; the others are counted."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class MemoryRow:
     """Bytes of one kind in one module, or in several that are alike."""
 
     kind: str
-    """What the bytes are for."""
+    """Purpose of the bytes."""
     module: str
     """Path of the module; ``*`` stands for the numbers of layers that are alike."""
     layers: int

@@ -1,4 +1,4 @@
-"""Storages of a step: who made each, what it is for, and which were live at the peak.
+"""Tracker: the storages of a step, the module and kind of each, and those live at the peak.
 
 The tracker is a dispatch mode. It sees the results of ops, in eager code and in graphs that
 ``aot_eager`` runs, and not the memory that kernels and Inductor's code allocate for themselves.
@@ -29,7 +29,7 @@ from fxckpt.step.out_of_memory import is_out_of_memory
 from fxckpt.torch_private import in_backward
 from fxckpt.utils.running_module import RunningModule
 
-Kind = Literal[
+MemoryKind = Literal[
     "parameters",
     "buffers",
     "optimizer state",
@@ -39,7 +39,7 @@ Kind = Literal[
     "temporaries of the backward",
     "temporaries of the optimizer",
 ]
-"""What a storage is for."""
+"""Purpose of a storage."""
 GENERATED = "<eval_with_key>"
 """How the file of a graph's generated code begins."""
 ASSIGNED = re.compile(r"\s*(\w+)\b[^=]*=")
@@ -53,8 +53,9 @@ class Block:
     """One storage; its kind may become known after it was made."""
 
     bytes: int
-    kind: Kind
+    kind: MemoryKind
     module: str
+    """Path of the module that made it, or whose parameter it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,10 @@ class Failure:
 
     op: str
     module: str
+    """Path of the module that ran; empty outside of all."""
     is_backward: bool
     is_in_graph: bool
+    """Whether the code of a compiled graph called the op."""
     blocks: tuple[Block, ...]
     """Storages that were live."""
     allocated_bytes: int
@@ -122,7 +125,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
-        """Follow the storages of what runs inside."""
+        """Follow the storages that are made inside."""
         with ExitStack() as stack:
             handles = [
                 register_optimizer_step_pre_hook(self._before_optimizer),
@@ -138,7 +141,7 @@ class MemoryTracker(TorchDispatchMode):
             stack.enter_context(self)
             yield
 
-    def adopt(self, tensor: Tensor, kind: Kind, module: str) -> None:
+    def adopt(self, tensor: Tensor, kind: MemoryKind, module: str) -> None:
         """Follow a tensor's storage, or tell the kind of one that is followed."""
         for part in _storages([tensor], self.device):
             block = self._live.get(part._cdata)
@@ -201,7 +204,7 @@ class MemoryTracker(TorchDispatchMode):
             self._most, self.peak = self._total, tuple(self._live.values())
         return result
 
-    def _kind(self, is_in_graph: bool) -> Kind:
+    def _kind(self, is_in_graph: bool) -> MemoryKind:
         if self._optimizing:
             return "temporaries of the optimizer"
         if in_backward() and not torch.is_grad_enabled():

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from fxckpt.torch_private import PyTreeCodeGen, size_hint
 
 UNKNOWN = object()
+"""Stands for an input whose metadata is incomplete."""
 
 
 def inputs_of(source: nn.Module) -> tuple[Sequence[Any], Mapping[str, Any]] | None:

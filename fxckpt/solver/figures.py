@@ -11,7 +11,7 @@ from fxckpt.solver.program import Program
 
 @dataclass(frozen=True)
 class Figures:
-    """Bytes and seconds of a program, without what they belong to."""
+    """Bytes and seconds of a program, without its ops and storages."""
 
     bytes: tuple[int, ...]
     """Bytes of each storage."""
@@ -63,7 +63,7 @@ def with_figures(program: Program, figures: Figures) -> Program:
 
 
 def structure_of(program: Program) -> str:
-    """Return a hash of the ops and what they read and write, which ranks of one program share.
+    """Return a hash of the ops, their operands and results, which ranks of one program share.
 
     Sizes, costs and arguments that are no values are left out: they differ between ranks.
     """

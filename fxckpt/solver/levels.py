@@ -1,8 +1,9 @@
 """Levels: plans of one graph that trade saved bytes for time, for a step of many calls.
 
-A budget over many graphs bounds the sum of what all calls in flight hold and of what the running
-one works with. So each graph has a few plans from "save all" to its floor, ranked by two figures
-beside time: the bytes held from the forward to the backward, and the peak while it runs.
+A budget over many graphs bounds the sum of the bytes that all calls in flight hold and of those
+that the running one works with. So each graph has a few plans from "save all" to its floor, ranked
+by two figures beside time: the bytes held from the forward to the backward, and the peak while it
+runs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Level:
     held_bytes: int
     """Bytes held from the end of the forward to the backward, without the forward's outputs."""
     forward_bytes: int
-    """Peak of the forward beyond what was allocated when it began."""
+    """Peak of the forward beyond the bytes allocated when it began."""
     backward_bytes: int
     """Peak of the backward, with ``held_bytes``, beyond all else allocated when it began.
 
@@ -59,7 +60,7 @@ def outside_bytes(program: Program) -> int:
 
 @dataclass(frozen=True)
 class LevelFamily:
-    """Candidates of one program, fastest first, with what a plan of each is described by."""
+    """Candidates of one program, fastest first, and the search behind their plans."""
 
     candidates: tuple[Candidate, ...]
     levels: tuple[Level, ...]

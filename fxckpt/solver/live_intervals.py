@@ -16,6 +16,7 @@ from fxckpt.solver.simulate import simulate
 from fxckpt.utils.intervals import live_bytes
 
 NO_STORAGE = -1
+"""Storage of an interval of a kernel's workspace, which has none."""
 
 
 class Holder(enum.StrEnum):

@@ -1,4 +1,4 @@
-"""LevelChoice of a level for every call of a step, so that the step's peak fits a budget.
+"""Step choice: a level for every call of a step, so that the step's peak fits a budget.
 
 A step is a sequence of moments. At each, the calls in flight hold their saved values, at most one
 call runs and works with more, and other bytes are allocated outside of all graphs. The peak is the

@@ -66,7 +66,7 @@ def _address(held: Tensor) -> int:
 def _geometry(
     tensor: Tensor,
 ) -> tuple[int | torch.SymInt, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]:
-    """Return what :func:`~fxckpt.torch_private.laid_out` lays a storage out by."""
+    """Return the geometry by which :func:`~fxckpt.torch_private.laid_out` lays a storage out."""
     return (
         tensor.storage_offset(),
         tuple(tensor.shape),

@@ -209,7 +209,7 @@ class Copy(Protocol):
     """A copy that was begun."""
 
     def result(self) -> object:
-        """Wait until the copy is complete; raise what it raised."""
+        """Wait until the copy is complete; raise its error, if any."""
         ...
 
 
@@ -242,7 +242,7 @@ def _seconds(copy: Callable[[Tensor, Tensor], Copy], source: Tensor, target: Ten
 def parse_limit(limit: int | str) -> int:
     """Return a limit in bytes.
 
-    Raises :class:`InvalidOption` for what is no number of bytes.
+    Raises :class:`InvalidOption` for anything but a number of bytes.
     """
     try:
         found = budgets.parse(limit)
@@ -259,7 +259,7 @@ def parse_limit(limit: int | str) -> int:
 def parse_rates(rate: float | tuple[float, float]) -> tuple[float, float]:
     """Return the rates to a tier and back.
 
-    Raises :class:`InvalidOption` for what are no rates.
+    Raises :class:`InvalidOption` for anything but rates.
     """
     both = rate if isinstance(rate, tuple) else (rate, rate)
     if len(both) != 2 or not all(

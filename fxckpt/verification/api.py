@@ -68,7 +68,7 @@ def verify(
     Returns
     -------
     Verdict
-        Its ``ok`` is True if nothing was found; ``findings`` lists what was, causes first.
+        Its ``ok`` is True if nothing was found; ``findings`` lists the differences, causes first.
 
     Raises
     ------
@@ -112,7 +112,7 @@ def _verdict(
     steps: int,
 ) -> Verdict:
     reference.start_like(checkpointed)
-    # The first steps of all: what they leave behind is there from then on.
+    # The first steps of all: caches that they fill are full from then on.
     usage = _usage(checkpointed, reference, run, steps)
     run = dataclasses.replace(run, outputs=_common_outputs(checkpointed, reference, run))
     expected, again = observe(reference, run), observe(reference, run)
@@ -187,7 +187,7 @@ def _log(side: CheckedStep, run: StepRun) -> tuple[OpLog, dict[int, str]]:
     names = {id(module): name for name, module in side.named_modules()}
     recorder = OpRecorder(names)
     inputs: dict[str, Tensor] = {}
-    # What the step raises was observed before; the ops until then are of use.
+    # An error was observed before; the ops until then are of use.
     with suppress(Exception), recorder.recording():
         result, inputs = run.forward(side)
         run.backward(result, recorder.start_backward)
@@ -213,7 +213,7 @@ def is_compiled(module: nn.Module) -> bool:
 def _usage(
     checkpointed: CheckedStep, reference: CheckedStep, run: StepRun, steps: int
 ) -> tuple[Usage, Usage] | Finding | None:
-    """Return what several steps of both leave in memory, or the error that one of them raised.
+    """Return the memory that several steps of both leave in use, or an error of one of them.
 
     None for a device whose memory cannot be measured.
     """

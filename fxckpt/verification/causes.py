@@ -1,9 +1,9 @@
-"""Causes: the first ops of a recompute that did not do what the forward did.
+"""Causes: the first ops of a recompute that differ from the forward's.
 
-An op that reads what one of the forward read, and gives the same, is right; what reads the result
-of a wrong op is a consequence. Of the rest, an op that reads the same and gives something else drew
-anew or is not repeatable; one that reads something else reads a tensor that was changed; and one
-that no module ran in the forward is another path through the model.
+An op that reads and gives the same as one of the forward is right; a reader of a wrong result is a
+consequence. Of the rest, an op that reads the same and gives something else drew anew or is not
+repeatable; one that reads something else reads a tensor that was changed; and one that no module
+ran in the forward is another path through the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WRITTEN = (
 
 
 def causes(log: OpLog, names: Mapping[int, str]) -> list[Finding]:
-    """Return what a recompute did otherwise than the forward, in order.
+    """Return the differences of a recompute from the forward, in the order of its ops.
 
     ``names`` holds the names of parameters, buffers and inputs by the address of their storage.
     """

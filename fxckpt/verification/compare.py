@@ -32,7 +32,7 @@ PLAIN = "Both steps must run the same model on the same inputs. " + CAUSE_ABOVE
 def compare_steps(
     reference: Observation, again: Observation, seen: Observation, tolerance: float | None
 ) -> tuple[list[Finding], list[str]]:
-    """Return what differs between a step and the reference's, and sentences on what was compared.
+    """Return the differences of a step from the reference's, and a sentence on each comparison.
 
     ``again`` is the reference's step a second time.
     """
@@ -51,7 +51,7 @@ def compare_steps(
 
 
 class _Tally:
-    """Counts what is equal bitwise, equal within rounding, and not equal."""
+    """Counts of tensors that are equal bitwise, equal within rounding, and not equal."""
 
     def __init__(self, tolerance: float | None) -> None:
         self.tolerance = tolerance

@@ -1,4 +1,4 @@
-"""Leaks: bytes that stay in use after a step, and what holds them."""
+"""Leaks: bytes that stay in use after a step, and the objects that hold them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def collecting_new_objects() -> Iterator[None]:
 
 
 class _collecting_later:
-    """Leave reference cycles as they are, so that what they hold is seen."""
+    """Leave reference cycles as they are, so that the bytes that they hold are seen."""
 
     def __enter__(self) -> None:
         self.was_enabled = gc.isenabled()
@@ -144,7 +144,7 @@ def _tensors() -> Counter[str]:
 
 
 def leaks(seen: Usage, reference: Usage) -> list[Finding]:
-    """Return what a side holds after its steps, and the reference does not."""
+    """Return the leaks of a side: memory that the reference does not hold after its steps."""
     findings = []
     growth = seen.growth - max(reference.growth, 0)
     bookkeeping = int(LEAST_SHARE * reference.peak_bytes)

@@ -22,7 +22,7 @@ Loss = Callable[[Any], Tensor]
 
 @dataclass
 class Observation:
-    """What a step gave and left behind."""
+    """Results of a step, and the state that it left."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of the result, by their place."""
@@ -39,7 +39,7 @@ class Observation:
     forward_generators: dict[str, Tensor] = field(default_factory=dict)
     """States of the generators after the forward."""
     error: Exception | None = None
-    """What the step raised."""
+    """Error that the step raised; None if it ran."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _cotangent(root: Tensor) -> Tensor:
 
 
 def observe(side: CheckedStep, run: StepRun) -> Observation:
-    """Run one step of a side and return what it gave; what it raises is kept, too."""
+    """Run one step of a side and return its results, or the error that it raised."""
     seen = Observation()
     try:
         result, inputs = run.forward(side)

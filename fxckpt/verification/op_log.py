@@ -1,4 +1,4 @@
-"""A log of the ops of a step: what each read and gave, in the forward and in the recompute.
+"""Op log: values read and given by each op of a step, in the forward and in the recompute.
 
 An op of the backward runs in a recompute where gradients are enabled, as only recomputes enable
 them there. Compiled code shows no ops.
@@ -28,6 +28,7 @@ OVERWRITING = frozenset(("copy_", "fill_", "zero_"))
 """Ops that write a whole tensor, whatever it held."""
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
+"""Folders whose lines are not the user's."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,17 @@ class OpCall:
     settings: str
     """Its arguments that are no tensors."""
     gives: tuple[str, ...]
-    """Digests of what it returns or writes."""
+    """Digests of the values that it returns or writes."""
     is_random: bool
     """Whether it draws from a generator."""
     is_view: bool
-    """Whether its results share memory with what it reads."""
+    """Whether its results share memory with its operands."""
     choices: tuple[Tensor, ...] = ()
     """For an op that chooses: its whole-number results."""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What makes two calls of an op the same: values read and settings."""
+        """Values read and settings, which make two calls of an op the same."""
         return self.op, tuple(read.digest for read in self.reads), self.settings
 
 
@@ -114,7 +115,7 @@ class OpRecorder(TorchDispatchMode):
             yield self.log
 
     def start_backward(self) -> None:
-        """Take what follows as the backward."""
+        """Log the ops from here on as those of the backward."""
         self.phase = "backward"
 
     def __torch_dispatch__(

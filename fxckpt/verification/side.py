@@ -108,7 +108,7 @@ class CheckedStep:
     step
         The module or function.
     label
-        What messages call it.
+        Its name in messages.
     """
 
     def __init__(self, step: Callable[..., Any], label: str) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 from fxckpt.budgets import format_bytes
 from fxckpt.utils.tables import Column, Table
 
-Kind = Literal[
+FindingKind = Literal[
     "error",
     "output",
     "gradient",
@@ -21,7 +21,7 @@ Kind = Literal[
     "recompute",
     "leak",
 ]
-"""What a finding is about.
+"""Subject of a finding.
 
 error
     One of the steps raised.
@@ -52,26 +52,26 @@ SHOWN = 5
 class Finding:
     """One difference between a checkpointed step and the plain one."""
 
-    kind: Kind
-    """What it is about."""
+    kind: FindingKind
+    """Its subject."""
     where: str
     """Name of the parameter, buffer, input, output or module; empty where there is none."""
     text: str
-    """What was found, with the size of the difference."""
+    """The difference and its size."""
     advice: str
-    """What to do about it."""
+    """Remedy."""
     size: float = 0.0
     """Size of the difference: a share of the norm, a count, or for a leak bytes."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of :func:`fxckpt.verify`. Printing shows the findings and what was checked."""
+    """The result of :func:`fxckpt.verify`. Printing shows the findings and the checks."""
 
     findings: tuple[Finding, ...]
     """The differences, causes first."""
     checks: tuple[str, ...]
-    """What was compared, a sentence each."""
+    """Comparisons made, a sentence each."""
     peak_bytes: int | None
     """Peak of a checkpointed step above its start; None where it cannot be measured."""
     reference_peak_bytes: int | None
@@ -82,7 +82,7 @@ class Verdict:
         """Whether there is no finding."""
         return not self.findings
 
-    def of_kind(self, kind: Kind) -> tuple[Finding, ...]:
+    def of_kind(self, kind: FindingKind) -> tuple[Finding, ...]:
         """Return the findings of one kind."""
         return tuple(finding for finding in self.findings if finding.kind == kind)
 

@@ -1,4 +1,4 @@
-"""Budget regions: parts of a model with a budget of their own for what is saved of their values.
+"""Budget regions: parts of a model with a budget of their own for their saved values.
 
 Read from the annotations of ``fxckpt.budget`` and of torch's ``region_activation_memory_budget``
 (:mod:`fxckpt.torch_private.capture.region_budgets`). The values of a region are those that its
@@ -72,7 +72,7 @@ def budget_regions(nodes: Iterable[fx.Node], graph_budget: float = 1.0) -> tuple
 def saved_limits(
     program: Program, regions: tuple[BudgetRegion, ...], default_saved: Iterable[int]
 ) -> tuple[SavedLimit, ...]:
-    """Return the limits that the budgets of regions put on what is saved.
+    """Return the limits that the budgets of regions put on saved values.
 
     ``default_saved`` are the storages saved without a budget, where a fraction of 1.0 is. The least
     of regions with fractions is that of one plan, so that all of them can be kept at once.

@@ -3,7 +3,7 @@
 A value is sent right after the op that computes it. Its last reader is the op ``sent``, placed
 where the plan lets go of its memory; the forward saves the copy in its place. The backward fetches
 the copy where the plan takes memory for it, and waits for it right before the first reader. Views
-of the value are made of what was fetched.
+of the value are made of the fetched one.
 
 Expects a rematerialized joint graph. Leaves one whose backward nodes follow all others.
 :func:`movable_storages` says which values it can move.
@@ -156,7 +156,7 @@ class _Mover:
         return self.saved[offload.name]
 
     def move(self, value: fx.Node, offload: Offload) -> tuple[fx.Node, fx.Node]:
-        """Send a value away and fetch it; return the node to save, and what its readers read."""
+        """Send a value away and fetch it; return the node to save, and the node for its readers."""
         if self.storages.count(storage_id(value.meta["val"])) > 1:
             raise VerifyError(f"{value.name!r} is sent away, and another saved value shares it")
         order = {node: i for i, node in enumerate(self.graph.nodes)}
@@ -188,7 +188,7 @@ class _Mover:
         return kept, back
 
     def check(self, value: fx.Node, back: fx.Node) -> fx.Node:
-        """Compare what came back with the value's checksum; return that, to be saved."""
+        """Compare the fetched value with the value's checksum; return that, to be saved."""
         val = fake_like(value.meta["val"], (1,), torch.int64)
         with self.graph.inserting_after(value):
             expected = self._call(checksum, (value,), f"{value.name}_sent_checksum", val)
@@ -224,6 +224,6 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _begins(node: fx.Node) -> fx.Node:
-    """Return the node that runs an op: a random op's value is an item of what it returns."""
+    """Return the node that runs an op: a random op's value is an item of its result."""
     first = node.args[0] if node.args else None
     return first if isinstance(first, fx.Node) and FIRST_RUN_OF in first.meta else node

@@ -1,4 +1,4 @@
-"""Take names: calls of :func:`fxckpt.name` become metadata of what they name.
+"""Take names: calls of :func:`fxckpt.name` become metadata of the named values.
 
 Expects a joint graph. Leaves one without calls of the op behind that function.
 """

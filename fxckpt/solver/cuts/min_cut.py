@@ -33,6 +33,7 @@ SOURCE, SINK = "source", "sink"
 FINITE_SUM = 2**30
 """Sum of the finite capacities after scaling; scipy's solvers take int32."""
 INFINITE = 2**31 - 1
+"""Capacity of an arc that may not be cut: the largest that scipy's maximum flow takes."""
 NEGLIGIBLE = 1e-250
 """Sum of costs below which they count as zero: scaled, they would overflow."""
 

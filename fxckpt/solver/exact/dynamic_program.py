@@ -192,9 +192,7 @@ class DynamicProgram:
             op = program.ops[i]
             operands, results = self._set_of(op.needs), self._set_of(op.writes)
             before = (self._sets & ~results) | operands
-            unread = sum(
-                program.storages[s].bytes for s in {*op.writes} if s not in self._bit
-            )
+            unread = sum(program.storages[s].bytes for s in {*op.writes} if s not in self._bit)
             during = self._bytes[before | results] + (
                 unread + int(tables.workspace_bytes[i] + tables.state_bytes[i])
             )

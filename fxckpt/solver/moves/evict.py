@@ -25,6 +25,7 @@ LONGEST = 64
 STALE = 1.01
 """Factor by which the queued price of a range may have grown before it is queued anew."""
 NOT_HELD = -1
+"""Position of a value that is not in memory."""
 
 
 @dataclass(frozen=True)
