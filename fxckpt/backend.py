@@ -190,7 +190,7 @@ class Backend:
     ) -> None:
         _check_scope(scope, in_flight, strict)
         _check_compile(inner, verify, mode, options)
-        _check_offload(offload, inner, scope, budget, group)
+        _check_offload(offload, inner, group)
         self._inductor = inductor_options(mode, options)
         self.partitioner = Partitioner(budget, policy, cost, verify, max_slowdown, offload=offload)
         """Plans the graphs."""
@@ -532,19 +532,12 @@ def _check_scope(scope: str, in_flight: int, strict: bool) -> None:
         )
 
 
-def _check_offload(
-    offload: object, inner: object, scope: str, budget: budgets.Budget, group: object
-) -> None:
+def _check_offload(offload: object, inner: object, group: object) -> None:
     """Raise :class:`InvalidOption` for an offload that the other options rule out."""
     if offload is None:
         return
     if inner == "inductor":
         raise InvalidOption(NOT_INDUCTOR.format(offload))
-    if scope == "step" and budgets.is_in_bytes(budget):
-        raise InvalidOption(
-            f"offload={offload!r}: values are sent away by the plan of one graph, and scope='step' "
-            "chooses among plans of many. Use fxckpt.Backend(scope='graph', offload=...)."
-        )
     if group is not None:
         raise InvalidOption(
             f"offload={offload!r}, group={group!r}: each rank has a link of its own, and ranks "

@@ -30,7 +30,9 @@ class StepRow:
     backward_bytes: int
     """Peak of one backward, the held bytes included."""
     extra_seconds: float
-    """Seconds of recompute that one call takes, by the cost model."""
+    """Seconds of recompute, and of waits for copies, that one call takes, by the cost model."""
+    away_bytes: int = 0
+    """Bytes that one call sends off the device."""
 
 
 COLUMNS = (
@@ -44,6 +46,8 @@ COLUMNS = (
     Column("backward_bytes", "backward peak", format_bytes, is_number=True),
     Column("extra_seconds", "recompute", format_seconds, is_number=True),
 )
+AWAY = Column("away_bytes", "sent", format_bytes, is_number=True)
+"""Column of steps that send values off the device."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,10 @@ class StepReport:
 
     def table(self) -> Table:
         """Return the rows as a table with exports."""
+        columns = (*COLUMNS, AWAY) if any(row.away_bytes for row in self.rows) else COLUMNS
         return Table(
-            COLUMNS,
-            tuple(tuple(getattr(row, column.name) for column in COLUMNS) for row in self.rows),
+            columns,
+            tuple(tuple(getattr(row, column.name) for column in columns) for row in self.rows),
         )
 
     def __str__(self) -> str:

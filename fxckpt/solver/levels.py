@@ -13,9 +13,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from fxckpt.solver.exact.lower_bounds import Bound
-from fxckpt.solver.program import Program
+from fxckpt.solver.program import Link, Program
 from fxckpt.solver.schedule import Schedule
-from fxckpt.solver.search import Candidate, PriceSearch, SearchResult, between, search_of
+from fxckpt.solver.search import (
+    Candidate,
+    PriceSearch,
+    Search,
+    SearchResult,
+    between,
+    search_of,
+)
 
 PEAK_SHARES = (0.0, 0.1, 1.0)
 """Weights of a graph's own peak against its held bytes, from many calls in flight to one."""
@@ -36,6 +43,8 @@ class Level:
     """
     extra_seconds: float
     """Seconds beyond those of the uncheckpointed graph."""
+    away_bytes: int = 0
+    """Bytes that are sent off the device, from the forward to the backward."""
 
 
 def level_of(program: Program, candidate: Candidate) -> Level:
@@ -43,12 +52,13 @@ def level_of(program: Program, candidate: Candidate) -> Level:
     simulation, tables = candidate.simulation, program.tables
     live, first = simulation.live, simulation.forward_ops
     saved = list(candidate.schedule.saved)
-    held = int(tables.bytes[saved][~tables.is_output[saved]].sum())
+    held = int(tables.bytes[saved][~tables.is_output[saved]].sum()) - simulation.away_bytes
     return Level(
         held,
         int(live[:first].max(initial=0)),
         max(held, int(live[first:].max(initial=0)) - outside_bytes(program)),
         simulation.extra_seconds,
+        simulation.away_bytes,
     )
 
 
@@ -86,7 +96,9 @@ class LevelSearch:
     limits: int = 6
     """Number of peaks, from the floor to the uncheckpointed one, that are searched for."""
     count: int = 12
-    """Most levels of a family."""
+    """Most levels of a family; beside a link there are as many with values sent away."""
+    away_shares: tuple[float, ...] = (0.5, 1.0)
+    """Shares of a level's bytes that are sent away."""
 
     def __call__(
         self, search: PriceSearch, program: Program, room: int | None = None
@@ -113,13 +125,14 @@ class LevelSearch:
             if seen.bounds.peak_bytes <= limit:
                 seen.fit(limit, search.factors)
                 seen.refine(limit, search.refined, search.perturbations, search.exact_states)
-                exact = [c for c in (seen.best(limit),) if c is not None]
-        level = {c.schedule: level_of(program, c) for c in seen.legal}
-        chosen = _spread(
-            sorted(_undominated(seen.legal, level), key=lambda c: _key(level[c.schedule])),
-            level,
-            self.count,
-        )
+                seen.offload(limit)
+                best = seen.with_required(seen.best(limit))
+                exact = [] if best is None else [best]
+        chosen = self._chosen(program, seen.legal)
+        if program.link is not None:
+            least_peak = seen.least_peak_away(least_peak)
+            chosen = self._with_offload(seen, program.link, chosen)
+        level = {c.schedule: level_of(program, c) for c in (*chosen, *exact)}
         known = {c.schedule for c in chosen}
         chosen = sorted(
             [*chosen, *(c for c in exact if c.schedule not in known)],
@@ -140,6 +153,23 @@ class LevelSearch:
             found,
             len(program.ops),
         )
+
+    def _chosen(self, program: Program, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates that are worth a level, fastest first."""
+        level = {c.schedule: level_of(program, c) for c in candidates}
+        return _spread(_undominated(candidates, level), level, self.count)
+
+    def _with_offload(self, seen: Search, link: Link, chosen: list[Candidate]) -> list[Candidate]:
+        """Return candidates with values sent away, and those without, for when nothing may be."""
+        for candidate in chosen:
+            for share in self.away_shares:
+                seen.sent_between(candidate, share)
+        sending = [c for c in seen.sending if c.schedule.away]
+        if link.required and sending:
+            return self._chosen(seen.program, sending)
+        known = {c.schedule for c in chosen}
+        more = self._chosen(seen.program, [*seen.legal, *sending])
+        return [*chosen, *(c for c in more if c.schedule not in known)]
 
 
 def _evenly(low: int, high: int, count: int) -> list[int]:

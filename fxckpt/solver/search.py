@@ -36,7 +36,7 @@ from fxckpt.solver.exact.milp import Optimum, in_forward, optimum
 from fxckpt.solver.moves.evict import Evict
 from fxckpt.solver.moves.heuristics import Heuristics
 from fxckpt.solver.moves.retain import Retain
-from fxckpt.solver.moves.send_away import reachable_peak, send_away
+from fxckpt.solver.moves.send_away import reachable_peak, send_away, send_between
 from fxckpt.solver.program import Link, Program
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit, save_all, with_runs
 from fxckpt.solver.simulate import Simulation, simulate
@@ -392,7 +392,7 @@ class Search:
                 return
             sent = again
 
-    def _with_required(self, best: Candidate | None) -> Candidate | None:
+    def with_required(self, best: Candidate | None) -> Candidate | None:
         """Return a candidate with the values sent away that must be."""
         link = self.program.link
         if best is None or link is None or best.schedule.away or not link.required:
@@ -403,8 +403,15 @@ class Search:
         """Return a candidate with values sent away to fit the limit, and remember it."""
         self.sent.add((candidate.schedule, limit))
         schedule = send_away(self.program, candidate.schedule, candidate.simulation.live, limit)
-        if schedule is None:
-            return None
+        return None if schedule is None else self._remember_sent(schedule)
+
+    def sent_between(self, candidate: Candidate, share: float) -> Candidate:
+        """Return a candidate with a share of its bytes away between its halves, remembered."""
+        live = candidate.simulation.live
+        schedule = replace(candidate.schedule, away=())
+        return self._remember_sent(send_between(self.program, schedule, live, share))
+
+    def _remember_sent(self, schedule: Schedule) -> Candidate:
         tick()
         sent = Candidate(schedule, simulate(self.program, schedule))
         self.sending.append(sent)
@@ -436,7 +443,7 @@ class Search:
 
     def result(self, limit: int | None, least_peak: Candidate) -> SearchResult:
         """Return the best candidate within ``limit`` bytes, with its bounds."""
-        best = self._with_required(self.best(limit))
+        best = self.with_required(self.best(limit))
         bound = next_bound = Bound(0.0, 0.0)
         if best is not None and best.simulation.extra_seconds > 0:
             bound = self.bound_away(limit)

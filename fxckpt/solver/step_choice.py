@@ -11,8 +11,8 @@ per moment.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,11 +42,17 @@ class StepProgram:
     calls: tuple[tuple[Level, ...], ...]
     """Levels that each call may take."""
     moments: tuple[Moment, ...]
+    away_limit: int | None = None
+    """Most bytes that all calls have sent away at any moment; None if nothing bounds them."""
 
     @cached_property
     def tables(self) -> StepTables:
         """The step as arrays."""
         return StepTables.of(self)
+
+    def has_room(self, levels: Sequence[int]) -> bool:
+        """Return whether what these levels send away fits where it is sent."""
+        return self.away_limit is None or self.tables.most_away(levels) <= self.away_limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +75,8 @@ class StepTables:
     """Peaks of the backward."""
     seconds: FloatArray
     """Extra seconds."""
+    away: FloatArray
+    """Bytes sent away."""
 
     @classmethod
     def of(cls, step: StepProgram) -> StepTables:
@@ -97,6 +105,7 @@ class StepTables:
             table("forward_bytes"),
             table("backward_bytes"),
             table("extra_seconds"),
+            table("away_bytes"),
         )
 
     def usage(self, levels: Sequence[int]) -> FloatArray:
@@ -109,6 +118,12 @@ class StepTables:
             + self.runs_backward @ self.backward[rows, chosen]
         )
         return result
+
+    def most_away(self, levels: Sequence[int]) -> float:
+        """Return the most bytes away at any moment when each call takes one of its levels."""
+        away = self.away[np.arange(len(levels)), np.asarray(levels, dtype=np.int64)]
+        in_flight = self.is_held + self.runs_forward + self.runs_backward
+        return float((in_flight @ away).max(initial=0))
 
     def weighed(self, weights: FloatArray) -> FloatArray:
         """Return the bytes of every level of every call, summed over moments by weight."""
@@ -147,9 +162,60 @@ def choice_of(step: StepProgram, levels: Sequence[int]) -> LevelChoice:
 def choose(step: StepProgram, limit: int) -> LevelChoice:
     """Return the levels of least extra time whose peak is at most ``limit`` bytes.
 
-    If nothing fits, the choice is the one of the least peak that was found. Greedy by the price of
-    a byte over the limit, then by seconds where bytes are left; small steps that end away from the
-    bound are solved as an integer program.
+    If nothing fits, the choice is the one of the least peak that was found. Where the calls would
+    send more away than there is room for, the later ones, whose values come back first, send none.
+    """
+    return _within_away_limit(step, lambda some: _choose(some, limit))
+
+
+def _within_away_limit(
+    step: StepProgram, choice: Callable[[StepProgram], LevelChoice]
+) -> LevelChoice:
+    """Return a choice that sends no more away than there is room for, if there is one."""
+    best = choice(step)
+    if step.has_room(best.levels):
+        return best
+    low, high = 0, len(step.calls)  # Numbers of first calls that may send: one fits, one does not.
+    found = _of_first(step, 0, choice)
+    while high - low > 1:
+        middle = (low + high) // 2
+        trial = _of_first(step, middle, choice)
+        if step.has_room(trial.levels):
+            low, found = middle, trial
+        else:
+            high = middle
+    return found
+
+
+def _of_first(
+    step: StepProgram, count: int, choice: Callable[[StepProgram], LevelChoice]
+) -> LevelChoice:
+    """Return a choice in which only the first calls send values away, and those that must."""
+    kept = []
+    for number, levels in enumerate(step.calls):
+        least = min(level.away_bytes for level in levels)
+        kept.append(
+            [i for i, level in enumerate(levels) if number < count or level.away_bytes == least]
+        )
+    return _chosen_of(step, kept, choice)
+
+
+def _chosen_of(
+    step: StepProgram, kept: Sequence[Sequence[int]], choice: Callable[[StepProgram], LevelChoice]
+) -> LevelChoice:
+    """Return a choice among some of the levels of each call."""
+    calls = tuple(
+        tuple(levels[i] for i in some) for levels, some in zip(step.calls, kept, strict=True)
+    )
+    found = choice(replace(step, calls=calls))
+    return choice_of(step, [some[i] for some, i in zip(kept, found.levels, strict=True)])
+
+
+def _choose(step: StepProgram, limit: int) -> LevelChoice:
+    """Return the levels of least extra time, whatever is sent away.
+
+    Greedy by the price of a byte over the limit, then by seconds where bytes are left; small steps
+    that end away from the bound are solved as an integer program.
     """
     fast = [min(range(len(c)), key=lambda i: (c[i].extra_seconds, i)) for c in step.calls]
     best = choice_of(step, fast)
@@ -157,7 +223,7 @@ def choose(step: StepProgram, limit: int) -> LevelChoice:
         return best
     best = choice_of(step, _lowered(step, fast, limit))
     if best.peak_bytes > limit:
-        best = least_peak(step)
+        best = _least_peak(step)
     if best.peak_bytes <= limit:
         best = choice_of(step, _raised(step, list(best.levels), limit))
     size = step.tables.seconds.size
@@ -204,19 +270,12 @@ def choose_few(
     kept = [sorted(allowed[graph]) for graph in graphs]
     if not all(kept):
         return best
-    few = StepProgram(
-        tuple(
-            tuple(levels[i] for i in some) for levels, some in zip(step.calls, kept, strict=True)
-        ),
-        step.moments,
-    )
-    found = choose(few, limit)
+    found = _chosen_of(step, kept, lambda few: choose(few, limit))
     most_seconds = max((1 + FEW_COST) * best.extra_seconds, best.extra_seconds + spare)
     is_slow = most > 0 and found.extra_seconds > most_seconds
     if found.peak_bytes > limit or is_slow:
         return best
-    levels = [some[level] for some, level in zip(kept, found.levels, strict=True)]
-    return choice_of(step, levels)
+    return found
 
 
 FEW_COST = 0.25
@@ -224,7 +283,12 @@ FEW_COST = 0.25
 
 
 def least_peak(step: StepProgram) -> LevelChoice:
-    """Return the choice of least peak that was found, of the fastest such.
+    """Return the choice of least peak that was found, of the fastest such."""
+    return _within_away_limit(step, _least_peak)
+
+
+def _least_peak(step: StepProgram) -> LevelChoice:
+    """Return the choice of least peak, whatever is sent away.
 
     Ever lower limits are tried, each as far below the last peak as the greatest share that worked.
     """

@@ -178,18 +178,27 @@ class StepGraph:
         """Whether sizes of its inputs vary."""
         return bool(self._symbols)
 
-    def least(self, limit: int | None = None) -> int:
+    @property
+    def away_limit(self) -> int | None:
+        """Bytes of the memory that values are sent to; None if none are."""
+        link = None if self._program is None else self._program.link
+        return None if link is None else link.limit_bytes
+
+    def least(self, limit: int | None = None, away: int = 0) -> int:
         """Return the position of the plan that holds least among those of a peak within a limit.
 
-        Without one within it, it is the plan of least peak.
+        Without one within it, it is the plan of least peak. ``away`` are the bytes that calls in
+        flight have sent away: a plan that sends more than is left is the last choice.
         """
         levels = self._planned(())
+        left = None if self.away_limit is None else self.away_limit - away
 
-        def key(i: int) -> tuple[int, int, int, float]:
+        def key(i: int) -> tuple[int, int, int, int, float]:
             level = levels[i]
+            excess = 0 if left is None else max(0, level.away_bytes - left)
             peak = max(level.forward_bytes, level.backward_bytes)
             over = 0 if limit is None or peak <= limit else peak
-            return over, level.held_bytes, level.backward_bytes, level.extra_seconds
+            return excess, over, level.held_bytes, level.backward_bytes, level.extra_seconds
 
         return min(range(len(levels)), key=key)
 
@@ -211,6 +220,10 @@ class StepGraph:
     def levels(self, sizes: Sizes = ()) -> tuple[Level, ...]:
         """Return the bytes and seconds of every plan at some sizes."""
         return tuple(self.level(i, sizes) for i in range(len(self.entries)))
+
+    def away_bytes(self, position: int, sizes: Sizes) -> int:
+        """Return the bytes that a plan sends away."""
+        return self._planned(sizes)[position].away_bytes
 
     def held_bytes(self, position: int, sizes: Sizes) -> int:
         """Return the bytes that a plan holds from the forward to the backward."""

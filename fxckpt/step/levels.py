@@ -11,7 +11,6 @@ from fxckpt import budgets
 from fxckpt.errors import BudgetInfeasible
 from fxckpt.solver.step_choice import (
     LevelChoice,
-    StepProgram,
     choice_of,
     choose,
     choose_few,
@@ -180,8 +179,10 @@ class StepLevels:
         learned, expected = known.learned, known.learned.sizes_after([sizes])
         limit = self.limit(learned, expected)
         room, levels = self.room(limit), known.levels if settled is None else settled.choice.levels
-        now = choice_of(learned.program(expected), levels)
-        if now.peak_bytes <= room and is_good(learned, now, room):
+        program = learned.program(expected)
+        now = choice_of(program, levels)
+        fits = now.peak_bytes <= room and program.has_room(now.levels)
+        if fits and is_good(learned, now, room):
             choice = now
         else:
             for each in dict.fromkeys(learned.calls):
@@ -189,9 +190,7 @@ class StepLevels:
             choice = self.compiled_choice(learned, expected, room)
             if choice.peak_bytes > (1 + NOISE) * limit and self.is_exact:
                 raise infeasible_step(self.budget, learned, expected, limit)
-            if now.peak_bytes <= room and now.extra_seconds <= choice.extra_seconds * (
-                1 + WORTHWHILE
-            ):
+            if fits and now.extra_seconds <= (1 + WORTHWHILE) * choice.extra_seconds:
                 choice = now
         if len(known.settled) > SIZES:
             known.settled.clear()
@@ -271,7 +270,7 @@ class StepLevels:
             for i, levels in enumerate(program.calls)
         )
         limit = self.limit(learned, sizes)
-        rest = choose(StepProgram(fixed, program.moments), self.room(limit))
+        rest = choose(replace(program, calls=fixed), self.room(limit))
         levels = (*taken, *rest.levels[len(taken) :])
         return Settled(learned, sizes, choice_of(program, levels), limit)
 

@@ -152,7 +152,8 @@ class LearnedStep:
         """Return the step as it is chosen over, by default at the sizes of the latest one."""
         sizes = self.sizes if sizes is None else sizes
         levels = tuple(graph.levels(each) for graph, each in zip(self.calls, sizes, strict=True))
-        return StepProgram(levels, self.moments_at(sizes))
+        limits = [g.away_limit for g in self.calls if g.away_limit is not None]
+        return StepProgram(levels, self.moments_at(sizes), min(limits, default=None))
 
     def baseline_bytes(self, sizes: Sequence[Sizes] | None = None) -> int:
         """Return the peak of the uncheckpointed step, of which fractions are.

@@ -59,4 +59,5 @@ def _rows(record: StepRecord) -> Iterator[StepRow]:
             level.forward_bytes,
             level.backward_bytes,
             level.extra_seconds,
+            level.away_bytes,
         )

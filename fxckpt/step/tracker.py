@@ -182,7 +182,7 @@ class StepTracker:
                 limit = max(0, limit - self._held())
             if graph.ranks is None:  # Memory is short on this rank alone.
                 graph.learn_levels(limit)
-            lower = replace(call, position=graph.least(limit))
+            lower = replace(call, position=graph.least(limit, self._away()))
             self._record.calls.append(lower)
             return None if lower == call else lower
 
@@ -271,6 +271,11 @@ class StepTracker:
     def _held(self) -> int:
         """Return the bytes held by the calls in flight."""
         return sum(self._flights.values())
+
+    def _away(self) -> int:
+        """Return the bytes that the calls in flight have sent away."""
+        calls = (self._record.calls[number] for number in self._flights)
+        return sum(call.graph.away_bytes(call.position, call.sizes) for call in calls)
 
     def _version(self) -> int:
         """Return a number that changes with every compile."""
@@ -402,7 +407,7 @@ class StepTracker:
             return 0
         if graph.ranks is None or self._levels.capacity is None:
             graph.learn_levels()
-        return graph.least(self.limit_of(graph))
+        return graph.least(self.limit_of(graph), self._away())
 
     def _rest(self, current: Settled) -> Settled:
         """Return the choice for the calls to come; those in flight stay at their levels."""

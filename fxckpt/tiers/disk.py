@@ -41,7 +41,7 @@ class Disk(Tier):
     >>> from torch import nn
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
     >>> disk = fxckpt.tiers.Disk(tempfile.gettempdir(), "1GiB", bytes_per_second=1e12)
-    >>> backend = fxckpt.Backend(0.6, inner="aot_eager", scope="graph", offload=disk)
+    >>> backend = fxckpt.Backend(0.6, inner="aot_eager", offload=disk)
     >>> torch.compile(model, backend=backend)(torch.randn(4096, 64)).sum().backward()
     >>> disk.used_bytes, backend.plans[0].away_bytes > 0
     (0, True)

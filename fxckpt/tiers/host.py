@@ -34,7 +34,7 @@ class Host(Tier):
     >>> from torch import nn
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
     >>> host = fxckpt.tiers.Host("1GiB", bytes_per_second=10e9)
-    >>> backend = fxckpt.Backend(0.6, inner="aot_eager", scope="graph", offload=host)
+    >>> backend = fxckpt.Backend(0.6, inner="aot_eager", offload=host)
     >>> torch.compile(model, backend=backend)(torch.randn(4096, 64)).sum().backward()
     >>> backend.plans[0].away_bytes == host.peak_bytes
     True

@@ -443,7 +443,6 @@ def test_torchs_own_answers_send_values_away() -> None:
         ({"offload": 5}, "is not a place to send values to"),
         ({"offload": "much"}, "its limit is a number of bytes"),
         ({"offload": "1GiB", "inner": "inductor"}, "Inductor compiles them"),
-        ({"offload": "1GiB", "scope": "step"}, "by the plan of one graph"),
         ({"offload": "1GiB", "budget": "min"}, "budget of the least memory"),
     ],
 )

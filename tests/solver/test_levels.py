@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 
 from fxckpt.solver.levels import LevelSearch, level_of
+from fxckpt.solver.program import Link
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.search import Candidate, PriceSearch
 from fxckpt.solver.simulate import simulate
@@ -41,3 +45,22 @@ def test_level_counts_what_others_do_not() -> None:
     kept -= sum(program.storages[s].bytes for s in schedule.saved if program.storages[s].is_output)
     assert level.held_bytes == kept
     assert level.backward_bytes + outputs + program.tangent_bytes >= simulation.peak_bytes
+
+
+@pytest.mark.parametrize("required", [frozenset(), frozenset({2})], ids=["any", "one must"])
+def test_levels_beside_a_link(required: frozenset[int]) -> None:
+    """Some send nothing, unless a policy demands it, and the least holds less for no recompute."""
+    program = chain(8)
+    link = Link(1e9, 1e9, 1000, frozenset(range(8)), required)
+    plain = LevelSearch()(PriceSearch(), program)
+    program = replace(program, link=link)
+    family = LevelSearch()(PriceSearch(), program)
+    for candidate, level in zip(family.candidates, family.levels, strict=True):
+        assert level == level_of(program, candidate)
+        sent = {away.storage for away in candidate.schedule.away}
+        assert required & {*candidate.schedule.saved} <= sent
+        assert level.away_bytes == 10 * len(sent)
+    fewest = min(level.held_bytes for level in family.levels if level.extra_seconds < 0.5)
+    assert fewest < min(x.held_bytes for x in plain.levels if x.extra_seconds < 0.5)
+    if not required:
+        assert {*plain.levels} <= {*family.levels}

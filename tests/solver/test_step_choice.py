@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 from hypothesis import given
@@ -25,6 +26,7 @@ LEVELS = st.lists(
         st.integers(0, 150),
         st.integers(0, 200),
         st.integers(0, 20).map(float),
+        st.integers(0, 30),
     ),
     min_size=1,
     max_size=4,
@@ -97,3 +99,25 @@ def test_equal_calls_share_few_levels() -> None:
     assert few.peak_bytes <= 600 and len(set(few.levels)) <= 2
     assert few == choice_of(step, few.levels)
     assert few.extra_seconds <= 1.25 * choose(step, 600).extra_seconds
+
+
+def test_first_calls_send_what_there_is_room_for() -> None:
+    """Two calls at most fit the tier: the first two, whose values come back last."""
+    levels = (Level(10, 10, 10, 0.0), Level(2, 10, 10, 1.0, 8), Level(0, 10, 10, 5.0))
+    numbers = range(4)
+    moments = [Moment(0, tuple(numbers[:i]), i) for i in numbers]
+    moments += [Moment(0, tuple(numbers[:i]), i, True) for i in reversed(numbers)]
+    step = StepProgram((levels,) * 4, tuple(moments))
+    assert choose(step, 20).levels == (1, 1, 1, 0)
+    assert choose(replace(step, away_limit=16), 20).levels == (1, 1, 2, 0)
+    assert choose(replace(step, away_limit=7), 20).extra_seconds == 10
+
+
+@given(step=steps(), away_limit=st.integers(0, 100), limit=st.integers(0, 400))
+def test_choice_sends_no_more_than_fits(step: StepProgram, away_limit: int, limit: int) -> None:
+    """What is away fits where some choice does, and a peak within the limit is a true one."""
+    step = replace(step, away_limit=away_limit)
+    found = choose(step, limit)
+    fewest = [min(range(len(c)), key=lambda i: c[i].away_bytes) for c in step.calls]
+    assert step.has_room(found.levels) or not step.has_room(fewest)
+    assert found == choice_of(step, found.levels)

@@ -27,6 +27,19 @@ def send_away(program: Program, schedule: Schedule, live: IntArray, limit: int) 
     return _Windows(Movable.of(program, schedule), live, limit).schedule(schedule)
 
 
+def send_between(program: Program, schedule: Schedule, live: IntArray, share: float) -> Schedule:
+    """Return the schedule with a share of its bytes away from the end of the forward on.
+
+    They are fetched after the backward began, so that they are away while other graphs run. The
+    values computed first are sent, as many as the memory that they are sent to holds, and all that
+    must be; the peak is no higher than that of ``live``.
+    """
+    windows = _Windows(
+        Movable.of(program, schedule), live, int(live.max(initial=0)), is_between=True
+    )
+    return windows.between(schedule, share)
+
+
 def reachable_peak(program: Program, schedule: Schedule, live: IntArray) -> int:
     """Return the least peak of a schedule whose values are sent away at any price in time."""
     movable = Movable.of(program, schedule)
@@ -44,8 +57,12 @@ def _covered(movable: Movable, length: int) -> IntArray:
 class _Windows:
     """The positions at which the values of one schedule are away, within one limit."""
 
-    def __init__(self, movable: Movable, live: IntArray, limit: int) -> None:
+    def __init__(
+        self, movable: Movable, live: IntArray, limit: int, *, is_between: bool = False
+    ) -> None:
         self.movable = movable
+        self.earliest = movable.forward_ops + is_between
+        """First position of the backward at which a value may be fetched."""
         self.live = live
         self.limit = limit
         self.bytes, self.used = movable.bytes.tolist(), movable.used.tolist()
@@ -54,8 +71,23 @@ class _Windows:
     def schedule(self, schedule: Schedule) -> Schedule | None:
         """Return the schedule with its windows, or None where none fit."""
         chosen = self._chosen()
-        if chosen is None:
-            return None
+        return None if chosen is None else self._with(schedule, chosen)
+
+    def between(self, schedule: Schedule, share: float) -> Schedule:
+        """Return the schedule with a share of its bytes away between forward and backward."""
+        link = self.movable.link
+        required = [s in link.required for s in self.movable.storage.tolist()]
+        may_go = [i for i in range(len(self.bytes)) if self.read[i] > self.earliest]
+        most = min(link.limit_bytes, share * sum(self.bytes[i] for i in may_go))
+        chosen: list[int] = []
+        for i in sorted(may_go, key=lambda i: not required[i]):
+            if required[i] or self.bytes[i] <= most:
+                chosen.append(i)
+                most -= self.bytes[i]
+        return self._with(schedule, sorted(chosen))
+
+    def _with(self, schedule: Schedule, chosen: list[int]) -> Schedule:
+        """Return the schedule with the windows of the values chosen."""
         first, end = self._first(chosen)
         last = self._last(chosen, end)
         storage = self.movable.storage.tolist()
@@ -154,7 +186,9 @@ class _Windows:
                 i = queue[at]
                 until_read = room[position : self.read[i]]
                 if self.read[i] > position and (
-                    latest[i] + stalled >= ends or (until_read < self.bytes[i]).any()
+                    position < self.earliest
+                    or latest[i] + stalled >= ends
+                    or (until_read < self.bytes[i]).any()
                 ):
                     break
                 until_read -= self.bytes[i]
