@@ -143,7 +143,7 @@ class Backend:
         Where saved values may be sent in place of being kept or recomputed, to be fetched in the
         backward: one of :mod:`fxckpt.tiers`, or the limit of a :class:`fxckpt.tiers.Host`
         (``"64GiB"``). The budget is of the device alone. None keeps them there. It needs
-        ``scope="graph"``, an ``inner`` that is not Inductor, and a model on the CPU.
+        an ``inner`` that is not Inductor, and a model on the CPU.
     group:
         A process group whose ranks plan as one, or ``"world"``: each graph is planned once, at the
         largest sizes and slowest costs of all ranks, and every rank has that plan. If one cannot go
