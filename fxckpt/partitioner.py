@@ -144,7 +144,7 @@ class Partitioner(CustomPartitionerFn):
             policy,
             cost,
             exact=verify == "exact",
-            offload=tier_of(offload, goal),
+            offload=tier_of(offload),
             # The compilers of a partition_fn may take graphs that write nothing for granted.
             in_place=False,
         )

@@ -156,7 +156,7 @@ def plan(
         cost,
         measure_workspace=not on_meta and target.named is None,
         device=target.named,
-        offload=tier_of(offload, budgets.within(budget, max_slowdown)),
+        offload=tier_of(offload),
     )
     with searching("plan"):
         joint = capture_joint(model_or_fn, args, kwargs, target)

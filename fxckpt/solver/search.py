@@ -198,20 +198,19 @@ class PriceSearch:
         fastest = search.least_time()
         least_peak = search.least_peak()
         if math.isinf(most_seconds):  # as a limit of the least peak is searched
-            search.fit(least_peak.simulation.peak_bytes, self.factors)
-            search.refine(
-                least_peak.simulation.peak_bytes,
-                self.refined,
-                self.perturbations,
-                self.exact_states,
-            )
-            return search.result(least_peak.simulation.peak_bytes, least_peak)
+            least_peak = search.least_peak_away(least_peak)
+            limit = least_peak.simulation.peak_bytes
+            search.fit(limit, self.factors)
+            search.refine(limit, self.refined, self.perturbations, self.exact_states)
+            search.offload(limit)
+            return search.result(limit, least_peak)
         low = search.bounds.peak_bytes - 1  # the greatest limit known, or found, to take too long
-        limit = least_peak.simulation.peak_bytes
+        limit = search.least_peak_away(least_peak).simulation.peak_bytes
         for _ in range(self.bisections):
-            if search.bound(limit).seconds <= most_seconds:
+            if search.bound_away(limit).seconds <= most_seconds:
                 search.fit(limit, self.factors_along)
                 search.refine(limit, self.refined, self.perturbations, self.exact_states_along)
+                search.offload(limit)
             found = search.least_within(most_seconds)
             if found is None:
                 return search.result(fastest.simulation.peak_bytes, least_peak)
@@ -313,7 +312,11 @@ class Search:
     def least_within(self, most_seconds: float) -> Candidate | None:
         """Return the legal candidate of least peak of at most ``most_seconds``, if any is."""
         return min(
-            (c for c in self.legal if c.simulation.extra_seconds <= most_seconds),
+            (
+                c
+                for c in chain(self.legal, self.sending)
+                if c.simulation.extra_seconds <= most_seconds
+            ),
             key=lambda c: (c.simulation.peak_bytes, c.rank),
             default=None,
         )

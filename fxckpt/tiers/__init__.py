@@ -1,6 +1,5 @@
 """Tiers: places off the device that saved values are sent to, for ``Backend(offload=...)``."""
 
-from fxckpt.budgets import Budget, LeastMemory, parse
 from fxckpt.errors import InvalidOption
 from fxckpt.tiers.disk import Disk
 from fxckpt.tiers.host import Host, Throttled
@@ -9,11 +8,10 @@ from fxckpt.tiers.tier import Tier
 __all__ = ["Disk", "Host", "Throttled", "Tier", "tier_of"]
 
 
-def tier_of(offload: object, budget: Budget = None) -> Tier | None:
+def tier_of(offload: object) -> Tier | None:
     """Return the tier that a user asked for; a string is the limit of a host.
 
-    Raises :class:`InvalidOption` for what is no tier, and for a budget that is not one in bytes or
-    of a share.
+    Raises :class:`InvalidOption` for what is no tier.
     """
     if offload is None:
         return None
@@ -22,10 +20,5 @@ def tier_of(offload: object, budget: Budget = None) -> Tier | None:
         raise InvalidOption(
             f"offload={offload!r} is not a place to send values to. "
             "Examples: offload='64GiB', offload=fxckpt.tiers.Host('64GiB')."
-        )
-    if isinstance(parse(budget), LeastMemory):
-        raise InvalidOption(
-            f"offload={offload!r} with a budget of the least memory: values are sent away to fit a "
-            "budget of bytes or of a share. Examples: budget='2GiB', budget=0.5."
         )
     return tier

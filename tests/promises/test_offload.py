@@ -443,7 +443,6 @@ def test_torchs_own_answers_send_values_away() -> None:
         ({"offload": 5}, "is not a place to send values to"),
         ({"offload": "much"}, "its limit is a number of bytes"),
         ({"offload": "1GiB", "inner": "inductor"}, "Inductor compiles them"),
-        ({"offload": "1GiB", "budget": "min"}, "budget of the least memory"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -462,3 +461,27 @@ def test_without_offload_nothing_is_sent() -> None:
     assert not plain.offloads and plain.stall_seconds == 0
     roomy = fxckpt.plan(model, x, budget=1.0, offload=Host("1GiB", 1e9))
     assert not roomy.offloads
+
+
+@pytest.mark.parametrize(
+    "goal", [{"budget": "min"}, {"budget": None, "max_slowdown": 0.05}], ids=["min", "slowdown"]
+)
+def test_least_memory_sends_values_away(goal: dict[str, Any]) -> None:
+    """The least memory, in any time or in little, is less with a tier, and exact."""
+    peaks = []
+    for tier in (None, Host("1GiB", 1e12)):
+        torch._dynamo.reset()
+        layers, (x,) = stack()
+        model = WithLoss(layers)
+        backend = fxckpt.Backend(inner="aot_eager", scope="graph", offload=tier, **goal)
+        forward = torch.compile(model, backend=backend)
+        forward(x).backward()
+        model.zero_grad(set_to_none=True)
+        (plan,) = backend.plans
+
+        def step(forward: Callable[..., Any] = forward, x: Tensor = x) -> None:
+            forward(x).backward()
+
+        assert fxckpt.measure_peak(step) == plan.peak_bytes
+        peaks.append(plan.peak_bytes)
+    assert peaks[1] < peaks[0]

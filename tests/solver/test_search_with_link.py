@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -68,3 +69,18 @@ def test_no_more_is_away_than_helps() -> None:
     assert found.best is not None
     assert found.best.simulation.extra_seconds == 0.0
     assert found.best.simulation.away_bytes == found.baseline.simulation.peak_bytes - 100
+
+
+@pytest.mark.parametrize("rate", [0.5, 4.0, 20.0])
+@pytest.mark.parametrize("most", [0.0, 3.0, math.inf])
+def test_least_memory_over_a_link(rate: float, most: float) -> None:
+    """The least peak within a time is no higher than without the link, and what its plan has."""
+    alone = PriceSearch().least_memory(chain(12), most)
+    found = PriceSearch().least_memory(with_link(chain(12), rate, rate), most)
+    assert found.best is not None and found.limit is not None and alone.limit is not None
+    assert found.best.simulation.peak_bytes == found.limit <= alone.limit
+    assert found.best.simulation.extra_seconds <= most
+    assert found.bound.seconds <= found.best.simulation.extra_seconds
+    within = PriceSearch()(with_link(chain(12), rate, rate), lambda peak: found.limit)
+    assert within.best is not None
+    assert found.best.simulation.extra_seconds <= 1.05 * within.best.simulation.extra_seconds + 0.1
