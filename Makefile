@@ -52,7 +52,7 @@ test: $(VENV)/.test  ## the whole test suite, without the slow sweeps
 smoke: $(VENV)/.test  ## a few minutes of the test suite, for torch versions beside the pinned one
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(SMOKE)
 
-sweep: $(VENV)/.test  ## what takes long: every op, every draw, and the property tests with a thousand examples each
+sweep: $(VENV)/.test  ## what takes long: every op, draw and budget, and the property tests with a thousand examples each
 	$(BIN)/python -m pytest -m sweep --timeout 1800 tests
 	$(BIN)/python -m pytest --hypothesis-profile sweep --timeout 7200 tests/solver tests/passes tests/utils tests/planner/test_dags.py
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -210,10 +211,22 @@ def test_default_choice_of_unsavable_values_is_no_candidate() -> None:
     ],
 )
 def test_gradients_equal_inductor(entry: Any) -> None:
-    """Gradients, outputs and buffers equal those of torch.compile at two budgets."""
+    """Gradients, outputs and buffers equal those of torch.compile."""
+    check_gradients(entry, (0.6,))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.name)
+def test_unbounded_gradients_equal_inductor(entry: Any) -> None:
+    """The same without a budget, where the default partitioner's choice is taken."""
+    check_gradients(entry, (None,))
+
+
+def check_gradients(entry: Any, budgets: Sequence[float | None]) -> None:
+    """Compare steps within budgets with that of torch.compile."""
     model, inputs = fresh(entry.make)
     expected = outcome(model, torch.compile(model), inputs)
-    for budget in (None, 0.6):
+    for budget in budgets:
         model, inputs = fresh(entry.make)
         got = outcome(model, torch.compile(model, backend=fxckpt.Backend(budget=budget)), inputs)
         for key, value in expected.items():
@@ -341,7 +354,7 @@ def _written(
     return [text[text.index("import") :] for text in code], len(lowered)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_lowered_halves_are_compiled_as_they_are(
     monkeypatch: pytest.MonkeyPatch, dynamic: bool
 ) -> None:

@@ -130,7 +130,9 @@ def test_early_frees_compile_without_buffer_reuse() -> None:
     assert config.allow_buffer_reuse
 
 
-@pytest.mark.parametrize("options", [{}, {"max_fusion_size": 1}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"max_fusion_size": 1}, marks=pytest.mark.sweep)]
+)
 def test_code_is_the_same_with_and_without_lowering(
     options: dict[str, Any],
 ) -> None:

@@ -92,22 +92,32 @@ def test_default_choice_compiles_to_the_same_calls() -> None:
     assert len(forward) > 10 and len(backward) > 10
 
 
+def planned_images(budget: Any) -> fxckpt.Plan:
+    """The plan of convolutions within a budget; nothing is compiled."""
+    joint, count = inductor_joint(*images())
+    return InductorPlanner(Planner(budget=budget, cost="flops")).partition(Joint(joint, count))[2]
+
+
+def least_of_images(budget: int) -> int:
+    """The least peak that the error of a small budget names."""
+    with pytest.raises(fxckpt.BudgetInfeasible) as caught:
+        planned_images(budget)
+    return caught.value.floor_bytes
+
+
 def test_least_peak_of_convolutions_is_feasible() -> None:
-    """The least peak that an error names does not depend on the budget, and is feasible."""
-    model, x = images()
-    joint, count = inductor_joint(model, x)
+    """The least peak that an error names is the one of ``budget="min"``."""
+    plan = planned_images("min")
+    assert plan.compiled_peak_bytes == plan.budget_bytes == least_of_images(1)
 
-    def least(budget: int) -> int:
-        with pytest.raises(fxckpt.BudgetInfeasible) as caught:
-            InductorPlanner(Planner(budget=budget, cost="flops")).partition(Joint(joint, count))
-        return caught.value.floor_bytes
 
-    floor = least(1)
-    assert least(floor - 1) == floor
-    plan = InductorPlanner(Planner(budget=floor, cost="flops")).partition(Joint(joint, count))[2]
+@pytest.mark.sweep
+def test_least_peak_does_not_depend_on_the_budget() -> None:
+    """A budget of one byte less names the same, and one of just that has a plan."""
+    floor = least_of_images(1)
+    assert least_of_images(floor - 1) == floor
+    plan = planned_images(floor)
     assert plan.compiled_peak_bytes is not None and plan.compiled_peak_bytes <= floor
-    plan = InductorPlanner(Planner(budget="min", cost="flops")).partition(Joint(joint, count))[2]
-    assert plan.compiled_peak_bytes == plan.budget_bytes == floor
 
 
 def test_least_compiled_memory_within_a_time() -> None:

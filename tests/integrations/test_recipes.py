@@ -13,7 +13,7 @@ RECIPES = Path(__file__).parent.parent.parent / "docs" / "recipes"
 
 @pytest.mark.parametrize(
     "name",
-    ["plain_loop", "vision", pytest.param("long_context", marks=pytest.mark.sweep)],
+    ["plain_loop", *(pytest.param(n, marks=pytest.mark.sweep) for n in ("vision", "long_context"))],
 )
 def test_recipe_trains_the_same_within_its_budget(name: str) -> None:
     """The script compares its losses and its peak by itself."""

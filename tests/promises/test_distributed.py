@@ -81,7 +81,14 @@ def train(rank: int, folder: str, inner: str, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inner", "names"), [("aot_eager", tuple(HOOKS)), ("inductor", ("graph breaks",))]
+    ("inner", "names"),
+    [
+        ("aot_eager", ("no hook", "graph breaks")),
+        pytest.param(
+            "aot_eager", ("tensor hooks", "AccumulateGrad hooks"), marks=pytest.mark.sweep
+        ),
+        ("inductor", ("graph breaks",)),
+    ],
 )
 def test_python_reducer_of_ddp(tmp_path: Path, inner: str, names: tuple[str, ...]) -> None:
     """Gradients are stock's, all-reduced, and the plan and its peak are those without DDP."""

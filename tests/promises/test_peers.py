@@ -43,7 +43,7 @@ def captured(name: str) -> Joint:
     return joint
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", "resnet", pytest.param("llama", marks=pytest.mark.sweep)])
 def test_no_slower_than_default_partitioner(name: str) -> None:
     """A plan at the peak of torch's default partitioner is no slower."""
     joint = captured(name)
