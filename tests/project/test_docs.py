@@ -82,6 +82,15 @@ def test_attributes_exist(page: Path) -> None:
     assert not missing
 
 
+def test_architecture_names_paths_that_exist() -> None:
+    """Files and folders in tables are there, in the root or in the package."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    paths = {path for row in rows for path in re.findall(r"`([\w/]+(?:/|\.py|\.md))`", row)}
+    assert len(paths) > 40
+    assert not {p for p in paths if not (ROOT / p).exists() and not (ROOT / "fxckpt" / p).exists()}
+
+
 def test_readme_is_short() -> None:
     """The first page of the project fits on a few screens."""
     assert 90 <= len((ROOT / "README.md").read_text().splitlines()) <= 120
