@@ -24,7 +24,7 @@ from torch import fx
 from fxckpt import budgets
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import BudgetInfeasible, CaptureError, FxckptError, InvalidOption
-from fxckpt.partitioner import Partitioner, source_digest
+from fxckpt.partitioner import NO_TILES, Partitioner, source_digest
 from fxckpt.passes.meta import ORDER
 from fxckpt.planner.planner import LevelChooser, device_of
 from fxckpt.planner.ranks import Neighbour, Ranks, group_of
@@ -85,6 +85,7 @@ OPTIONS = (
     "strict",
     "offload",
     "group",
+    "tile",
 )
 SCOPES = ("step", "graph")
 """What a budget is for: all graphs of a step, or each graph alone."""
@@ -150,6 +151,13 @@ class Backend:
         on, all raise with its number. By default the group of torch's own compiles, if
         ``torch._dynamo.config.enable_compiler_collectives`` is on, else each rank by itself. See
         ``docs/distributed.md``.
+    tile:
+        ``"auto"`` may unroll regions of independent rows, such as a head with its loss or an MLP,
+        into tiles: ordinary ops on a part of the rows at a time, in a number chosen by the cost
+        model, where that makes the step faster within the budget, or fit. A number asks for as
+        many. Sums over rows (the loss, gradients of weights) are added up in another order. It
+        needs fixed sizes, a model that is one graph, and an ``inner`` that is not Inductor. See
+        ``docs/tiles.md``.
 
     Raises
     ------
@@ -187,12 +195,16 @@ class Backend:
         strict: bool = False,
         offload: Tier | str | None = None,
         group: Any = None,
+        tile: int | str | None = None,
     ) -> None:
         _check_scope(scope, in_flight, strict)
         _check_compile(inner, verify, mode, options)
         _check_offload(offload, inner, group)
+        _check_tile_with(tile, inner, offload, group)
         self._inductor = inductor_options(mode, options)
-        self.partitioner = Partitioner(budget, policy, cost, verify, max_slowdown, offload=offload)
+        self.partitioner = Partitioner(
+            budget, policy, cost, verify, max_slowdown, offload=offload, tile=tile
+        )
         """Plans the graphs."""
         self._replays = bool(self._inductor.get("triton.cudagraphs"))
         if self._replays:
@@ -232,6 +244,7 @@ class Backend:
             strict,
             offload,
             group,
+            tile,
         )
         self._group, self._has_joined = group, False
         self._ranks: Ranks | None = None
@@ -542,6 +555,20 @@ def _check_offload(offload: object, inner: object, group: object) -> None:
         raise InvalidOption(
             f"offload={offload!r}, group={group!r}: each rank has a link of its own, and ranks "
             "that plan as one send nothing away. Use one of the two."
+        )
+
+
+def _check_tile_with(tile: object, inner: object, offload: object, group: object) -> None:
+    """Raise :class:`InvalidOption` for tiles that the other options rule out."""
+    if tile is None:
+        return
+    if inner == "inductor":
+        raise InvalidOption(NO_TILES.format(tile))
+    if offload is not None or group is not None:
+        name, other = ("offload", offload) if offload is not None else ("group", group)
+        raise InvalidOption(
+            f"tile={tile!r}, {name}={other!r}: tiles are planned for one process that keeps its "
+            "values on the device. Use one of the two."
         )
 
 

@@ -56,7 +56,7 @@ from fxckpt.utils.progress import searching
 
 log = logging.getLogger("fxckpt")
 
-OPTIONS = ("budget", "policy", "cost", "verify", "max_slowdown", "offload")
+OPTIONS = ("budget", "policy", "cost", "verify", "max_slowdown", "offload", "tile")
 STRICT = "FXCKPT_STRICT"
 """Environment variable that makes every defect of the planner an error when it is ``"1"``."""
 
@@ -70,6 +70,11 @@ FUSED = (
     "than with fxckpt.Backend, which holds it to the plan's order and frees buffers early."
 )
 """Note in reports where Inductor compiles."""
+NO_TILES = (
+    "tile={!r}: tiles are for compilers that run ops one by one, in the order of the graph; "
+    "Inductor would fuse and reorder them. Use inner='aot_eager', or leave tile out."
+)
+"""Error where Inductor compiles."""
 CACHED = "A graph whose code was in torch's caches is not planned again, and not listed."
 """Note in reports where torch's caches are on."""
 
@@ -96,7 +101,7 @@ class Partitioner(CustomPartitionerFn):
     budget, policy, cost, verify, max_slowdown:
         As for :class:`fxckpt.Backend`. ``verify="exact"`` is for inner compilers that call ops as
         they are.
-    offload:
+    offload, tile:
         As for :class:`fxckpt.Backend`; Inductor is refused when it asks for a partition.
     scope:
         What a budget is for: ``"graph"``, each graph, is all that a partitioner sees.
@@ -130,6 +135,7 @@ class Partitioner(CustomPartitionerFn):
         max_slowdown: float | None = None,
         scope: str = "graph",
         offload: Tier | str | None = None,
+        tile: int | str | None = None,
     ) -> None:
         if scope != "graph":
             raise InvalidOption(
@@ -147,8 +153,9 @@ class Partitioner(CustomPartitionerFn):
             offload=tier_of(offload),
             # The compilers of a partition_fn may take graphs that write nothing for granted.
             in_place=False,
+            tile=tile,
         )
-        self.options = (budget, policy, cost, verify, max_slowdown, offload)
+        self.options = (budget, policy, cost, verify, max_slowdown, offload, tile)
         self._is_of_step, self._is_inductors = False, False
         self._plans: list[Plan] = []
         self._fallbacks: list[Fallback] = []
@@ -207,6 +214,8 @@ class Partitioner(CustomPartitionerFn):
                 )
             if lowerings is not None and self.planner.offload is not None:
                 raise InvalidOption(NOT_INDUCTOR.format(self.planner.offload))
+            if lowerings is not None and self.planner.tile is not None:
+                raise InvalidOption(NO_TILES.format(self.planner.tile))
             return self.split(gm, joint_inputs, lowerings=lowerings, **kwargs)
         except FxckptError as error:
             raise through_dynamo(error) from error

@@ -40,3 +40,6 @@ VIEW_OF = "fxckpt_shows"
 
 AWAY = "fxckpt_away"
 """Marks a tensor off the device; holds the name of the value that it is a copy of."""
+
+ACCUMULATES = "fxckpt_accumulates"
+"""Marks a sum over tiles, which may be written into the sum so far on every device."""

@@ -121,15 +121,16 @@ def plan(
     max_slowdown: float | None = None,
     device: str | torch.device | None = None,
     offload: Tier | str | None = None,
+    tile: int | str | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Return the plan of ``model_or_fn(*args, **kwargs)``, which is not run.
 
     It is the plan that :class:`fxckpt.Backend` with ``inner="aot_eager"`` makes; ``budget``,
-    ``policy``, ``cost``, ``max_slowdown`` and ``offload`` are as there. ``device`` is what to plan
-    for: the name of a GPU (``"H100"``, see :data:`fxckpt.costs.devices.DEVICES`), which need not be
-    here, ``"cuda"`` or ``"cpu"``. A tier without rates of its own takes those of a named device's
-    link. None is where the model is; for a model on the meta device, this
+    ``policy``, ``cost``, ``max_slowdown``, ``offload`` and ``tile`` are as there. ``device`` is
+    what to plan for: the name of a GPU (``"H100"``, see :data:`fxckpt.costs.devices.DEVICES`),
+    which need not be here, ``"cuda"`` or ``"cpu"``. A tier without rates of its own takes those of
+    a named device's link. None is where the model is; for a model on the meta device, this
     machine's accelerator, else an H100, as ``plan.cost`` says. Unless the model is on the meta
     device, each distinct CPU kernel runs once, on synthetic inputs, to measure its workspace.
 
@@ -157,9 +158,10 @@ def plan(
         measure_workspace=not on_meta and target.named is None,
         device=target.named,
         offload=tier_of(offload),
+        tile=tile,
     )
     with searching("plan"):
         joint = capture_joint(model_or_fn, args, kwargs, target)
         prepare(joint)
-        _, plan = planner.plan(joint)
+        _, _, plan = planner.planned(joint)
     return plan

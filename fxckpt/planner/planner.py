@@ -37,6 +37,7 @@ from fxckpt.passes.transforms.move import movable_storages
 from fxckpt.planner.build_plan import build_plan
 from fxckpt.planner.pipeline import Emission, emit_halves, prepare
 from fxckpt.planner.ranks import Ranks
+from fxckpt.planner.tiles import TilePricer, check_tile, offering_tiles, reach, tiled
 from fxckpt.planner.together import searched_together
 from fxckpt.plans.log import log_frontier, log_known, log_plan
 from fxckpt.plans.types import Plan
@@ -79,6 +80,8 @@ class Planner:
     """Where saved values may be sent; None keeps them on the device."""
     in_place: bool = True
     """Whether the halves are run op by op, so that ops may write into operands that die."""
+    tile: int | str | None = None
+    """Tiles that regions of independent rows may be unrolled into: a number, or ``"auto"``."""
     search: PriceSearch = field(default_factory=PriceSearch)
     level: LevelChooser | None = None
     """Chooses the schedule in place of the search, where a budget is of a step of many graphs."""
@@ -113,9 +116,18 @@ class Planner:
         if self.is_fixed:
             given = self.known[0]
             refuse_another_graph(replace(given, graph=without_regions(given.graph)), lines)
-        device = device_of(joint.module.graph)
         if self.budget is not None:
             warn_of_unbounded_sizes(joint.module.graph, self.budget)
+        try:
+            facts, plan = self._searched(joint)
+        except BudgetInfeasible as error:
+            raise self._with_tile_hint(error, joint) from error
+        log_plan(plan, time.perf_counter() - begin)
+        return facts, plan
+
+    def _searched(self, joint: Joint) -> tuple[Facts, Plan]:
+        """Return the facts and the plan of a joint graph without a known one."""
+        device = device_of(joint.module.graph)
         is_free = self.budget is None and self.level is None
         facts, cost = self.read(joint, bind_preferences=is_free)
         facts = self.limited(joint.module.graph, facts)
@@ -126,18 +138,57 @@ class Planner:
             facts = replace(facts, program=program)
         else:
             found = self.within_budget(facts, device)
-        budget_bytes = found.limit
         assert found.best is not None
         described = build_plan(
             snapshot_of(joint.module.graph, facts),
             found,
             found.best,
-            budget_bytes=budget_bytes,
+            budget_bytes=found.limit,
             cost=cost,
         )
-        plan = replace(described, graph=lines)
-        log_plan(plan, time.perf_counter() - begin)
-        return facts, plan
+        return facts, replace(described, graph=self.lines(joint.module.graph))
+
+    def planned(self, joint: Joint) -> tuple[Joint, Facts, Plan]:
+        """Return the graph that is emitted, tiled where that was asked for and gains, and its plan.
+
+        Raises what :meth:`plan` raises, and :class:`InvalidOption` for what excludes tiles.
+        """
+        if self.is_fixed and (tiling := self.known[0].tiling) is not None:
+            if (found := tiled(joint, tiling)) is None:
+                refuse_another_graph(self.known[0], self.lines(joint.module.graph))
+            assert found is not None
+            return (found[0], *self.plan(found[0]))
+        if self.tile is None or self.is_fixed:
+            return (joint, *self.plan(joint))
+        if self.level is not None or self.ranks is not None:
+            raise InvalidOption(
+                f"tile={self.tile!r} is for a model that is one graph, planned by one process; "
+                "this graph is one of several of a step, or one of several ranks plans it. Leave "
+                "tile out, or give scope='graph' and no group."
+            )
+        begin = time.perf_counter()
+        if self.budget is not None:
+            warn_of_unbounded_sizes(joint.module.graph, self.budget)
+        is_free = self.budget is None
+        pricer = TilePricer(
+            self.tile,
+            self.budget,
+            lambda graph, budget: replace(self, budget=budget)._searched(graph),
+            lambda graph: self.read(graph, bind_preferences=is_free)[0].program,
+        )
+        choice = pricer(joint)
+        log_plan(choice.plan, time.perf_counter() - begin)
+        return choice.joint, choice.facts, choice.plan
+
+    def _with_tile_hint(self, error: BudgetInfeasible, joint: Joint) -> BudgetInfeasible:
+        """Return an error for a budget below the floor that says what tiles would reach."""
+        takes_tiles = self._writes_in_place and self.offload is None and self.policy is None
+        if self.tile is not None or not takes_tiles or self.ranks or self.level:
+            return error
+        found = reach(
+            joint, lambda graph, budget: replace(self, budget=budget)._searched(graph), error
+        )
+        return error if found is None else offering_tiles(error, found)
 
     @property
     def _writes_in_place(self) -> bool:
@@ -394,7 +445,7 @@ class Planner:
         """
         prepare(joint)
         begin = time.perf_counter()
-        facts, plan = self.plan(joint)
+        joint, facts, plan = self.planned(joint)
         log.debug("plan took %.1f ms", 1e3 * (time.perf_counter() - begin))
         return (*emit_halves(self.emission(joint, facts, plan)), plan)
 
@@ -426,9 +477,15 @@ def planner_of(
     Raises :class:`FxckptError` for invalid options.
     """
     budgets.validate(budget)
+    check_tile(options.get("tile"))
     resolve(cost, None, named=options.get("device"))
     if not isinstance(policy, Plan):
         return Planner(budget=budget, policy=as_policy(policy), cost=cost, **options)
+    if options.get("tile") is not None:
+        raise InvalidOption(
+            f"tile={options['tile']!r} and a plan were given: a plan knows its tiles. Leave tile "
+            "out."
+        )
     if budget is not None:
         raise InvalidOption(
             f"budget={budget!r} and a plan were given: a plan is applied as it is. Leave one of "

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from fxckpt.errors import InvalidPlan
-from fxckpt.plans.types import Offload, Plan, Recompute, RegionBudget, Row
+from fxckpt.plans.types import Offload, Plan, Recompute, RegionBudget, Row, Tiling
 from fxckpt.reason import Decision, Reason
 
 FORM = "fxckpt plan 1"
@@ -79,6 +79,9 @@ def _plan(data: dict[str, Any]) -> Plan:
     schedule = tuple(Recompute(**run) for run in data["schedule"])
     regions = tuple(RegionBudget(**region) for region in data.get("regions", ()))
     offloads = tuple(Offload(**offload) for offload in data.get("offloads", ()))
+    tiling = data.get("tiling")
+    if tiling is not None:
+        tiling = Tiling(**{**tiling, "regions": tuple(tiling["regions"])})
     # Fields newer than the version that wrote the text have defaults.
     names = [f.name for f in fields(Plan) if f.name in data and f.name != "step"]
     plain: dict[str, Any] = {
@@ -86,6 +89,5 @@ def _plan(data: dict[str, Any]) -> Plan:
     }
     if unknown := data.keys() - plain.keys():
         raise ValueError(f"unknown field {min(unknown)!r}")
-    return Plan(
-        **(plain | {"rows": rows, "schedule": schedule, "regions": regions, "offloads": offloads})
-    )
+    read = {"rows": rows, "schedule": schedule, "regions": regions, "offloads": offloads}
+    return Plan(**(plain | read | {"tiling": tiling}))

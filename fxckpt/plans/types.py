@@ -104,6 +104,25 @@ class RegionBudget:
 
 
 @dataclass(frozen=True)
+class Tiling:
+    """How regions of independent rows were unrolled in the graph that was planned."""
+
+    count: int
+    """Number of tiles of each region, at most."""
+    groups: int
+    """Number of groups of identical regions that were unrolled, the widest first."""
+    is_ahead: bool = False
+    """Whether the gradients of the widest region are computed in its forward, and scaled later."""
+    regions: tuple[str, ...] = ()
+    """Names of the regions: the modules that they begin in."""
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.regions[:2]) + ("" if len(self.regions) <= 2 else ", ...")
+        ahead = ", gradients of the first with its forward" if self.is_ahead else ""
+        return f"{self.count} in {len(self.regions)} regions ({shown}){ahead}"
+
+
+@dataclass(frozen=True)
 class Plan:
     """Saved and recomputed forward values of one joint graph, with their memory and time.
 
@@ -204,6 +223,8 @@ class Plan:
     """Saved values that are sent away from the device, in the order of the program's storages."""
     stall_seconds: float = 0.0
     """Seconds of waits for copies off the device and back, by the link's rates."""
+    tiling: Tiling | None = None
+    """How the joint graph was tiled; None for the graph as it was traced."""
     graph: tuple[str, ...] = field(default=(), repr=False)
     """Joint graph that the plan was made for, one line per node, then one per budget region."""
     step: GraphSnapshot | None = field(default=None, compare=False, repr=False)

@@ -243,6 +243,7 @@ class Explanation:
             ),
             ("budget", budget),
             *([("binds", self.binding())] if plan.regions else []),
+            *([("tiles", str(plan.tiling))] if plan.tiling else []),
             ("uncheckpointed peak", format_bytes(plan.baseline_peak_bytes)),
             (
                 "floor (least peak found)",

@@ -28,6 +28,7 @@ from fxckpt.passes.analysis.byte_counts import (
     symbolic_gradient_bytes,
 )
 from fxckpt.passes.analysis.placement import has_streams
+from fxckpt.passes.meta import ACCUMULATES
 from fxckpt.solver.program import FORWARD_ONLY, IN_BACKWARD, Storage
 from fxckpt.torch_private import (
     OpOverload,
@@ -205,7 +206,9 @@ class Writable:
         if form is None or not self.storages:
             return ()
         geometry = self._geometry(node)
-        if geometry is None or (form.devices and geometry.device.type not in form.devices):
+        # A sum over tiles promises no bits, so that its two forms may differ.
+        devices = None if ACCUMULATES in node.meta else form.devices
+        if geometry is None or (devices and geometry.device.type not in devices):
             return ()
         return tuple(
             i

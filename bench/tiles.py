@@ -1,0 +1,185 @@
+"""Tiles of the head and of the MLPs, beside the untiled graph and a head chunked by hand.
+
+Every row is a plan of GPT-2 (12 layers, dropout 0.1, tied head) on the meta device, within a budget
+or, without one, of the least peak, by the roofline of a device that is not here.
+
+    python bench/tiles.py [--device H100] [--tf32] [--case 8x1024]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as hf
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fxckpt.costs.devices import device_named
+from fxckpt.errors import BudgetInfeasible
+from fxckpt.passes.graphs import Joint
+from fxckpt.planner.capture import capture_joint
+from fxckpt.planner.pipeline import prepare
+from fxckpt.planner.planned_device import planned_device
+from fxckpt.planner.planner import Planner
+from fxckpt.planner.tiles import COUNTS, tiled, tilings
+from fxckpt.plans.types import Plan
+
+CASES = {"8x1024": (8, 1024, (6000, 8000)), "4x256": (4, 256, (900, 700))}
+"""Batch, length, and budgets in MB."""
+
+
+class ChunkedLoss(nn.Module):
+    """The next-token loss of GPT-2 with the head in chunks by hand, each under a checkpoint."""
+
+    def __init__(self, model: nn.Module, chunks: int) -> None:
+        super().__init__()
+        self.model, self.chunks = model, chunks
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.model.transformer(input_ids=tokens, use_cache=False).last_hidden_state
+        hidden, targets = hidden[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+
+        def loss(rows: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(self.model.lm_head(rows), target, reduction="sum")
+
+        parts = zip(hidden.chunk(self.chunks), targets.chunk(self.chunks), strict=True)
+        losses = [checkpoint(loss, *part, use_reentrant=False) for part in parts]
+        return sum(losses) / targets.numel()
+
+
+class WholeLoss(nn.Module):
+    """The next-token loss of GPT-2."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def gpt2_joint(batch: int, length: int, device: str, chunks: int = 0, layers: int = 12) -> Joint:
+    """Return the prepared joint graph of GPT-2 with its loss."""
+    config = hf.GPT2Config(
+        n_layer=layers,
+        n_positions=length,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation="sdpa" if length > 256 else "eager",
+    )
+    with torch.device("meta"):
+        model = hf.GPT2LMHeadModel(config).train()
+        given: dict[str, Any] = {"tokens": torch.empty(batch, length, dtype=torch.long)}
+    wrapped = ChunkedLoss(model, chunks) if chunks else WholeLoss(model)
+    joint = capture_joint(wrapped, (), given, planned_device(device, is_on_meta=True))
+    prepare(joint)
+    return joint
+
+
+@dataclass(frozen=True)
+class TiledRow:
+    """One plan of one graph."""
+
+    name: str
+    budget: str
+    peak_bytes: int
+    seconds: float | None
+    """Seconds of the step; None where no plan is within the budget."""
+    floor_bytes: int
+    planning: float
+    """Seconds of planning."""
+
+
+def planned(name: str, joint: Joint, megabytes: int, device: str, tile: Any = None) -> TiledRow:
+    """Return the plan of a graph within a budget."""
+    planner = Planner(
+        megabytes * 10**6, measure_workspace=False, device=device_named(device), tile=tile
+    )
+    begin = time.perf_counter()
+    try:
+        _, _, plan = planner.planned(joint)
+    except BudgetInfeasible as error:
+        took = time.perf_counter() - begin
+        return TiledRow(name, f"{megabytes} MB", error.floor_bytes, None, error.floor_bytes, took)
+    took = time.perf_counter() - begin
+    chosen = f" ({plan.tiling})" if plan.tiling and tile else ""
+    seconds = seconds_of(plan)
+    floor = plan.floor_bytes
+    return TiledRow(name + chosen, f"{megabytes} MB", plan.peak_bytes, seconds, floor, took)
+
+
+def seconds_of(plan: Plan) -> float:
+    """Return the seconds of a planned step."""
+    return plan.step_seconds + plan.recompute_seconds
+
+
+def rows(case: str, device: str, layers: int = 12) -> Iterator[TiledRow]:
+    """Yield the plans of one case."""
+    batch, length, budgets = CASES[case]
+    joint = gpt2_joint(batch, length, device, layers=layers)
+    chunked = {n: gpt2_joint(batch, length, device, n, layers) for n in (8, 32)}
+    variants = [
+        (name, found[0])
+        for name in tilings(joint.module.graph, "auto")
+        if (found := tiled(joint, name)) is not None
+    ]
+    for megabytes in budgets:
+        yield planned("untiled", joint, megabytes, device)
+        for chunks, graph in chunked.items():
+            yield planned(f"by hand, {chunks} chunks", graph, megabytes, device)
+        for tiling, graph in variants:
+            ahead = ", gradient ahead" if tiling.is_ahead else ""
+            label = "head" if tiling.groups == 1 else "head and MLPs"
+            yield planned(f"{label} in {tiling.count}{ahead}", graph, megabytes, device)
+        yield planned("auto", joint, megabytes, device, "auto")
+
+
+def show(found: list[TiledRow], device: str) -> str:
+    """Return the plans as a table; extra time is beside the untiled step without a budget."""
+    return tabulate(
+        [
+            (
+                r.name,
+                r.budget,
+                f"{r.peak_bytes / 1e6:.0f}",
+                "does not fit" if r.seconds is None else f"{1e3 * r.seconds:.2f}",
+                f"{r.floor_bytes / 1e6:.0f}",
+                f"{r.planning:.1f}",
+            )
+            for r in found
+        ],
+        ("plan", "budget", "peak MB", f"ms on {device}", "floor MB", "planner s"),
+        disable_numparse=True,
+        colalign=("left", "left", *["right"] * 4),
+    )
+
+
+def main() -> None:
+    """Print one table for each case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="H100")
+    parser.add_argument("--tf32", action="store_true", help="matmuls may take TF32")
+    parser.add_argument("--case", action="append", choices=CASES)
+    parser.add_argument("--layers", type=int, default=12)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
+    if options.tf32:
+        torch.set_float32_matmul_precision("high")
+    print(f"{', '.join(map(str, COUNTS))} tiles are tried")
+    for case in options.case or CASES:
+        print(f"\nGPT-2, {options.layers} layers, b {case}, {options.device}")
+        print(show(list(rows(case, options.device, options.layers)), options.device), flush=True)
+        torch._dynamo.reset()
+
+
+if __name__ == "__main__":
+    main()

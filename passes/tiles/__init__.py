@@ -1,0 +1,1 @@
+"""Tiles: regions of independent rows, and their unrolling."""

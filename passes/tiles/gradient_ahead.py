@@ -1,0 +1,209 @@
+"""Gradient ahead: a region's backward without the incoming gradient, which scales its results.
+
+Where a region ends in a loss, its backward is linear in the gradient of the loss, one number. The
+backward is computed for 1 in its place, and what leaves the region is multiplied by the number
+where it is first read. Nothing in it waits for the backward then: a plan may run it in the forward,
+tile by tile, and recompute no logits. The bits are the same for gradients that are powers of two,
+but for underflow and overflow.
+
+Expects a joint graph and one of its regions. Leaves a joint graph in which the region, found
+again, has no op that reads an incoming gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from fxckpt.passes.analysis.placement import backward_closure
+from fxckpt.passes.tiles.row_regions import RowRegion
+from fxckpt.passes.tiles.row_rules import MEAN
+from fxckpt.passes.tiles.unroll import emit_call, value_of
+from fxckpt.torch_private import OpOverload, fake_like
+
+aten = torch.ops.aten
+
+MOST_BETWEEN = 64
+"""Most ops between the incoming gradient and the region."""
+
+# fmt: off
+ALONE = frozenset(
+    (
+        "_to_copy", "_unsafe_view", "alias", "clone", "cumsum", "detach", "expand", "mean", "neg",
+        "permute", "reshape", "slice", "slice_backward", "squeeze", "sum", "t", "transpose",
+        "unsqueeze", "view",
+    )
+)
+"""Ops of one operand that are linear in it."""
+
+IN_FIRST = frozenset(
+    (
+        "_log_softmax_backward_data", "_softmax_backward_data", "div", "elu_backward", "gather",
+        "gelu_backward", "hardtanh_backward", "leaky_relu_backward", "nll_loss_backward",
+        "sigmoid_backward", "silu_backward", "softplus_backward", "tanh_backward",
+        "threshold_backward",
+    )
+)
+"""Ops that are linear in their first operand, for any others."""
+
+IN_EITHER = frozenset(("mm", "mul"))
+"""Ops that are linear in each of two operands."""
+
+TOGETHER = frozenset(("add", "sub"))
+"""Ops that are linear in all their operands together."""
+
+ZEROS = frozenset(("new_zeros", "zeros_like", "zeros"))
+VIEWS = frozenset(
+    ("_unsafe_view", "alias", "expand", "permute", "squeeze", "t", "transpose", "unsqueeze", "view")
+)
+# fmt: on
+
+
+def run_ahead(graph: fx.Graph, region: RowRegion) -> bool:
+    """Make the backward of a region independent of the incoming gradient; return whether it is.
+
+    A graph for which it cannot is left alone.
+    """
+    closure = backward_closure(graph)
+    members = set(region.backward)
+    before = _between(graph, closure, region)
+    if before is None:
+        return False
+    tangent, between = before
+    depends = {tangent}
+    for node in (*between, *region.backward):
+        if not _is_linear(node, depends):
+            return False
+        if _name(node) not in ZEROS:
+            depends.add(node)
+    if any(_name(n) == "nll_loss_forward" and not _has_countable_weight(n) for n in region.forward):
+        return False
+    _count_targets(graph, region)
+    _replace_tangent(graph, region, tangent, between)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in region.backward:
+        if node in depends and any(user not in members for user in node.users):
+            _scale(graph, node, tangent, members, order)
+    graph.eliminate_dead_code(is_impure_node=_is_kept)
+    return True
+
+
+def _is_kept(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output") or node.is_impure()
+
+
+def _name(node: fx.Node) -> str:
+    return node.target._opname if isinstance(node.target, OpOverload) else ""
+
+
+def _between(
+    graph: fx.Graph, closure: set[fx.Node], region: RowRegion
+) -> tuple[fx.Node, list[fx.Node]] | None:
+    """Return the one incoming gradient that a region reads, and the ops between the two."""
+    members = set(region.backward)
+    needed: set[fx.Node] = set()
+    stack = list(region.backward)
+    while stack:
+        for arg in stack.pop().all_input_nodes:
+            if arg in closure and arg not in needed and arg not in members:
+                needed.add(arg)
+                stack.append(arg)
+    between = [n for n in graph.nodes if n in needed and n.op == "call_function"]
+    tangents = [n for n in needed if n.op == "placeholder"]
+    if len(tangents) != 1 or len(between) > MOST_BETWEEN:
+        return None
+    value = tangents[0].meta["val"]
+    is_number = isinstance(value, torch.Tensor) and value.dim() == 0
+    return (tangents[0], between) if is_number else None
+
+
+def _is_linear(node: fx.Node, depends: set[fx.Node]) -> bool:
+    """Return whether an op is linear in those of its operands that depend on a gradient."""
+    name = _name(node)
+    operands = [n for n in node.args if isinstance(n, fx.Node)]
+    given = [n for n in operands if n in depends]
+    if name in ZEROS:
+        return True
+    if len(given) != sum(n in depends for n in node.all_input_nodes):
+        return False
+    if name in ALONE:
+        return given == operands[:1]
+    if name in IN_FIRST:
+        return given == operands[:1] and node.args[0] is given[0]
+    if name in IN_EITHER:
+        return len(given) == 1
+    if name in TOGETHER:
+        return len(given) == 2
+    if name == "where":
+        rest = [n for n in operands[1:] if n not in depends]
+        return operands[0] not in depends and all(_name(n) in ZEROS for n in rest)
+    if name == "masked_fill":
+        return given == operands[:1] and bool(node.args[2] == 0)
+    if name in ("scatter", "scatter_add"):
+        return _name(operands[0]) in ZEROS and given == operands[-1:]
+    return False
+
+
+def _has_countable_weight(loss: fx.Node) -> bool:
+    """Return whether the weights of a loss's rows are 1, or not summed for a mean."""
+    return loss.args[2] is None or bool(loss.args[3] != MEAN)
+
+
+def _count_targets(graph: fx.Graph, region: RowRegion) -> None:
+    """Let the backward of mean losses read the count of targets, known before all tiles."""
+    for loss in region.forward:
+        if _name(loss) != "nll_loss_forward" or loss.args[3] != MEAN:
+            continue
+        scores, target, ignored = loss.args[0], loss.args[1], loss.args[4]
+        assert isinstance(scores, fx.Node) and isinstance(target, fx.Node)
+        dtype = {"dtype": scores.meta["val"].dtype}
+        with graph.inserting_before(loss):
+            counted = emit_call(graph, aten.ne.Scalar, (target, ignored), {}, target)
+            total = emit_call(graph, aten.sum.default, (counted,), {}, target)
+            total = emit_call(graph, aten._to_copy.default, (total,), dtype, target)
+        for item in list(loss.users):
+            if item.args[1] == 1:
+                item.replace_all_uses_with(
+                    total, delete_user_cb=lambda user: user in region.backward
+                )
+
+
+def _replace_tangent(
+    graph: fx.Graph, region: RowRegion, tangent: fx.Node, between: Sequence[fx.Node]
+) -> None:
+    """Let a region's backward read 1 in place of the incoming gradient."""
+    value = tangent.meta["val"]
+    known: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(region.backward[0]):
+        options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        one = graph.create_node("call_function", aten.full.default, ([], 1), options)
+        one.meta["val"] = fake_like(value, (), value.dtype)
+        known[tangent] = one
+        for node in between:
+            known[node] = graph.node_copy(node, lambda arg: known.get(arg, arg))
+            known[node].meta = copy.copy(node.meta)
+            known[node].meta["val"] = value_of(known[node])
+    for node in region.backward:
+        node.args = fx.map_arg(node.args, lambda arg: known.get(arg, arg))
+        node.kwargs = fx.map_arg(node.kwargs, lambda arg: known.get(arg, arg))
+
+
+def _scale(
+    graph: fx.Graph,
+    node: fx.Node,
+    tangent: fx.Node,
+    members: set[fx.Node],
+    order: dict[fx.Node, int],
+) -> None:
+    """Multiply what leaves the region by the incoming gradient, where it is first read."""
+    while len(node.users) == 1 and _name(view := next(iter(node.users))) in VIEWS:
+        node = view
+    readers = [user for user in node.users if user not in members]
+    with graph.inserting_before(min(readers, key=lambda user: order[user])):
+        scaled = emit_call(graph, aten.mul.Tensor, (node, tangent), {}, node)
+    node.replace_all_uses_with(
+        scaled, delete_user_cb=lambda user: user is not scaled and user not in members
+    )

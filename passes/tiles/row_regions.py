@@ -1,0 +1,272 @@
+"""Row regions: parts of a joint graph whose wide values need not exist whole.
+
+A region begins at a matmul of rows with a weight whose result is wide: a head over a vocabulary,
+the first matmul of an MLP. It grows over every op that makes or reads a wide value, of the forward
+and of the backward, as long as each is row-wise or sums over rows (:mod:`.row_rules`). Values that
+enter or leave it are narrow, or sums. If an op on a wide value is neither, as in attention, or if a
+wide value is an output, there is no region.
+
+Expects a normalized joint graph of fixed sizes. Leaves the graph alone.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fxckpt.passes.analysis.placement import backward_closure
+from fxckpt.passes.tiles.row_rules import SUMMED, Place, RowCall, Rows, row_rule
+from fxckpt.torch_private import is_symbolic
+
+aten = torch.ops.aten
+
+WIDE = 1.5
+"""Elements of a wide value, in those of the rows that enter the region, are more than this."""
+
+
+@dataclass(frozen=True)
+class RowRegion:
+    """One region, for one way to number its rows."""
+
+    name: str
+    """Module of the matmul that it begins at, or the name of that node."""
+    length: int
+    """Number of its rows."""
+    forward: tuple[fx.Node, ...]
+    """Its ops that read no incoming gradient, in the order of the graph."""
+    backward: tuple[fx.Node, ...]
+    """Its other ops, in the order of the graph."""
+    places: Mapping[fx.Node, Place | tuple[Place, ...]]
+    """Where the rows of its values, and of those that it reads row by row, lie."""
+    wide_bytes: int
+    """Bytes of its widest value."""
+
+    @property
+    def members(self) -> frozenset[fx.Node]:
+        """All its ops."""
+        return frozenset((*self.forward, *self.backward))
+
+    def tiles(self, count: int) -> tuple[tuple[int, int], ...]:
+        """Return the rows of each of at most ``count`` tiles; the last one may be smaller."""
+        size = math.ceil(self.length / count)
+        return tuple((i, min(i + size, self.length)) for i in range(0, self.length, size))
+
+    def divides(self, count: int) -> bool:
+        """Return whether each value has rows in each of ``count`` tiles, at least two of them."""
+        tiles = self.tiles(count)
+        rows = {p for place in self.places.values() for p in _each(place) if isinstance(p, Rows)}
+        return len(tiles) > 1 and all(r.part(*tile).length for r in rows for tile in tiles)
+
+
+def row_regions(graph: fx.Graph) -> tuple[tuple[RowRegion, ...], ...]:
+    """Return the regions of a joint graph in its order, each with the ways to number its rows."""
+    closure = backward_closure(graph)
+    found: list[tuple[RowRegion, ...]] = []
+    covered: set[fx.Node] = set()
+    for seed in sorted(_seeds(graph, closure), key=_elements, reverse=True):
+        if seed in covered:
+            continue
+        ways = tuple(
+            region
+            for rows in _numberings(seed)
+            if (region := _Growth(graph, closure, seed).grown(rows))
+        )
+        ways = tuple(way for way in ways if covered.isdisjoint(way.members))
+        if ways:
+            found.append(ways)
+            covered |= ways[0].members
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return tuple(sorted(found, key=lambda ways: order[ways[0].forward[0]]))
+
+
+def _seeds(graph: fx.Graph, closure: set[fx.Node]) -> Iterator[fx.Node]:
+    """Yield matmuls of the forward whose result is wide."""
+    for node in graph.nodes:
+        if node.target in (aten.mm.default, aten.addmm.default) and node not in closure:
+            left = _left(node)
+            if not _is_symbolic_value(node) and _elements(node) > WIDE * _elements(left):
+                yield node
+
+
+def _left(matmul: fx.Node) -> fx.Node:
+    left = matmul.args[-2]
+    assert isinstance(left, fx.Node)
+    return left
+
+
+def _is_symbolic_value(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return not all(type(n) is int for n in value.shape)
+
+
+def _elements(node: fx.Node) -> int:
+    """Return the elements of the largest tensor of a node."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return max((v.numel() for v in values if isinstance(v, torch.Tensor)), default=0)
+
+
+def _numberings(seed: fx.Node) -> Iterator[Rows]:
+    """Yield ways to number the rows of a matmul's result, the finest one first.
+
+    Rows that come from several dimensions, such as batch and position, may be numbered by each.
+    """
+    count = seed.meta["val"].shape[0]
+    yield Rows(0, 1, 0, count, 1)
+    near = [*seed.users, *_left(seed).all_input_nodes]
+    shapes = (n.meta["val"].shape[:-1] for n in near if isinstance(n.meta.get("val"), torch.Tensor))
+    for dims in dict.fromkeys(tuple(s) for s in shapes if len(s) > 1 and math.prod(s) == count):
+        for at, length in enumerate(dims):
+            if 1 < length < count:
+                yield Rows(0, math.prod(dims[:at]), 0, length, math.prod(dims[at + 1 :]))
+
+
+def _each(place: Place | tuple[Place, ...]) -> tuple[Place, ...]:
+    return place if isinstance(place, tuple) else (place,)
+
+
+class _Refused(Exception):
+    """An op on a wide value is not row-wise."""
+
+
+@dataclass
+class _Growth:
+    """Growth of one region from its first matmul."""
+
+    graph: fx.Graph
+    closure: set[fx.Node]
+    seed: fx.Node
+    places: dict[fx.Node, Place | tuple[Place, ...]] = field(default_factory=dict)
+    members: set[fx.Node] = field(default_factory=set)
+    waiting: dict[fx.Node, None] = field(default_factory=dict)
+    """Members whose rule needs to know more."""
+
+    def grown(self, rows: Rows) -> RowRegion | None:
+        """Return the region for one numbering of the first matmul's rows, or None."""
+        self.places[self.seed] = rows
+        self.limit = WIDE * _elements(_left(self.seed))
+        try:
+            self._add(self.seed)
+            self._spread()
+            while between := [*self._between(backward=False), *self._between(backward=True)]:
+                for node in between:
+                    self._add(node)
+                self._spread()
+            self._check_sums()
+        except _Refused:
+            return None
+        order = [n for n in self.graph.nodes if n in self.members]
+        if not any(self._is_sum(n) or (n in self.closure and self._is_wide(n)) for n in order):
+            return None  # Of the wide values no gradient is computed.
+        stack = list((self.seed.meta.get("nn_module_stack") or {}).values())
+        return RowRegion(
+            str(stack[-1][0]) if stack else self.seed.name,
+            rows.length,
+            tuple(n for n in order if n not in self.closure),
+            tuple(n for n in order if n in self.closure),
+            self.places,
+            max(
+                _elements(n) * n.meta["val"].element_size()
+                for n in order
+                if self._is_wide(n) and not self._is_sum(n)
+            ),
+        )
+
+    def _is_wide(self, node: fx.Node) -> bool:
+        return isinstance(node.meta.get("val"), torch.Tensor) and _elements(node) > self.limit
+
+    def _is_sum(self, node: fx.Node) -> bool:
+        return self.places[node] is SUMMED and node.meta["val"].dim() > 0
+
+    def _add(self, node: fx.Node) -> None:
+        if node in self.members:
+            return
+        is_item = node.target is operator.getitem
+        if node.op != "call_function" or is_symbolic(node) or not (is_item or row_rule(node)):
+            raise _Refused
+        self.members.add(node)
+        self.waiting[node] = None
+        if is_item:
+            self._add(node.all_input_nodes[0])
+
+    def _spread(self) -> None:
+        """Find the places of all members, and add what makes or reads their wide values."""
+        while self.waiting:
+            solved = [node for node in list(self.waiting) if self._solve(node)]
+            if not solved:
+                raise _Refused
+            for node in solved:
+                self.waiting.pop(node, None)
+
+    def _solve(self, node: fx.Node) -> bool:
+        """Find the places of a member's operands and result; return whether they are known."""
+        if node.target is operator.getitem:
+            parent, position = node.args
+            assert isinstance(parent, fx.Node) and isinstance(position, int)
+            items = self.places.get(parent)
+            if not isinstance(items, tuple):
+                return False
+            self._place(node, items[position])
+            self._follow(node)
+            return True
+        rule, known = row_rule(node), self.places.get(node)
+        assert rule is not None
+        operands = {n: p for n in node.all_input_nodes if isinstance(p := self.places.get(n), Rows)}
+        found = rule.places(RowCall(node, operands, known if isinstance(known, Rows) else None))
+        if found is None:
+            return False
+        for operand, rows in found.operands.items():
+            if rows is None:
+                if operand in operands:
+                    raise _Refused
+                continue
+            self._place(operand, rows)
+            if self._is_wide(operand) and operand.op == "call_function":
+                self._add(operand)
+        self._place(node, found.result)
+        self._follow(node)
+        return True
+
+    def _place(self, node: fx.Node, place: Place | tuple[Place, ...]) -> None:
+        if self.places.setdefault(node, place) != place:
+            raise _Refused
+
+    def _follow(self, node: fx.Node) -> None:
+        """Add the readers of a member's result that is wide, or a tuple."""
+        place = self.places[node]
+        if isinstance(place, tuple) or (isinstance(place, Rows) and self._is_wide(node)):
+            for user in node.users:
+                self._add(user)
+
+    def _between(self, *, backward: bool) -> list[fx.Node]:
+        """Return the nodes of a half that are no members and lie on a path between members."""
+        nodes = [n for n in self.graph.nodes if (n in self.closure) == backward]
+        after: set[fx.Node] = set()
+        for node in nodes:
+            if any(n in after or self._is_member(n, backward) for n in node.all_input_nodes):
+                after.add(node)
+        before: set[fx.Node] = set()
+        for node in reversed(nodes):
+            if any(n in before or self._is_member(n, backward) for n in node.users):
+                before.add(node)
+        return [n for n in nodes if n in after and n in before and n not in self.members]
+
+    def _is_member(self, node: fx.Node, backward: bool) -> bool:
+        return node in self.members and (node in self.closure) == backward
+
+    def _check_sums(self) -> None:
+        """Refuse a region that reads, in one half, what it sums over its rows there."""
+        for node in self.members:
+            for arg in _read_whole(node):
+                is_near = arg in self.members and (arg in self.closure) == (node in self.closure)
+                if is_near and self.places[arg] is SUMMED:
+                    raise _Refused
+
+
+def _read_whole(node: fx.Node) -> Iterable[fx.Node]:
+    return () if node.target is operator.getitem else node.all_input_nodes

@@ -1,0 +1,275 @@
+"""Unroll: a row region as a chain of tiles, one after the other, in ordinary nodes.
+
+Each op of the region becomes one op a tile, on the rows of that tile alone, and the tiles of a half
+follow one another: no wide value of one is live in the next, unless a plan saves it for the
+backward. Values that leave the region are put together by ``cat``; sums over rows, gradients of
+weights among them, are accumulated from tile to tile, in float32 if their type is smaller.
+
+Expects a joint graph and one of its regions. Leaves a joint graph that computes the same values,
+but for the order of the sums.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxckpt.passes.meta import ACCUMULATES
+from fxckpt.passes.tiles.row_regions import RowRegion
+from fxckpt.passes.tiles.row_rules import MEAN, SUM, SUMMED, Rows, row_rule
+
+aten = torch.ops.aten
+
+SMALL = (torch.float16, torch.bfloat16)
+"""Types of which sums are accumulated in float32."""
+
+
+def unroll(graph: fx.Graph, regions: Sequence[RowRegion], count: int) -> None:
+    """Unroll regions of a joint graph, which share no op, into ``count`` tiles each."""
+    replaced: dict[fx.Node, fx.Node] = {}
+    for region in regions:
+        places = {replaced.get(node, node): place for node, place in region.places.items()}
+        unroller = _Unroller(graph, replace(region, places=places), count)
+        replaced.update(unroller.run())
+
+
+@dataclass
+class _Sum:
+    """A sum over the tiles so far."""
+
+    value: fx.Node
+    dtype: torch.dtype
+    """Type of the sum at the end."""
+
+
+@dataclass
+class _Unroller:
+    """Unrolls one region."""
+
+    graph: fx.Graph
+    region: RowRegion
+    count: int
+    pieces: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+    """Values by tile: results of members, and parts of what enters the region."""
+    sums: dict[tuple[fx.Node, int], _Sum] = field(default_factory=dict)
+    """Sums by member, and position in its tuple."""
+    totals: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """Sums over all tiles, by member."""
+
+    def run(self) -> dict[fx.Node, fx.Node]:
+        """Unroll both halves, and return the nodes that replace values which leave the region."""
+        members = self.region.members
+        whole: dict[fx.Node, fx.Node] = {}
+        for half in (self.region.forward, self.region.backward):
+            if not half:
+                continue
+            before = self._make_room(half)
+            with self.graph.inserting_before(before):
+                for tile, (first, last) in enumerate(self.region.tiles(self.count)):
+                    for node in half:
+                        self._emit(node, tile, first, last)
+                for node in half:
+                    if self.region.places[node] is SUMMED:
+                        whole[node] = self.totals[node] = self._total(node)
+                    elif any(user not in members for user in node.users):
+                        whole[node] = self._joined(node)
+        for node, new in whole.items():
+            node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in members)
+        for node in reversed([*self.region.forward, *self.region.backward]):
+            self.graph.erase_node(node)
+        return whole
+
+    def _make_room(self, half: Sequence[fx.Node]) -> fx.Node:
+        """Move what the members of a half read in front of the first one, and return that."""
+        first, members = half[0], set(half)
+        nodes = []
+        for node in _following(first):
+            nodes.append(node)
+            if node is half[-1]:
+                break
+        needed: set[fx.Node] = set()
+        for node in reversed(nodes):
+            if node in members or node in needed:
+                needed.update(node.all_input_nodes)
+        for node in nodes:
+            if node in needed and node not in members:
+                first.prepend(node)
+        return first
+
+    def _emit(self, node: fx.Node, tile: int, first: int, last: int) -> None:
+        """Emit a member for one tile."""
+        place = self.region.places[node]
+        if node.target is operator.getitem and place is SUMMED:
+            return  # It is summed with its tuple.
+        args = fx.map_arg(node.args, lambda arg: self._piece(node, arg, tile, first, last))
+        kwargs = fx.map_arg(node.kwargs, lambda arg: self._piece(node, arg, tile, first, last))
+        target: Any = node.target
+        rule = None if target is operator.getitem else row_rule(node)
+        if rule is not None and rule.adapt is not None:
+            assert isinstance(place, Rows)
+            given = self.region.places.get(node.args[0]) if node.args else None  # type: ignore[arg-type]
+            operand = given.part(first, last) if isinstance(given, Rows) else None
+            args = rule.adapt(node, operand, place.part(first, last), tuple(args))
+        if target is aten.nll_loss_forward.default and args[3] == MEAN:
+            args = (*args[:3], SUM, *args[4:])
+        if place is SUMMED:
+            self._add_up(node, tile, target, args, kwargs)
+            return
+        new = self._call(target, args, kwargs, node, f"{node.name}_tile_{tile}")
+        self.pieces[node, tile] = new
+        if isinstance(place, tuple):
+            for position, item in enumerate(place):
+                if item is SUMMED:
+                    part = self._call(operator.getitem, (new, position), {}, node)
+                    self._accumulate(node, position, part)
+
+    def _piece(self, reader: fx.Node, arg: fx.Node, tile: int, first: int, last: int) -> fx.Node:
+        """Return what a member reads for one tile in place of an argument."""
+        if (arg, tile) in self.pieces:
+            return self.pieces[arg, tile]
+        if arg in self.totals:
+            return self.totals[arg]
+        rows = self.region.places.get(arg)
+        if not isinstance(rows, Rows):
+            return arg
+        part = rows.part(first, last)
+        begin = (part.start - rows.start) * rows.inner
+        end = begin + part.length * rows.inner
+        name = f"{arg.name}_tile_{tile}"
+        if rows.outer == 1:
+            piece = self._call(aten.slice.Tensor, (arg, rows.dim, begin, end), {}, arg, name)
+        else:
+            shape = tuple(arg.meta["val"].shape)
+            apart = (rows.outer, rows.length * rows.inner)
+            split = self._viewed(arg, (*shape[: rows.dim], *apart, *shape[rows.dim + 1 :]), arg)
+            piece = self._call(aten.slice.Tensor, (split, rows.dim + 1, begin, end), {}, arg)
+            size = (*shape[: rows.dim], part.size, *shape[rows.dim + 1 :])
+            piece = self._viewed(piece, size, arg, name)
+        self.pieces[arg, tile] = piece
+        return piece
+
+    def _add_up(
+        self, node: fx.Node, tile: int, target: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """Emit a sum over the rows of one tile, added to the sum so far."""
+        known = self.sums.get((node, 0))
+        if known is not None and target is aten.mm.default and known.dtype not in SMALL:
+            new = self._call(
+                aten.addmm.default, (known.value, *args), kwargs, node, f"{node.name}_tile_{tile}"
+            )
+            new.meta[ACCUMULATES] = True
+            known.value = new
+            return
+        part = self._call(target, args, kwargs, node, f"{node.name}_tile_{tile}")
+        self._accumulate(node, 0, part)
+
+    def _accumulate(self, node: fx.Node, position: int, part: fx.Node) -> None:
+        """Add a value to a sum over tiles."""
+        known = self.sums.get((node, position))
+        if known is not None:
+            known.value = self._call(aten.add.Tensor, (known.value, part), {}, node)
+            return
+        dtype = part.meta["val"].dtype
+        if dtype in SMALL:
+            part = self._call(aten._to_copy.default, (part,), {"dtype": torch.float32}, node)
+        self.sums[node, position] = _Sum(part, dtype)
+
+    def _total(self, node: fx.Node) -> fx.Node:
+        """Return the sum over all tiles of a member."""
+        of, position = node, 0
+        if node.target is operator.getitem:
+            of, position = node.args  # type: ignore[assignment]
+        found = self.sums[of, position]
+        value = found.value
+        is_mean = of.target is aten.nll_loss_forward.default and of.args[3] == MEAN
+        if is_mean and position == 0:
+            value = self._call(aten.div.Tensor, (value, self.sums[of, 1].value), {}, node)
+        if found.dtype in SMALL:
+            value = self._call(aten._to_copy.default, (value,), {"dtype": found.dtype}, node)
+        return value
+
+    def _joined(self, node: fx.Node) -> fx.Node:
+        """Return the rows of all tiles of a member in one value."""
+        rows = self.region.places[node]
+        assert isinstance(rows, Rows)
+        pieces = [self.pieces[node, tile] for tile in range(len(self.region.tiles(self.count)))]
+        if rows.outer == 1:
+            return self._call(aten.cat.default, (pieces, rows.dim), {}, node, f"{node.name}_whole")
+        shape = tuple(node.meta["val"].shape)
+        apart = []
+        for piece in pieces:
+            size = piece.meta["val"].shape[rows.dim] // rows.outer
+            dims = (*shape[: rows.dim], rows.outer, size, *shape[rows.dim + 1 :])
+            apart.append(self._viewed(piece, dims, node))
+        joined = self._call(aten.cat.default, (apart, rows.dim + 1), {}, node)
+        return self._viewed(joined, shape, node, f"{node.name}_whole")
+
+    def _viewed(
+        self, value: fx.Node, shape: Sequence[int], like: fx.Node, name: str | None = None
+    ) -> fx.Node:
+        """Return a view of a value in another shape, of a copy if its strides allow none."""
+        return self._call(aten.view.default, (value, list(shape)), {}, like, name)
+
+    def _call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: Any,
+        like: fx.Node,
+        name: str | None = None,
+    ) -> fx.Node:
+        """Add a call with the metadata of a node, and its own value."""
+        return emit_call(self.graph, target, args, kwargs, like, name)
+
+
+def emit_call(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    like: fx.Node,
+    name: str | None = None,
+) -> fx.Node:
+    """Add a call with the metadata of a node, and a value of its own.
+
+    A view that strides do not allow is one of a copy.
+    """
+    if target is aten.view.default and not _can_view(*args):
+        whole = {"memory_format": torch.contiguous_format}
+        args = (emit_call(graph, aten.clone.default, args[:1], whole, like), *args[1:])
+    node = graph.create_node("call_function", target, args, dict(kwargs), name)
+    node.meta = copy.copy(like.meta)
+    node.meta["val"] = value_of(node)
+    return node
+
+
+def value_of(node: fx.Node) -> Any:
+    """Return the fake value of a node, computed from those of its arguments."""
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    with torch.no_grad():
+        return target(
+            *fx.map_arg(node.args, lambda n: n.meta["val"]),
+            **fx.map_arg(node.kwargs, lambda n: n.meta["val"]),
+        )
+
+
+def _following(node: fx.Node) -> Iterable[fx.Node]:
+    while node.op != "root":
+        yield node
+        node = node.next
+
+
+def _can_view(value: fx.Node, shape: Sequence[int]) -> bool:
+    """Return whether a value may be viewed in another shape without a copy."""
+    with torch.no_grad():
+        try:
+            value.meta["val"].view(shape)
+        except RuntimeError:
+            return False
+    return True

@@ -1,0 +1,138 @@
+"""Tiles priced: chosen where they make a step fit or faster, with the gradients of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxckpt
+from fxckpt.errors import BudgetInfeasible, InvalidOption
+from fxckpt.planner.tiles import COUNTS
+
+VOCABULARY, WIDTH, LENGTH = 4096, 32, 64
+
+
+class Head(nn.Module):
+    """A residual MLP, and a head over a vocabulary with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = x + self.down(F.gelu(self.up(x)))
+        logits = self.head(x)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+def made() -> tuple[Head, Tensor, Tensor]:
+    """A model and its inputs."""
+    torch.manual_seed(0)
+    return Head(), torch.randn(4, LENGTH, WIDTH), torch.randint(VOCABULARY, (4, LENGTH))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """The gradients of a model's parameters, which are left without."""
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def test_tiles_fit_where_the_whole_does_not() -> None:
+    """The measured peak is the plan's, and gradients are as near to float64 as the whole's."""
+    model, x, target = made()
+    with pytest.raises(BudgetInfeasible, match="With tile='auto' it could reach about") as refused:
+        fxckpt.plan(model, x, target, budget="5MB", cost="flops")
+    floor = fxckpt.plan(model, x, target, budget="min", cost="flops").peak_bytes
+    assert refused.value.floor_bytes == floor
+    backend = fxckpt.Backend(budget="5MB", inner="aot_eager", cost="flops", tile="auto")
+    step = torch.compile(model, backend=backend)
+    step(x, target).backward()
+    gradients(model)
+    loss: list[Tensor] = []
+
+    def run() -> None:
+        loss.append(step(x, target))
+        loss[0].backward()
+
+    peak = fxckpt.measure_peak(run)
+    (plan,) = backend.plans
+    assert plan.tiling is not None and plan.peak_bytes <= 5_000_000 < floor
+    assert plan.peak_bytes <= peak <= 1.03 * plan.peak_bytes
+    found = gradients(model)
+    exact = made()[0].double()
+    exact(x.double(), target).backward()
+    for gradient, expected in zip(found, gradients(exact), strict=True):
+        torch.testing.assert_close(gradient, expected.float(), rtol=1e-4, atol=1e-7)
+    assert "tiles" in str(plan)
+
+
+def test_budget_that_costs_nothing_is_not_tiled() -> None:
+    """Tiles cost launches: without a need there are none."""
+    model, x, target = made()
+    assert fxckpt.plan(model, x, target, budget="1GiB", tile="auto", cost="flops").tiling is None
+
+
+def test_tiled_plans_are_applied_again() -> None:
+    """A plan knows its tiles, as text too."""
+    model, x, target = made()
+    plan = fxckpt.plan(model, x, target, budget="min", tile=4, cost="flops")
+    assert plan.tiling is not None and plan.tiling.count == 4
+    again = fxckpt.Plan.from_json(plan.to_json())
+    assert again == plan
+    backend = fxckpt.Backend(policy=again, inner="aot_eager")
+    torch.compile(model, backend=backend)(x, target).backward()
+    assert backend.plans[0].digest == plan.digest
+
+
+def test_least_memory_takes_the_finest_tiles() -> None:
+    """Without a limit on time, more tiles reach less."""
+    model, x, target = made()
+    peaks = [
+        fxckpt.plan(model, x, target, budget="min", tile=tile, cost="flops").peak_bytes
+        for tile in (None, 2, 8)
+    ]
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > 2 * peaks[2]
+
+
+def test_several_graphs_of_a_step_are_refused() -> None:
+    """Levels of a step are plans of one graph as it was traced."""
+    model, x, target = made()
+
+    def broken(x: Tensor, target: Tensor) -> Tensor:
+        hidden = x + model.down(F.gelu(model.up(x)))
+        torch._dynamo.graph_break()
+        return F.cross_entropy(model.head(hidden).flatten(0, 1), target.flatten())
+
+    backend = fxckpt.Backend(budget="1GiB", inner="aot_eager", tile="auto")
+    with pytest.raises(InvalidOption, match="a model that is one graph"):
+        torch.compile(broken, backend=backend)(x, target)
+
+
+def test_sizes_that_vary_are_refused() -> None:
+    """A number of rows that is not known cannot be divided."""
+    model, x, target = made()
+    backend = fxckpt.Backend(budget="1GiB", inner="aot_eager", tile="auto")
+    step = torch.compile(model, backend=backend, dynamic=True)
+    with pytest.raises(InvalidOption, match=r"needs fixed sizes.*dynamic=False"):
+        step(x, target)
+
+
+@pytest.mark.parametrize("tile", [0, 1, -4, "many", 2.0, True])
+def test_ways_to_tile_that_are_none(tile: Any) -> None:
+    """The error says what may be given."""
+    with pytest.raises(InvalidOption, match=f"'auto', which tries none and up to {COUNTS[-1]}"):
+        fxckpt.Backend(budget="1GiB", inner="aot_eager", tile=tile)
+
+
+def test_inductor_and_offload_are_refused() -> None:
+    """An option that could not be kept is an error."""
+    with pytest.raises(InvalidOption, match="Inductor would fuse and reorder them"):
+        fxckpt.Backend(budget="1GiB", tile="auto")
+    with pytest.raises(InvalidOption, match="Use one of the two"):
+        fxckpt.Backend(budget="1GiB", inner="aot_eager", scope="graph", offload="1GiB", tile="auto")
