@@ -290,7 +290,7 @@ class Partitioner(CustomPartitionerFn):
         growing = growing_sizes(joint) if is_held else []
         if not isinstance(budgets.parse(self.planner.budget), int):
             # A share of the uncheckpointed peak is of that at these sizes.
-            guard_sizes(growing)
+            guard_sizes(growing, spare=1)
             growing = []
         try:
             with searching(f"plan of graph {len(self._plans) + 1}"):
@@ -309,7 +309,7 @@ class Partitioner(CustomPartitionerFn):
             # without a budget.
             failed = _failed(error)
             inner = None if lowerings is None else "inductor"
-            guard_sizes(growing)
+            guard_sizes(growing, spare=1)
             return self._fall_back(original(), joint_inputs, failed, num_fwd_outputs, inner, given)
         self._plans.append(plan)
         return forward, backward
@@ -321,7 +321,7 @@ class Partitioner(CustomPartitionerFn):
         """
         lowerings = Lowerings(None) if inner == "inductor" else None
         if self.planner.budget is not None:
-            guard_sizes(growing_sizes(joint))
+            guard_sizes(growing_sizes(joint), spare=1)
         halves = self._planned(
             self.planner, joint, num_fwd_outputs=num_fwd_outputs, lowerings=lowerings
         )

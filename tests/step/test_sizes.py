@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nested._internal.nested_tensor import jagged_from_list
 
 import fxckpt
 from fxckpt.solver.step_choice import LevelChoice, choose_few
@@ -165,3 +166,36 @@ def test_floats_that_vary_leave_one_plan() -> None:
         peak, found = step(compiled, x)
         assert peak <= limit and all(map(torch.equal, found, step(model, x)[1]))
     assert all(graph.has_one_plan for graph in backend._graphs)
+
+
+@pytest.mark.parametrize("budget", ["min", 1.0, "10KiB"])
+def test_a_dynamic_batch_of_two_stays_dynamic(budget: float | str) -> None:
+    """A size at its lower bound is guarded above, and does not become a constant."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    forward = torch.compile(model, backend=fxckpt.Backend(budget, inner="aot_eager"))
+    for batch in (2, 5):
+        x = torch.randn(batch, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        forward(x).sum().backward()
+
+
+@pytest.mark.parametrize("budget", [None, "min", 0.9, "1GiB"])
+def test_nested_tensors_train(budget: float | str | None) -> None:
+    """The ragged size of a jagged tensor is a name, and no number to plan for."""
+
+    def gradients(backend: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        parts = [torch.randn(n, 3, requires_grad=True) for n in (2, 3, 4)]
+        ragged, _ = jagged_from_list(parts, None)
+
+        @torch.compile(backend=backend, fullgraph=True, dynamic=True)
+        def forward(x: Tensor) -> Tensor:
+            return (nn.functional.silu(x.sin()) * x).cos()
+
+        forward(ragged).values().sum().backward()
+        return [p.grad for p in parts if p.grad is not None]
+
+    expected = gradients("aot_eager")
+    found = gradients(fxckpt.Backend(budget, inner="aot_eager"))
+    assert len(found) == 3 and all(map(torch.equal, expected, found))

@@ -63,8 +63,16 @@ def symbols_of(inputs: Sequence[Any]) -> tuple[tuple[int, str], ...]:
     return tuple(
         (i, str(value.node.expr))
         for i, value in enumerate(inputs)
-        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol
+        if isinstance(value, torch.SymInt)
+        and value.node.expr.is_Symbol
+        and not _is_of_nested(value)
     )
+
+
+def _is_of_nested(value: torch.SymInt) -> bool:
+    """Return whether a size is the ragged one of a nested tensor, a name rather than a number."""
+    hint = value.node.hint
+    return isinstance(hint, torch.SymInt) and hint.node.is_nested_int()
 
 
 _assumed: ContextVar[dict[Any, int]] = ContextVar("assumed", default={})  # noqa: B039
@@ -164,26 +172,39 @@ def is_symbolic(node: fx.Node) -> bool:
 
 
 def growing_sizes(joint: fx.GraphModule) -> list[torch.SymInt]:
-    """Return the sizes of a joint graph's inputs that have no upper bound."""
+    """Return the sizes of a joint graph's inputs that have no upper bound.
+
+    Those of tensors without elements, in which nested tensors keep their bounds, take no memory.
+    """
     found: list[torch.SymInt] = []
     for node in joint.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         sizes = list(value.shape) if isinstance(value, torch.Tensor) else [value]
+        if any(isinstance(size, int) and size == 0 for size in sizes):
+            continue
         found += [
             size
             for size in sizes
             if isinstance(size, torch.SymInt)
             and size.node.hint is not None
+            and not _is_of_nested(size)
             and upper_bound(size) is None
         ]
     return found
 
 
-def guard_sizes(sizes: Sequence[torch.SymInt], factor: int = 1) -> None:
-    """Guard sizes so that Dynamo recompiles for more than ``factor`` times their hints."""
+def guard_sizes(sizes: Sequence[torch.SymInt], factor: int = 1, *, spare: int = 0) -> None:
+    """Guard sizes so that Dynamo recompiles for more than ``factor`` times their hints.
+
+    A size at its lower bound may be greater by ``spare``: one that was marked as dynamic must not
+    become a constant.
+    """
     for size in sizes:
+        node = size.node
+        lower = node.shape_env.bound_sympy(node.expr).lower
+        least = int(lower) + spare if lower.is_Integer else 0
         # Evaluating a symbolic comparison records it as a guard.
-        bool(size <= factor * size.node.hint)
+        bool(size <= max(factor * node.hint, least))
 
 
 @contextlib.contextmanager
