@@ -40,6 +40,10 @@ def make(folder: Path) -> Path:
         venv.create(folder, system_site_packages=True, with_pip=True)
     python = folder / "bin/python"
     own = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
+    if Path(own, "setuptools").exists():
+        # Before 3.12, Python puts an old one beside pip, which would hide the machine's.
+        command = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"]
+        subprocess.run(command, check=True)
     # This Python may itself be an environment's, whose packages a new one does not see.
     paths = dict.fromkeys(p for p in sys.path if p.endswith(("site-packages", "dist-packages")))
     Path(own, "machine.pth").write_text("\n".join(paths) + "\n")

@@ -351,12 +351,23 @@ def _placing(place: torch.device | None) -> Iterator[None]:
         yield
 
 
-def _logging_methods() -> set[Callable[..., Any]]:
+class _Unlisted(set[Callable[..., Any]]):
+    """A set of functions whose copy is empty.
+
+    torch 2.11 copies its configuration at each compile, to log it, and cannot sort functions: it
+    logs that error with a traceback.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> set[Callable[..., Any]]:
+        return set()
+
+
+def _logging_methods() -> _Unlisted:
     """Return every method of every class of loggers, such as those that packages add."""
     classes = [logging.Logger]
     for each in classes:
         classes += each.__subclasses__()
-    return {method for each in classes for method in vars(each).values() if callable(method)}
+    return _Unlisted(m for each in classes for m in vars(each).values() if callable(m))
 
 
 def capture_whole(
@@ -398,7 +409,8 @@ def capture_whole(
             return leaf
         return mode.from_tensor(leaf)
 
-    ignored = {*config.ignore_logging_functions, *_logging_methods()}
+    ignored = _logging_methods()
+    ignored |= config.ignore_logging_functions
     try:
         with _placing(place), config.patch(ignore_logging_functions=ignored):
             if isinstance(getattr(function, "__self__", function), torch.nn.Module):

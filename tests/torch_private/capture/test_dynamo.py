@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from functools import partial
 
@@ -51,6 +52,22 @@ def test_capture_explains_an_op_that_fails() -> None:
         fxckpt.CaptureError, match=r"does not run on these inputs[\s\S]*test_dynamo"
     ):
         captured(lambda x: x @ torch.ones(3, 3), torch.ones(2, 2))
+
+
+def test_capture_logs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither Dynamo's metrics of its compile nor the loggers in the model say a word."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", records.append)
+    loggers = [logging.getLogger(name) for name in ("", "torch._dynamo")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        assert captured(lambda x: loggers[0].warning("step") or x.sin(), torch.ones(2))
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert not [record.getMessage() for record in records]
 
 
 def test_whole_functions_refuse_graph_breaks() -> None:
