@@ -55,6 +55,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.sweep
 def test_differences_from_stock_are_listed(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
