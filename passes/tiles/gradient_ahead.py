@@ -139,12 +139,18 @@ def _is_linear(node: fx.Node, depends: set[fx.Node]) -> bool:
         return len(given) == 2
     if name == "where":
         rest = [n for n in operands[1:] if n not in depends]
-        return operands[0] not in depends and all(_name(n) in ZEROS for n in rest)
+        return operands[0] not in depends and all(map(_is_zero, rest))
     if name == "masked_fill":
         return given == operands[:1] and bool(node.args[2] == 0)
     if name in ("scatter", "scatter_add"):
-        return _name(operands[0]) in ZEROS and given == operands[-1:]
+        return _is_zero(operands[0]) and given == operands[-1:]
     return False
+
+
+def _is_zero(node: fx.Node) -> bool:
+    """Return whether a value is all zeros."""
+    filled = {"scalar_tensor": 0, "full": 1, "full_like": 1}.get(_name(node))
+    return _name(node) in ZEROS or (filled is not None and bool(node.args[filled] == 0))
 
 
 def _has_countable_weight(loss: fx.Node) -> bool:
@@ -153,9 +159,12 @@ def _has_countable_weight(loss: fx.Node) -> bool:
 
 
 def _count_targets(graph: fx.Graph, region: RowRegion) -> None:
-    """Let the backward of mean losses read the count of targets, known before all tiles."""
+    """Let the backward of losses read the count of targets, known before all tiles.
+
+    Only that of a mean divides by it.
+    """
     for loss in region.forward:
-        if _name(loss) != "nll_loss_forward" or loss.args[3] != MEAN:
+        if _name(loss) != "nll_loss_forward":
             continue
         scores, target, ignored = loss.args[0], loss.args[1], loss.args[4]
         assert isinstance(scores, fx.Node) and isinstance(target, fx.Node)

@@ -525,6 +525,7 @@ RULES: dict[OpOverload, RowRule] = {
     aten.ones.default: RowRule(_made, _resize(0)),
     aten.new_zeros.default: RowRule(_made, _resize(1)),
     aten.new_full.default: RowRule(_made, _resize(1)),
+    aten.new_ones.default: RowRule(_made, _resize(1)),
     aten.nll_loss_forward.default: RowRule(_loss),
     aten.nll_loss_backward.default: RowRule(_loss_backward),
 }
