@@ -31,9 +31,13 @@ from fxckpt.torch_private.inductor.default_partitioner import copied
 
 COUNTS = (2, 4, 8, 16, 32)
 """Numbers of tiles that are tried."""
+WIDE_LIVE = 3
+"""Wide values that are live together at the peak of a tile."""
+SHARE = 0.1
+"""Share of a limit that they should take."""
 GROUPS = 2
 """Most groups of regions that are tiled, the widest first."""
-PLANNED = 3
+PLANNED = 2
 """Most variants that are planned beside the untiled graph."""
 
 WORTH = 0.95
@@ -41,6 +45,8 @@ WORTH = 0.95
 
 PlanWithin = Callable[[Joint, budgets.Budget], tuple[Facts, Plan]]
 """Plans a joint graph within a budget."""
+Groups = list[list[tuple[RowRegion, ...]]]
+"""Groups of the regions of a graph, each region with the ways to number its rows."""
 Read = Callable[[Joint], Program]
 """Reads a joint graph as it is planned."""
 
@@ -55,7 +61,7 @@ def check_tile(tile: int | str | None) -> None:
         )
 
 
-def groups_of(graph: fx.Graph) -> list[list[tuple[RowRegion, ...]]]:
+def groups_of(graph: fx.Graph) -> Groups:
     """Return the regions of a graph by group, the widest group first.
 
     Regions of one group have as many ops and as wide values as one another.
@@ -68,42 +74,64 @@ def groups_of(graph: fx.Graph) -> list[list[tuple[RowRegion, ...]]]:
     return [groups[key] for key in sorted(groups, reverse=True)]
 
 
-def tiled(joint: Joint, tiling: Tiling) -> tuple[Joint, Tiling] | None:
+def tiled(
+    joint: Joint, tiling: Tiling, groups: Groups | None = None
+) -> tuple[Joint, Tiling] | None:
     """Return a copy of a joint graph that is tiled, and the tiling with the regions' names.
 
-    None where the gradients of its widest region cannot be computed with its forward.
+    ``groups`` are those of the graph, if they are known. None where the gradients of its widest
+    region cannot be computed with its forward.
     """
+    groups = groups_of(joint.module.graph) if groups is None else groups
     module = copied(joint.module)
-    groups = groups_of(module.graph)[: tiling.groups]
-    if tiling.is_ahead:
-        ways = groups[0][0]
-        if not run_ahead(module.graph, next(w for w in ways if w.divides(tiling.count))):
-            return None
-        groups = groups_of(module.graph)[: tiling.groups]
     chosen = [
-        way
-        for ways in (ways for group in groups for ways in group)
+        way.moved_to(module.graph)
+        for group in groups[: tiling.groups]
+        for ways in group
         if (way := next((w for w in ways if w.divides(tiling.count)), None)) is not None
     ]
+    if tiling.is_ahead:
+        if not run_ahead(module.graph, chosen[0]):
+            return None
+        # The others may read what is now scaled.
+        again = [way.grown_again() for way in chosen]
+        if again[0] is None:
+            return None
+        chosen = [way for way in again if way is not None]
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     chosen.sort(key=lambda way: order[way.forward[0]])
     unroll(module.graph, chosen, tiling.count)
     module.graph.lint()
-    module.recompile()
     names = tuple(way.name for way in chosen)
     return Joint(module, joint.num_fwd_outputs), replace(tiling, regions=names)
 
 
-def tilings(graph: fx.Graph, tile: int | str) -> Iterator[Tiling]:
-    """Yield the tilings of a graph that are worth a look."""
-    groups = groups_of(graph)[:GROUPS]
-    for count in COUNTS if tile == "auto" else (int(tile),):
-        for number in range(1, len(groups) + 1):
+def tilings(groups: Groups, tile: int | str, limit: int | None = None) -> list[Tiling]:
+    """Return the tilings that are worth a look, of a graph with these groups of regions.
+
+    Of the numbers of tiles there are two: the least with which the wide values of a tile take but
+    :data:`SHARE` of the limit, and the one before. Without a limit they are the greatest. A group
+    of which they take no more untiled is left whole.
+    """
+    if not groups:
+        return []
+    room = SHARE * limit if limit else 0.0
+    needed = [WIDE_LIVE * group[0][0].wide_bytes for group in groups[:GROUPS]]
+    counts: tuple[int, ...] = COUNTS if tile == "auto" else (int(tile),)
+    if tile == "auto":
+        enough = [n for n in counts if needed[0] <= n * room]
+        at = counts.index(enough[0]) if enough else len(counts) - 1
+        counts = counts[max(0, at - 1) : at + 1]
+    numbers = [i for i, n in enumerate(needed, 1) if i == 1 or n > room]
+    found = []
+    for count in counts:
+        for number in numbers:
             # A group that cannot be divided so finely makes no variant of its own.
             if any(way.divides(count) for ways in groups[number - 1] for way in ways):
-                yield Tiling(count, number)
+                found.append(Tiling(count, number))
                 if len(groups[0]) == 1 and any(way.divides(count) for way in groups[0][0]):
-                    yield Tiling(count, number, is_ahead=True)
+                    found.append(Tiling(count, number, is_ahead=True))
+    return found
 
 
 def refuse_symbolic(graph: fx.Graph, tile: int | str) -> None:
@@ -147,7 +175,6 @@ class TilePricer:
         Raises :class:`BudgetInfeasible` where none is within the budget.
         """
         refuse_symbolic(joint.module.graph, self.tile)
-        names = list(tilings(joint.module.graph, self.tile))
         untiled: Choice | None = None
         limit: int | None = None
         error: BudgetInfeasible | None = None
@@ -156,15 +183,18 @@ class TilePricer:
             limit = untiled.plan.budget_bytes
         except BudgetInfeasible as found:
             error, limit = found, found.budget_bytes
+        groups = groups_of(joint.module.graph)
         goal = budgets.parse(self.budget)
+        is_least = isinstance(goal, budgets.LeastMemory)
+        names = tilings(groups, self.tile, None if is_least else limit)
         if isinstance(goal, budgets.LeastMemory):
             assert untiled is not None
-            return self._least_memory(joint, untiled, goal, names)
+            return self._least_memory(joint, groups, untiled, goal, names)
         best = untiled if self.tile == "auto" or not names else None
         if best is not None and best.seconds <= best.plan.step_seconds:
             return best
         floors = [] if error is None else [error.floor_bytes]
-        bounded = sorted(self._screened(joint, names, limit), key=lambda v: v.seconds)
+        bounded = sorted(self._screened(joint, groups, names, limit), key=lambda v: v.seconds)
         for variant in bounded[:PLANNED]:
             if best is not None and variant.seconds >= best.seconds:
                 break
@@ -182,11 +212,11 @@ class TilePricer:
         raise infeasible_with_tiles(error, self.tile, min(floors))
 
     def _screened(
-        self, joint: Joint, names: Sequence[Tiling], limit: int | None
+        self, joint: Joint, groups: Groups, names: Sequence[Tiling], limit: int | None
     ) -> Iterator[Variant]:
         """Yield the variants that the budget does not rule out, each with its bound."""
         for name in names:
-            if (found := tiled(joint, name)) is None:
+            if (found := tiled(joint, name, groups)) is None:
                 continue
             graph, tiling = found
             program = self.read(graph)
@@ -197,14 +227,19 @@ class TilePricer:
             yield Variant(graph, tiling, program.step_seconds + extra)
 
     def _least_memory(
-        self, joint: Joint, untiled: Choice, goal: budgets.LeastMemory, names: Sequence[Tiling]
+        self,
+        joint: Joint,
+        groups: Groups,
+        untiled: Choice,
+        goal: budgets.LeastMemory,
+        names: Sequence[Tiling],
     ) -> Choice:
         """Return the variant of least peak that takes no longer than it may."""
         allowed = (1 + goal.max_slowdown) * untiled.plan.step_seconds
         best = untiled if self.tile == "auto" or not names else None
-        for variant in sorted(self._screened(joint, names, None), key=lambda v: -v.tiling.count)[
-            :PLANNED
-        ]:
+        variants = self._screened(joint, groups, names, None)
+        finest = sorted(variants, key=lambda v: (-v.tiling.groups, -v.tiling.count))
+        for variant in finest[:PLANNED]:
             slack = allowed / variant.seconds - 1
             if slack < 0:
                 continue
@@ -233,15 +268,17 @@ def reach(joint: Joint, plan: PlanWithin, error: BudgetInfeasible) -> int | None
     graph = joint.module.graph
     if any(is_symbolic(n) for n in graph.find_nodes(op="placeholder")):
         return None
-    names = list(tilings(graph, "auto"))
+    groups = groups_of(graph)
+    names = tilings(groups, "auto", error.budget_bytes)
     if not names:
         return None
-    finest = tiled(joint, max(names, key=lambda name: (name.groups, name.count, -name.is_ahead)))
-    assert finest is not None
+    finest = max(names, key=lambda name: (name.groups, name.count, -name.is_ahead))
+    found = tiled(joint, finest, groups)
+    assert found is not None
     try:
-        floor = plan(finest[0], error.budget_bytes)[1].floor_bytes
-    except BudgetInfeasible as found:
-        floor = found.floor_bytes
+        floor = plan(found[0], error.budget_bytes)[1].floor_bytes
+    except BudgetInfeasible as below:
+        floor = below.floor_bytes
     return floor if floor < WORTH * error.floor_bytes else None
 
 

@@ -211,8 +211,26 @@ def _scale(
     while len(node.users) == 1 and _name(view := next(iter(node.users))) in VIEWS:
         node = view
     readers = [user for user in node.users if user not in members]
+    if len(readers) == 1 and readers[0].target is aten.add.Tensor:
+        if _add_scaled(graph, node, tangent, readers[0]):
+            return
     with graph.inserting_before(min(readers, key=lambda user: order[user])):
         scaled = emit_call(graph, aten.mul.Tensor, (node, tangent), {}, node)
     node.replace_all_uses_with(
         scaled, delete_user_cb=lambda user: user is not scaled and user not in members
     )
+
+
+def _add_scaled(graph: fx.Graph, node: fx.Node, tangent: fx.Node, total: fx.Node) -> bool:
+    """Scale a value in the sum that reads it, so that it is not copied; return whether it can."""
+    others = [n for n in total.args[:2] if n is not node]
+    if len(others) != 1 or not isinstance(others[0], fx.Node) or total.kwargs:
+        return False
+    values = [n.meta["val"] for n in (node, others[0], total)]
+    if len({(v.shape, v.dtype) for v in values}) != 1:
+        return False
+    with graph.inserting_before(total):
+        new = emit_call(graph, aten.addcmul.default, (others[0], node, tangent), {}, total)
+    total.replace_all_uses_with(new)
+    graph.erase_node(total)
+    return True

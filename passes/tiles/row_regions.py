@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -45,6 +45,8 @@ class RowRegion:
     """Where the rows of its values, and of those that it reads row by row, lie."""
     wide_bytes: int
     """Bytes of its widest value."""
+    seed: fx.Node
+    """The matmul that it begins at."""
 
     @property
     def members(self) -> frozenset[fx.Node]:
@@ -56,6 +58,25 @@ class RowRegion:
         size = math.ceil(self.length / count)
         return tuple((i, min(i + size, self.length)) for i in range(0, self.length, size))
 
+    def moved_to(self, graph: fx.Graph) -> RowRegion:
+        """Return the same region of a copy of the graph."""
+        by_name = {node.name: node for node in graph.nodes}
+        return replace(
+            self,
+            forward=tuple(by_name[n.name] for n in self.forward),
+            backward=tuple(by_name[n.name] for n in self.backward),
+            places={by_name[n.name]: place for n, place in self.places.items()},
+            seed=by_name[self.seed.name],
+        )
+
+    def grown_again(self) -> RowRegion | None:
+        """Return the region at the same matmul in its graph as it is now, or None."""
+        rows = self.places[self.seed]
+        assert isinstance(rows, Rows)
+        graph = self.seed.graph
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        return _Growth(order, backward_closure(graph), self.seed).grown(rows)
+
     def divides(self, count: int) -> bool:
         """Return whether each value has rows in each of ``count`` tiles, at least two of them."""
         tiles = self.tiles(count)
@@ -66,6 +87,7 @@ class RowRegion:
 def row_regions(graph: fx.Graph) -> tuple[tuple[RowRegion, ...], ...]:
     """Return the regions of a joint graph in its order, each with the ways to number its rows."""
     closure = backward_closure(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
     found: list[tuple[RowRegion, ...]] = []
     covered: set[fx.Node] = set()
     for seed in sorted(_seeds(graph, closure), key=_elements, reverse=True):
@@ -74,13 +96,12 @@ def row_regions(graph: fx.Graph) -> tuple[tuple[RowRegion, ...], ...]:
         ways = tuple(
             region
             for rows in _numberings(seed)
-            if (region := _Growth(graph, closure, seed).grown(rows))
+            if (region := _Growth(order, closure, seed).grown(rows))
         )
         ways = tuple(way for way in ways if covered.isdisjoint(way.members))
         if ways:
             found.append(ways)
             covered |= ways[0].members
-    order = {node: i for i, node in enumerate(graph.nodes)}
     return tuple(sorted(found, key=lambda ways: order[ways[0].forward[0]]))
 
 
@@ -138,7 +159,7 @@ class _Refused(Exception):
 class _Growth:
     """Growth of one region from its first matmul."""
 
-    graph: fx.Graph
+    order: Mapping[fx.Node, int]
     closure: set[fx.Node]
     seed: fx.Node
     places: dict[fx.Node, Place | tuple[Place, ...]] = field(default_factory=dict)
@@ -160,7 +181,7 @@ class _Growth:
             self._check_sums()
         except _Refused:
             return None
-        order = [n for n in self.graph.nodes if n in self.members]
+        order = sorted(self.members, key=self.order.__getitem__)
         if not any(self._is_sum(n) or (n in self.closure and self._is_wide(n)) for n in order):
             return None  # Of the wide values no gradient is computed.
         stack = list((self.seed.meta.get("nn_module_stack") or {}).values())
@@ -175,6 +196,7 @@ class _Growth:
                 for n in order
                 if self._is_wide(n) and not self._is_sum(n)
             ),
+            self.seed,
         )
 
     def _is_wide(self, node: fx.Node) -> bool:
@@ -245,19 +267,21 @@ class _Growth:
 
     def _between(self, *, backward: bool) -> list[fx.Node]:
         """Return the nodes of a half that are no members and lie on a path between members."""
-        nodes = [n for n in self.graph.nodes if (n in self.closure) == backward]
-        after: set[fx.Node] = set()
-        for node in nodes:
-            if any(n in after or self._is_member(n, backward) for n in node.all_input_nodes):
-                after.add(node)
+        members = {n for n in self.members if (n in self.closure) == backward}
+        first = min((self.order[n] for n in members), default=0)
         before: set[fx.Node] = set()
-        for node in reversed(nodes):
-            if any(n in before or self._is_member(n, backward) for n in node.users):
-                before.add(node)
-        return [n for n in nodes if n in after and n in before and n not in self.members]
-
-    def _is_member(self, node: fx.Node, backward: bool) -> bool:
-        return node in self.members and (node in self.closure) == backward
+        stack = list(members)
+        while stack:
+            for arg in stack.pop().all_input_nodes:
+                is_near = self.order[arg] > first and (arg in self.closure) == backward
+                if is_near and arg not in members and arg not in before:
+                    before.add(arg)
+                    stack.append(arg)
+        after: set[fx.Node] = set()
+        for node in sorted(before, key=self.order.__getitem__):
+            if any(n in members or n in after for n in node.all_input_nodes):
+                after.add(node)
+        return [n for n in after if n not in self.members]
 
     def _check_sums(self) -> None:
         """Refuse a region that reads, in one half, what it sums over its rows there."""
