@@ -88,6 +88,8 @@ OPTIONS = (
     "tile",
 )
 SCOPES = ("step", "graph")
+IDLE_STEPS = 3
+"""Steps of optimizers after which a backend that compiles nothing tells of it."""
 """What a budget is for: all graphs of a step, or each graph alone."""
 
 
@@ -227,6 +229,8 @@ class Backend:
         self._forward_only: list[str] = []
         """Lines that called graphs which train and have no backward."""
         self._has_told, self._was_called, self._is_strict = False, False, strict
+        self._steps_without = 0
+        """Steps of optimizers since it was made, while nothing was compiled with it."""
         self._made_at = time.time()
         if budget is not None or max_slowdown is not None:
             after_optimizers(self._tell_of_no_plan)
@@ -347,9 +351,20 @@ class Backend:
             return
         left = [] if self._was_called else failed_frames(self._made_at)
         if not self._forward_only and not left:
-            return
+            self._steps_without += not any(b._was_called for b in alike)
+            if self._steps_without < IDLE_STEPS:
+                return
         for each in alike:
             each._has_told = True
+        if not self._forward_only and not left:
+            warnings.warn(
+                "a budget was asked for, and there is no plan: torch compiled nothing with "
+                f"{self!r} in the first {IDLE_STEPS} optimizer steps since it was made. Of a "
+                "container of torch's own, such as nn.Sequential, model.compile() compiles "
+                "nothing: use torch.compile(model, backend=...).",
+                stacklevel=2,
+            )
+            return
         lines = ", ".join(dict.fromkeys(filter(None, self._forward_only)))
         found = (
             "Dynamo made no graph of"

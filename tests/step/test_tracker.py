@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -509,6 +510,37 @@ def test_a_budget_without_a_plan_is_told_of(scope: str) -> None:
             with pytest.warns(UserWarning, match=r"there is no plan: .*test_tracker.py:\d+"):
                 optimizer.step()
         optimizer.step()
+
+
+def test_a_backend_that_compiles_nothing_tells() -> None:
+    """Once, after a few steps: torch leaves a container of its own to Python."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1))
+    model.compile(backend=fxckpt.Backend(0.5, inner="aot_eager"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(X).sum().backward()
+        optimizer.step()
+
+    step()
+    step()
+    with pytest.warns(UserWarning, match=r"there is no plan: torch compiled nothing with Backend"):
+        step()
+    step()
+
+
+def test_a_compiled_optimizer_is_not_kept() -> None:
+    """Dynamo compiles its steps as without a backend that listens to them, and holds no state."""
+    backend = fxckpt.Backend(0.9, inner="aot_eager")
+    model = nn.Linear(32, 32)
+    optimizer: torch.optim.Optimizer | None = torch.optim.Adadelta(model.parameters())
+    step = torch.compile(lambda: optimizer and optimizer.step(), backend="eager")
+    model(X).sum().backward()
+    step()
+    assert optimizer is not None and backend.plans == ()
+    state = weakref.ref(optimizer.state[model.weight]["square_avg"])
+    optimizer = None
+    assert state() is None
 
 
 def test_a_backward_does_not_hold_its_incoming_gradients() -> None:

@@ -149,12 +149,17 @@ def before_forward(module: torch.nn.Module, method: Callable[[], None]) -> None:
 
 
 def after_optimizers(method: Callable[[], None]) -> None:
-    """Call a method after every step of every optimizer, while its object lives."""
+    """Call a method after every step of every optimizer, while its object lives.
+
+    A step that Dynamo compiles does without: the method would break its graph.
+    """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     held = weakref.WeakMethod(method)
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if (alive := held()) is not None:
             alive()
 
