@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import fxckpt
-from fxckpt.torch_private import frees_incoming_gradients
 
 MODEL = nn.Sequential(
     nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 32), nn.Tanh(), nn.Linear(32, 256)
@@ -73,13 +72,12 @@ def test_zero_gradients_count_until_last_read(inner: str) -> None:
 def test_held_gradient_counts_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that autograd holds counts to the end of the backward."""
 
-    def peak() -> int:
+    def peak(is_freed: bool) -> int:
+        answer = "fxckpt.passes.analysis.placement.frees_incoming_gradients"
+        monkeypatch.setattr(answer, lambda: is_freed)
         torch._dynamo.reset()
         backend = fxckpt.Backend(inner="aot_eager")
         loss_outside(torch.compile(MODEL, backend=backend), INPUTS)
         return backend.plans[0].peak_bytes
 
-    assert frees_incoming_gradients()
-    let_go = peak()
-    monkeypatch.setattr("fxckpt.passes.analysis.placement.frees_incoming_gradients", lambda: False)
-    assert peak() == let_go + OUTPUT_BYTES
+    assert peak(is_freed=False) == peak(is_freed=True) + OUTPUT_BYTES
