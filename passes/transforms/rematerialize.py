@@ -83,8 +83,8 @@ class _Rewriter:
         """Latest copies of recomputed ops and of the items of their tuples."""
         self.view_copies: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
         """Copies of views, by the view and the arguments of the copy."""
-        outputs = (s.name for s in facts.program.storages if s.is_output)
-        self.outputs = {facts.owner[name] for name in outputs}
+        outputs = (s for s in facts.program.storages if s.is_output and s.producer >= 0)
+        self.outputs = {facts.owner[s.name] for s in outputs}
         """Values that the user holds, which the backward reads where the forward left them."""
         self.rng_states = _RngStates(graph)
         self.inlined = inlined_values(graph, facts)
