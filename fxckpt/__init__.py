@@ -46,6 +46,7 @@ from fxckpt.errors import (
     InvalidCost,
     InvalidOption,
     InvalidPlan,
+    NotOneGraph,
     OffloadMismatch,
     PlanMismatch,
     PlanningFailed,
@@ -65,11 +66,13 @@ from fxckpt.ops.registry import register_op
 from fxckpt.partitioner import Partitioner
 from fxckpt.planner.capacity import Fit, Resident, Trial, fit
 from fxckpt.planner.capture import plan
+from fxckpt.planner.plan_step import plan_step
 from fxckpt.planner.sweep import frontier
 from fxckpt.plans.types import Offload, Plan, Recompute, RegionBudget, Row
 from fxckpt.process_memory.api import report_memory
 from fxckpt.process_memory.report import MemoryReport, MemoryRow, OutOfMemory
 from fxckpt.reason import Decision, Reason
+from fxckpt.reports.step_plan import GraphLevels, StepFrontier, StepPlan
 from fxckpt.reports.tradeoff import Frontier
 from fxckpt.rewriting.api import rewrite
 from fxckpt.verification.api import verify
@@ -94,6 +97,7 @@ __all__ = [
     "Frontier",
     "FxckptError",
     "GraphExecGroup",
+    "GraphLevels",
     "InnerCompilerMissing",
     "InvalidBudget",
     "InvalidCost",
@@ -101,6 +105,7 @@ __all__ = [
     "InvalidPlan",
     "MemoryReport",
     "MemoryRow",
+    "NotOneGraph",
     "Offload",
     "OffloadMismatch",
     "OutOfMemory",
@@ -121,6 +126,8 @@ __all__ = [
     "Row",
     "SelectiveCheckpointContext",
     "SlowdownInfeasible",
+    "StepFrontier",
+    "StepPlan",
     "TierFull",
     "TorchPatch",
     "Trial",
@@ -142,6 +149,7 @@ __all__ = [
     "patch_torch",
     "patch_transformers",
     "plan",
+    "plan_step",
     "policies",
     "record_regions",
     "register_op",

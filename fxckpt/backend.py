@@ -403,7 +403,6 @@ class Backend:
                     joint,
                     *given,
                     level=chooser,
-                    holds_sizes=graph.has_one_plan,
                     together=is_together and now,
                     is_agreed=is_together,
                     **named,
@@ -426,7 +425,6 @@ class Backend:
             compile_level,
             self.partitioner.planner.search,
             symbols_of(example_inputs),
-            has_one_plan=not kept.compiles_again,
             ranks=self._ranks if is_together else None,
         )
         step.compiling()
@@ -435,7 +433,7 @@ class Backend:
         is_alone = not (self._breaks or goes_on or is_in_a_forward())
         run = (
             graph.compile_alone()
-            if graph.has_one_plan or (is_alone and step.is_known_alone())
+            if is_alone and step.is_known_alone()
             else graph.compile_cautiously(step.limit_of)
         )
         if (misfit := step.misfit(graph)) is not None:

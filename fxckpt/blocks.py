@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
 from fxckpt import budgets
 from fxckpt.backend import Backend
 from fxckpt.errors import InvalidOption
+from fxckpt.torch_private import compile_module
 
 
 def compile_blocks(blocks: Iterable[nn.Module], budget: budgets.Budget, **options: Any) -> Backend:
@@ -66,21 +66,3 @@ def compile_blocks(blocks: Iterable[nn.Module], budget: budgets.Budget, **option
     for module in modules:
         compile_module(module, backend)
     return backend
-
-
-def compile_module(module: nn.Module, backend: Backend) -> None:
-    """Compile a module in place, as ``module.compile()`` does, containers of torch included.
-
-    Dynamo compiles no frame of torch's own, such as the forward of ``nn.Sequential``, unless a
-    frame of another file calls it. Such modules share no compiled code.
-    """
-    if not type(module).__module__.startswith("torch.nn."):
-        module.compile(backend=backend)
-        return
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
-
-    # Dynamo's limit of recompilations is one per code object.
-    call.__code__ = call.__code__.replace()
-    module._compiled_call_impl = torch.compile(call, backend=backend)

@@ -55,6 +55,10 @@ class CaptureError(FxckptError):
     """The model cannot be captured as a graph to plan."""
 
 
+class NotOneGraph(CaptureError):
+    """The model is several graphs, of which :func:`fxckpt.plan_step` plans the step."""
+
+
 class PlanningFailed(FxckptError):
     """Planning failed by a defect of fxckpt, or of Inductor while lowering a plan."""
 

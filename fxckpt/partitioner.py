@@ -228,7 +228,6 @@ class Partitioner(CustomPartitionerFn):
         num_fwd_outputs: int,
         lowerings: Lowerings | None = None,
         level: LevelChooser | None = None,
-        holds_sizes: bool = False,
         together: bool = False,
         is_agreed: bool = False,
         **given: Any,
@@ -246,7 +245,6 @@ class Partitioner(CustomPartitionerFn):
             num_fwd_outputs=num_fwd_outputs,
             lowerings=lowerings,
             level=level,
-            holds_sizes=holds_sizes,
             is_agreed=is_agreed,
             given=given,
         )
@@ -270,7 +268,6 @@ class Partitioner(CustomPartitionerFn):
         num_fwd_outputs: int,
         lowerings: Lowerings | None,
         level: LevelChooser | None,
-        holds_sizes: bool,
         is_agreed: bool,
         ranks: Ranks | None,
         given: Mapping[str, Any],
@@ -278,15 +275,14 @@ class Partitioner(CustomPartitionerFn):
         """Return the halves of a joint graph, planned by this process or by the ranks together.
 
         ``lowerings`` lowers halves where Inductor compiles them. ``level`` chooses the schedule of
-        a graph whose budget is that of a step; ``holds_sizes`` plans greater sizes of one anew, as
-        without a step. A defect of the planner ends no run that asked for no budget: see
-        :meth:`_fall_back`.
+        a graph whose budget is that of a step. A defect of the planner ends no run that asked for
+        no budget: see :meth:`_fall_back`.
         """
         original = remembered(joint)
         planner = replace(self.planner, ranks=ranks, is_agreed=is_agreed)
         if level is not None:
             planner = replace(planner, budget=None, level=level)
-        is_held = self.planner.budget is not None and (holds_sizes or not self._is_of_step)
+        is_held = self.planner.budget is not None and not self._is_of_step
         growing = growing_sizes(joint) if is_held else []
         if not isinstance(budgets.parse(self.planner.budget), int):
             # A share of the uncheckpointed peak is of that at these sizes.

@@ -24,6 +24,7 @@ import torch
 from fxckpt import _interrupts, repro
 from fxckpt._interrupts import INTERRUPTED
 from fxckpt.backend import Backend
+from fxckpt.budgets import Budget
 from fxckpt.cli.arguments import USAGE, parse
 from fxckpt.cli.factory import (
     POLICY_FORM,
@@ -41,14 +42,19 @@ from fxckpt.errors import (
     FxckptError,
     InvalidBudget,
     InvalidOption,
+    NotOneGraph,
     SlowdownInfeasible,
 )
 from fxckpt.planner.capacity import fit
 from fxckpt.planner.capture import plan as make_plan
+from fxckpt.planner.plan_step import plan_step
+from fxckpt.planner.rehearsal import is_of_parts
 from fxckpt.planner.sweep import frontier as make_frontier
 from fxckpt.plans.types import Plan
 from fxckpt.reports.explanation import Explanation
 from fxckpt.reports.memory_bar import memory_bar
+from fxckpt.reports.step_plan import StepFrontier, StepPlan
+from fxckpt.reports.tradeoff import Frontier
 from fxckpt.utils.globs import fits, is_inside
 from fxckpt.utils.progress import progress
 from fxckpt.utils.tables import Column, Table
@@ -180,19 +186,56 @@ def _load(options: argparse.Namespace) -> tuple[ModelCall, Any]:
     return target, policy
 
 
-def _make_plan(options: argparse.Namespace) -> Plan:
+def _make_plan(options: argparse.Namespace) -> Plan | StepPlan:
+    """Return the plan of a target's graph, or of its step if that is several graphs."""
     target, policy = _load(options)
+    if not is_of_parts(target.model):
+        with contextlib.suppress(NotOneGraph), _stdout_to_stderr():
+            return make_plan(
+                target.model,
+                *target.args,
+                budget=options.budget,
+                policy=policy,
+                cost=options.cost,
+                max_slowdown=options.max_slowdown,
+                device=options.device,
+                **target.kwargs,
+            )
+    if options.max_slowdown is not None:
+        raise InvalidOption(
+            f"--max-slowdown {options.max_slowdown} is of a model of one graph, and this step has "
+            "several. Give --budget."
+        )
+    return _step_of(options, target, policy, options.budget)
+
+
+def _step_of(
+    options: argparse.Namespace, target: ModelCall, policy: Any, budget: Budget
+) -> StepPlan:
+    """Return the plan of a target's step."""
     with _stdout_to_stderr():
-        return make_plan(
+        return plan_step(
             target.model,
             *target.args,
-            budget=options.budget,
+            budget=budget,
             policy=policy,
             cost=options.cost,
-            max_slowdown=options.max_slowdown,
             device=options.device,
             **target.kwargs,
         )
+
+
+def _graph_of(options: argparse.Namespace) -> Plan:
+    """Return the plan of the only graph, or that by which most calls of ``--graph`` run."""
+    plan = _make_plan(options)
+    if isinstance(plan, Plan):
+        if options.graph not in (None, 1):
+            raise InvalidOption(f"--graph {options.graph}: the model is one graph. Leave it out.")
+        return plan
+    if options.graph is None or not 1 <= options.graph <= len(plan.graphs):
+        known = ", ".join(f"{graph.number} ({graph.source})" for graph in plan.graphs)
+        raise InvalidOption(f"the step has several graphs: name one by --graph. They are {known}.")
+    return plan.plan_of(options.graph)
 
 
 def _json_answer(value: Any) -> Answer:
@@ -211,13 +254,16 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 def _plan(options: argparse.Namespace) -> Answer:
     plan = _make_plan(options)
+    if isinstance(plan, StepPlan):
+        rows = plan.table().records()
+        return _json_answer({**plan.figures(), "rows": rows}) if options.json else Answer(str(plan))
     if options.json:
         return _json_answer(figures(plan))
     return Answer(f"{plan}\n\n{memory_bar(plan)}")
 
 
 def _explain(options: argparse.Namespace) -> Answer:
-    plan = _make_plan(options)
+    plan = _graph_of(options)
     shown = (
         plan.explain()
         .filter(decision=options.decision, module=options.module, op=options.op)
@@ -291,16 +337,20 @@ def _table_answer(options: argparse.Namespace, table: Table, heading: str = "") 
 def _frontier(options: argparse.Namespace) -> Answer:
     target, policy = _load(options)
     points: Any = options.budget or options.points
-    with _stdout_to_stderr():
-        curve = make_frontier(
-            target.model,
-            *target.args,
-            points=points,
-            policy=policy,
-            cost=options.cost,
-            device=options.device,
-            **target.kwargs,
-        )
+    curve: Frontier | StepFrontier | None = None
+    if not is_of_parts(target.model):
+        with contextlib.suppress(NotOneGraph), _stdout_to_stderr():
+            curve = make_frontier(
+                target.model,
+                *target.args,
+                points=points,
+                policy=policy,
+                cost=options.cost,
+                device=options.device,
+                **target.kwargs,
+            )
+    if curve is None:
+        curve = _step_of(options, target, policy, None).frontier(points)
     if options.plot:
         _savefig(curve.plot(), options.plot)
     return _json_answer(curve.table().records()) if options.json else Answer(str(curve))
@@ -362,7 +412,11 @@ def _savefig(axes: Any, path: Path) -> None:
 def _html(options: argparse.Namespace) -> Answer:
     plan = _make_plan(options)
     with _writing(options.out):
-        path = plan.to_html(options.out, points=options.points)
+        path = (
+            plan.to_html(options.out)
+            if isinstance(plan, StepPlan)
+            else plan.to_html(options.out, points=options.points)
+        )
     size = path.stat().st_size
     if options.json:
         return _json_answer({"path": str(path), "bytes": size})

@@ -162,6 +162,7 @@ def _add_explain(commands: _Subparsers) -> None:
     parser.add_argument(
         "--top", type=_count, metavar="N", help="rows to print (20 as text, else all); 0 for all"
     )
+    parser.add_argument("--graph", type=_count, metavar="N", help="the graph, in a step of several")
     parser.add_argument("--sort", choices=sorted(KEYS), help="order of the rows (bytes)")
     parser.add_argument(
         "--decision", choices=("saved", "recomputed", "offloaded"), help="only these"

@@ -16,9 +16,9 @@ except ImportError:
     from pytorch_lightning import Callback
 
 from fxckpt.backend import Backend
-from fxckpt.blocks import compile_module
 from fxckpt.errors import InvalidOption
 from fxckpt.reports.compile_report import Report
+from fxckpt.torch_private import compile_module
 
 
 class FxckptCallback(Callback):  # type: ignore[misc]

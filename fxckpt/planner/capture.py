@@ -83,13 +83,13 @@ def capture_joint(
     if target.is_away and target.place is not None:
         prepare(found[0], (Place(target.place),))
     noted = found[0].module.meta
-    noted[MODEL] = _name_of(model_or_fn)
+    noted[MODEL] = name_of(model_or_fn)
     if target.named is not None:
         noted[DEVICE] = target.named.name
     return found[0]
 
 
-def _name_of(model_or_fn: Callable[..., Any]) -> str:
+def name_of(model_or_fn: Callable[..., Any]) -> str:
     """Return what a reader calls a model: its class, a function's name, or a lambda's line."""
     if isinstance(model_or_fn, torch.nn.Module):
         return type(model_or_fn).__name__

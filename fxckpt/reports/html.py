@@ -12,10 +12,11 @@ import base64
 import gzip
 import html
 import json
+from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fxckpt.budgets import format_bytes
 from fxckpt.errors import InvalidOption
@@ -29,6 +30,9 @@ from fxckpt.reports.timeline import uncheckpointed_profile
 from fxckpt.solver.live_intervals import NO_STORAGE, Holder, live_intervals, op_runs
 from fxckpt.utils.units import format_seconds, format_shape
 
+if TYPE_CHECKING:
+    from fxckpt.reports.step_plan import StepPlan
+
 HOLDERS = tuple(Holder)
 SCRIPTS = (
     "vendor/cytoscape.min.js",
@@ -38,6 +42,7 @@ SCRIPTS = (
     "tree.js",
     "graph.js",
     "timeline.js",
+    "step.js",
     "page.js",
 )
 STYLES = ("vendor/uPlot.min.css", "page.css")
@@ -53,7 +58,16 @@ def write(
     Raises :class:`fxckpt.InvalidOption` for plans of different graphs, and for plans that carry no
     graph snapshot.
     """
-    text = render(plans, chosen=chosen, title=title)
+    return _written(path, render(plans, chosen=chosen, title=title))
+
+
+def write_step(step: StepPlan, path: str | Path, *, title: str | None = None) -> Path:
+    """Write the page of a step, with each of its graphs at every level, and return its path."""
+    title = title or snapshot_of_plan(step.graphs[0].plans[0]).model or "fxckpt"
+    return _written(path, _page(step_data(step), title))
+
+
+def _written(path: str | Path, text: str) -> Path:
     path = Path(path)
     path.write_text(text, encoding="utf-8")
     return path
@@ -61,9 +75,13 @@ def write(
 
 def render(plans: Sequence[Plan], *, chosen: int = 0, title: str | None = None) -> str:
     """Return the page of ``plans``, opened at index ``chosen``, as HTML text."""
-    title = title or snapshot_of_plan(plans[0]).model or "fxckpt"
+    return _page(data(plans, chosen), title or snapshot_of_plan(plans[0]).model or "fxckpt")
+
+
+def _page(drawn: dict[str, Any], title: str) -> str:
+    """Return the page that draws some data, as HTML text."""
     packed = base64.b64encode(
-        gzip.compress(json.dumps(data(plans, chosen), separators=(",", ":")).encode(), 6, mtime=0)
+        gzip.compress(json.dumps(drawn, separators=(",", ":")).encode(), 6, mtime=0)
     ).decode()
     template = _asset("page.html")
     parts = {
@@ -106,6 +124,34 @@ def data(plans: Sequence[Plan], chosen: int = 0) -> dict[str, Any]:
         "about": _about(step, plans[0]),
         "plans": [_plan_data(step, plan) for plan in plans],
         "chosen": chosen,
+    }
+
+
+def step_data(step: StepPlan) -> dict[str, Any]:
+    """Return the data of a step's page: its table and moments, and the data of each graph."""
+    graphs = []
+    for graph in step.graphs:
+        # The slider goes from the least memory to the most, levels from the fastest on.
+        drawn = data(graph.plans[::-1], len(graph.plans) - 1 - step.level_of(graph.number))
+        for number, (each, level) in enumerate(zip(graph.plans, graph.levels, strict=True), 1):
+            drawn["plans"][-number]["title"] = (
+                f"level {number} of {len(graph.plans)}: holds {format_bytes(level.held_bytes)}, "
+                f"peak {format_bytes(each.peak_bytes)}, {each.slowdown:+.1%} time"
+            )
+        graphs.append(drawn)
+    calls = Counter(step.calls)
+    return {
+        "graphs": graphs,
+        "names": [
+            f"graph {graph.number}, {graph.source}, {calls[i]} call{'s' if calls[i] > 1 else ''}"
+            for i, graph in enumerate(step.graphs)
+        ],
+        "step": {
+            "figures": step.lines(),
+            "rows": step.table().records(),
+            "budget": step.budget_bytes,
+            "moments": step.moments(),
+        },
     }
 
 

@@ -21,6 +21,7 @@ from fxckpt.utils.units import shorten
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from fxckpt.reports.step_plan import StepFrontier
     from fxckpt.reports.timeline import Timeline
     from fxckpt.reports.tradeoff import Frontier
 
@@ -162,7 +163,7 @@ def _draw_phases(axes: Axes, split: float) -> None:
 
 
 def draw_frontier(
-    curve: Frontier,
+    curve: Frontier | StepFrontier,
     ax: Axes | None = None,
     *,
     chosen: Plan | None = None,
@@ -214,7 +215,7 @@ def draw_frontier(
     return axes
 
 
-def _draw_bounds(axes: Axes, curve: Frontier, factor: int) -> None:
+def _draw_bounds(axes: Axes, curve: Frontier | StepFrontier, factor: int) -> None:
     """Shade the peaks and times that no plan reaches."""
     step_seconds = curve.plans[0].step_seconds or 1.0
     budgets = [p.budget_bytes / factor for p in curve.rows]

@@ -70,7 +70,6 @@ class StepGraph:
         search: PriceSearch,
         symbols: Sequence[tuple[int, str]] = (),
         *,
-        has_one_plan: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         self.number = number
@@ -89,12 +88,12 @@ class StepGraph:
         """Reason and line of the graph break that it ends at."""
         self.runs_again = False
         """Whether a forward that ran out of memory has acted on nothing that outlives it."""
-        self.has_one_plan = has_one_plan
-        """Whether it cannot be compiled again, and has the plan for the whole budget only."""
         self.device = device
         """Device whose memory the graph takes."""
         self.ranks = ranks
         """The ranks that have the same plans of it; None if this process has its own."""
+        self.repeated: int | None = None
+        """Position of the plan of calls that a checkpoint repeats; None before the first."""
         self.excess = (0, 0)
         """Most bytes by which a forward and a backward were above their plan."""
         self._symbols = tuple(symbols)
@@ -171,7 +170,7 @@ class StepGraph:
     @property
     def has_family(self) -> bool:
         """Whether its levels are known."""
-        return self._family is not None or self.has_one_plan
+        return self._family is not None
 
     @property
     def has_sizes(self) -> bool:

@@ -280,7 +280,13 @@ class StepLevels:
         """Return a choice of levels that are compiled, as only then their bytes are certain."""
         choice = _choose(learned, sizes, limit)
         for _ in range(COMPILES):
-            used = dict.fromkeys(zip(learned.calls, choice.levels, strict=True))
+            used = dict.fromkeys(
+                (graph, level)
+                for graph, level, fixed in zip(
+                    learned.calls, choice.levels, learned.fixed, strict=True
+                )
+                if fixed is None
+            )
             new = [RecordedCall(g, i) for g, i in used if g.entries[i].run is None]
             if not new:
                 return choice

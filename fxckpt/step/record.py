@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import ClassVar
 
+from fxckpt.solver.levels import Level
 from fxckpt.solver.step_choice import Moment, StepProgram, choice_of
 from fxckpt.step.graph import Sizes, StepGraph
 
@@ -20,6 +21,13 @@ class RecordedCall:
     """Position of the plan that it took among the graph's."""
     sizes: Sizes = ()
     """Sizes that it was called with, of those that vary."""
+    is_repeated: bool = False
+    """Whether a region of torch's ``checkpoint`` holds its inputs, and runs it again."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it holds from its forward to its backward."""
+        return 0 if self.is_repeated else self.graph.held_bytes(self.position, self.sizes)
 
 
 @dataclass
@@ -46,7 +54,7 @@ class StepRecord:
     def signature(self) -> tuple[object, ...]:
         """Order of calls and moments, equal for steps that differ only in bytes."""
         return (
-            tuple(id(call.graph) for call in self.calls),
+            tuple((id(call.graph), call.is_repeated and call.position) for call in self.calls),
             tuple((m.held, m.running, m.is_backward) for m in self.moments),
         )
 
@@ -62,6 +70,8 @@ class LearnedStep:
     """Sizes of the calls in the latest step."""
     largest: tuple[Sizes, ...]
     """Greatest sizes that each call had."""
+    fixed: tuple[int | None, ...]
+    """Position of the plan of each call that is repeated, None for one that may take any."""
     count: int = 1
     """Number of steps seen."""
 
@@ -73,7 +83,8 @@ class LearnedStep:
         """Return what one step teaches."""
         sizes = tuple(call.sizes for call in record.calls)
         calls = tuple(call.graph for call in record.calls)
-        return cls(calls, [tuple(record.moments)], sizes, sizes)
+        fixed = tuple(call.position if call.is_repeated else None for call in record.calls)
+        return cls(calls, [tuple(record.moments)], sizes, sizes, fixed)
 
     def add(self, record: StepRecord) -> bool:
         """Add a step of the same signature; return whether it had more outside bytes.
@@ -151,9 +162,17 @@ class LearnedStep:
     def program(self, sizes: Sequence[Sizes] | None = None) -> StepProgram:
         """Return the step as it is chosen over, by default at the sizes of the latest one."""
         sizes = self.sizes if sizes is None else sizes
-        levels = tuple(graph.levels(each) for graph, each in zip(self.calls, sizes, strict=True))
+        levels = tuple(self._levels(i, each) for i, each in enumerate(sizes))
         limits = [g.away_limit for g in self.calls if g.away_limit is not None]
         return StepProgram(levels, self.moments_at(sizes), min(limits, default=None))
+
+    def _levels(self, call: int, sizes: Sizes) -> tuple[Level, ...]:
+        """Return the levels of a call; one that is repeated takes the same whichever is chosen."""
+        graph, fixed = self.calls[call], self.fixed[call]
+        levels = graph.levels(sizes)
+        if fixed is None:
+            return levels
+        return (replace(levels[fixed], held_bytes=0),) * len(levels)
 
     def baseline_bytes(self, sizes: Sequence[Sizes] | None = None) -> int:
         """Return the peak of the uncheckpointed step, of which fractions are.
@@ -167,12 +186,12 @@ class LearnedStep:
         peaks = [graph.baseline_alone for graph in self.calls]
         for at in {self.largest, tuple(sizes or self.sizes), ((),) * len(self.calls)}:
             found = [
-                graph.uncheckpointed(each, excess=not is_one)
-                for graph, each in zip(self.calls, at, strict=True)
+                graph.uncheckpointed(each, excess=not is_one) if fixed is None else None
+                for graph, each, fixed in zip(self.calls, at, self.fixed, strict=True)
             ]
             levels = tuple(
-                (level,) if level is not None else graph.levels(each)
-                for level, graph, each in zip(found, self.calls, at, strict=True)
+                (level,) if level is not None else self._levels(i, each)
+                for i, (level, each) in enumerate(zip(found, at, strict=True))
             )
             program = StepProgram(levels, self.moments_at(at) if any(at) else self.moments)
             peaks.append(choice_of(program, [0] * len(levels)).peak_bytes)

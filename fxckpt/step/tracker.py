@@ -38,6 +38,8 @@ from fxckpt.torch_private import (
     backward_node,
     before_forward,
     current_backward,
+    is_early_stop,
+    is_in_checkpoint,
     is_recording,
     keeps_graph,
     outermost_module,
@@ -108,7 +110,11 @@ class StepTracker:
             self._note_measure()
             number = len(self._record.calls)
             with self._meter.unmeasured(self._version):
-                call = RecordedCall(graph, self._position(number, graph, sizes), sizes)
+                is_repeated = is_in_checkpoint()
+                position = (
+                    self._repeated(graph) if is_repeated else self._position(number, graph, sizes)
+                )
+                call = RecordedCall(graph, position, sizes, is_repeated)
                 self._levels.compile(call)
             start = self._restart()
             step = self._record
@@ -117,20 +123,30 @@ class StepTracker:
                 for arg in args:
                     if isinstance(arg, torch.Tensor) and arg.is_leaf and arg.requires_grad:
                         self._leaves[arg] = None
-        outputs, call = self._run(number, call, args)
+        try:
+            outputs, call = self._run(number, call, args)
+        except BaseException as error:
+            # A region that recomputes stops once it has what it needs: the graph had run by then.
+            if is_early_stop(error):
+                with self._lock:
+                    self._end_forward(step, number, call, start)
+            raise
         with self._lock:
-            held = graph.held_bytes(call.position, sizes)
-            own = self._peak(f"the forward of call {number + 1}, {graph.name}") - start
-            step.moments.append(
-                Moment(start - self._held() - self._meter.start, tuple(self._flights), number)
-            )
-            self._calibrate(call, forward=own)
+            self._end_forward(step, number, call, start)
             node = backward_node(outputs)
             if node is not None:
-                self._flights[number] = held
+                self._flights[number] = call.held_bytes
                 watch_backward(node, Flight(self, number, step, call))
             self._forward_ended = (graph, self._restart())
         return outputs
+
+    def _end_forward(self, step: StepRecord, number: int, call: RecordedCall, start: int) -> None:
+        """Record the forward of a call that began with ``start`` bytes allocated."""
+        own = self._peak(f"the forward of call {number + 1}, {call.graph.name}") - start
+        outside = start - self._held() - self._meter.start
+        step.moments.append(Moment(outside, tuple(self._flights), number))
+        self._calibrate(call, forward=own)
+        self._restart()
 
     def _run(
         self, number: int, call: RecordedCall, args: Sequence[Any]
@@ -150,8 +166,9 @@ class StepTracker:
                 if is_out_of_memory(error) and graph.runs_again:
                     lower = self._lowered(number, call, is_last=tries + 1 >= LOWERED)
                 if lower is None or tries == LOWERED:
-                    with self._lock:
-                        self._forget()
+                    if not is_early_stop(error):
+                        with self._lock:
+                            self._forget()
                     raise
             # The error, whose traceback holds tensors, is gone by now.
             states.restore()
@@ -409,6 +426,16 @@ class StepTracker:
             graph.learn_levels()
         return graph.least(self.limit_of(graph), self._away())
 
+    def _repeated(self, graph: StepGraph) -> int:
+        """Return the plan of calls that a checkpoint repeats.
+
+        It is one for all, since the region compares what the two runs save.
+        """
+        if graph.repeated is None:
+            graph.learn_levels()
+            graph.repeated = graph.least(self.limit_of(graph))
+        return graph.repeated
+
     def _rest(self, current: Settled) -> Settled:
         """Return the choice for the calls to come; those in flight stay at their levels."""
         return self._levels.rest_of_step(self._record.calls, current.learned, current.sizes)
@@ -450,10 +477,12 @@ class StepTracker:
         return self.in_flight == 1 and not self._flights
 
     def compiling(self) -> None:
-        """Note a compile, whose own allocations are not the step's."""
-        with self._lock:
-            if self._levels.meter is not None:
-                self._meter.pollute()
+        """Note a compile, whose own allocations are not the step's.
+
+        It takes no lock: a thread with the tracker's may be waiting for this compile to end.
+        """
+        if (meter := self._levels.meter) is not None:
+            meter.pollute()
 
     def set_budget(self, budget: budgets.Budget) -> None:
         """Change the budget, from the next forward on."""

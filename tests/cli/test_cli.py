@@ -88,6 +88,22 @@ class Dropped(nn.Sequential):
             return forward(x)
         return checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
 
+def broken():
+    return Broken(), torch.randn(64, 8)
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers[:4]:
+            x = layer(x).tanh().exp()
+        torch._dynamo.graph_break()
+        for layer in self.layers[4:]:
+            x = layer(x).tanh().exp()
+        return x.sum()
+
 def save_all(ctx, op, *args, **kwargs):
     from torch.utils.checkpoint import CheckpointPolicy
     return CheckpointPolicy.MUST_SAVE
@@ -112,6 +128,35 @@ def test_plan_prints_figures_and_json(step: str, capsys: pytest.CaptureFixture[s
     assert main(["plan", f"{step}:make", "--budget", "0.7", "--cost", "flops", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["peak_bytes"] <= figures["budget_bytes"] < figures["baseline_peak_bytes"]
+
+
+def test_step_of_two_graphs(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A graph break gives a step of two graphs: as a table, a frontier, a page and reasons."""
+    target = f"{step}:broken"
+    assert main(["plan", target, "--budget", "0.8"]) == 0
+    assert capsys.readouterr().out.startswith("step of 2 calls of 2 graphs")
+    assert main(["plan", target, "--budget", "0.8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["peak_bytes"] <= found["budget_bytes"]
+    assert [row["graph"] for row in found["rows"]] == [1, 2]
+    assert main(["frontier", target, "--points", "3", "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)
+    assert points[-1]["budget_bytes"] == found["baseline_peak_bytes"]
+    assert main(["html", target, "--budget", "0.8", "--out", "step.html"]) == 0
+    assert "graph of the step" in Path("step.html").read_text()
+    capsys.readouterr()
+    assert main(["explain", target, "--graph", "2", "--format", "csv"]) == 0
+    assert "layers.4" in capsys.readouterr().out
+
+
+def test_explain_names_the_graphs_of_a_step(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a graph that exists, or with a target in time, the error says what to give."""
+    assert main(["explain", f"{step}:broken"]) == 2
+    assert "1 (step_of_test.py:" in capsys.readouterr().err
+    assert main(["explain", f"{step}:make", "--graph", "2"]) == 2
+    assert "one graph" in capsys.readouterr().err
+    assert main(["plan", f"{step}:broken", "--max-slowdown", "0.1"]) == 2
+    assert "--budget" in capsys.readouterr().err
 
 
 def test_plan_for_a_device_elsewhere(step: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -268,6 +268,42 @@ def test_slider_changes_colours_and_figures(
     assert loose.explain().why(name) in tab.inner_text("#panel")
 
 
+class Broken(nn.Module):
+    """Two graphs, with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x).sum()
+
+
+@pytest.mark.browser
+def test_step_shows_one_graph_at_a_time(opened: Any, tmp_path: Path) -> None:
+    """The page of a step has its table, and a selector and links that change the graph."""
+    step = fxckpt.plan_step(Broken(), torch.randn(512, 64), budget=0.8)
+    tab = opened(step.to_html(tmp_path / "step.html"))
+    panel = tab.inner_text("#panel")
+    assert all(text in panel for _, text in step.lines())
+    assert tab.locator("#panel .moments rect").count() > 0
+    assert tab.evaluate("() => fxpage.model.text('module', fxpage.model.count - 1)") == "first.0"
+    for choose in (
+        lambda: tab.select_option("#graphs", "2"),
+        lambda: tab.click("#panel [data-graph='1']"),
+    ):
+        with tab.expect_navigation(wait_until="load"):
+            choose()
+        tab.wait_for_selector("body[data-ready=yes]")
+    level = step.level_of(1)
+    assert tab.inner_text("#plan-title").startswith(f"level {level + 1} of ")
+    assert tab.url.endswith(f"#graph=1&level={level + 1}")
+
+
 @pytest.mark.browser
 def test_search_unfolds_matches(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
     """A search unfolds the module of its match and selects the node."""

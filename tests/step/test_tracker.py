@@ -67,10 +67,10 @@ def measured(model: nn.Module, x: Tensor = X) -> int:
     return fxckpt.measure_peak(step_of(model, x))
 
 
-def plain(model: nn.Module) -> tuple[int, list[Tensor]]:
+def plain(model: nn.Module, x: Tensor = X) -> tuple[int, list[Tensor]]:
     """Return the peak of an eager step, and its gradients."""
-    measured(model)
-    return measured(model), gradients(model)
+    measured(model, x)
+    return measured(model, x), gradients(model)
 
 
 def compiled(budget: fxckpt.budgets.Budget, **options: object) -> tuple[Stack, fxckpt.Backend]:
@@ -79,8 +79,8 @@ def compiled(budget: fxckpt.budgets.Budget, **options: object) -> tuple[Stack, f
     return model, backend
 
 
-def assert_step_is_right(model: nn.Module, limit: int, wanted: list[Tensor]) -> None:
-    assert measured(model) <= limit
+def assert_step_is_right(model: nn.Module, limit: int, wanted: list[Tensor], x: Tensor = X) -> None:
+    assert measured(model, x) <= limit
     assert all(map(torch.equal, gradients(model), wanted))
 
 

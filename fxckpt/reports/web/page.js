@@ -6,7 +6,7 @@ fx.MOST_LISTED = 24;
 
 fx.start = async function () {
   const $ = (id) => document.getElementById(id);
-  const data = await fx.unpack($("data").textContent);
+  const data = fx.graphOf(await fx.unpack($("data").textContent));
   const model = new fx.Model(data);
   const tree = new fx.Tree(model);
   let plan = null,
@@ -98,7 +98,9 @@ fx.start = async function () {
     if (model.plans.length > 1)
       help.unshift("Move the slider, or click a point beside it, for another plan.");
     const about = [...model.about, ...plan.figures].map(([name, text]) => [name, fx.escape(text)]);
-    return `<h2>This plan</h2>${rows(about)}<p class="rest">${help.join(" ")}</p>${key()}`;
+    const step = data.step ? fx.stepTable(data.step, data.number) : "";
+    const title = `<h2>${data.step ? "This level" : "This plan"}</h2>`;
+    return `${step}${title}${rows(about)}<p class="rest">${help.join(" ")}</p>${key()}`;
   }
 
   // Every colour, line and arrow of the page, with what it means.
@@ -181,9 +183,11 @@ fx.start = async function () {
       const title = `<title>${fx.escape(model.plans[k].title)}</title>`;
       return `<circle data-plan="${k}" cx="${x}" cy="${y}" ${look}>${title}</circle>`;
     });
+    // Levels trade peak for what is held as well: no line joins them.
+    const line = data.step ? "" : `<polyline points="${at.map((p) => p.join(",")).join(" ")}"/>`;
     $("frontier").innerHTML =
       "<title>extra time (up) against peak (right) of the plans</title>" +
-      `<polyline points="${at.map((p) => p.join(",")).join(" ")}"/>${points.join("")}`;
+      `${line}${points.join("")}`;
   }
 
   function nodePanel(i) {
@@ -384,6 +388,8 @@ fx.start = async function () {
       go(Number(node.dataset.node));
       $("found").hidden = true;
     }
+    const other = event.target.closest("[data-graph]");
+    if (other) fx.goToGraph(other.dataset.graph, other.dataset.level);
     if (fold) graph.toggle(tree.groups[Number(fold.dataset.toggle)]);
   };
   $("panel").addEventListener("click", pick);

@@ -13,6 +13,8 @@ import torch.utils.checkpoint
 from torch._dynamo.variables import builder
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
+from fxckpt.torch_private.autograd.engine import surrounding_hooks
+
 torch_checkpoint = torch.utils.checkpoint.checkpoint
 torch_selective_contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
 REPLACED = {
@@ -21,6 +23,7 @@ REPLACED = {
     "create_selective_checkpoint_contexts": torch_selective_contexts,
 }
 """Torch's own functions, also after the names of its module were assigned others."""
+CHECKPOINT_MODULE = torch.utils.checkpoint.__name__
 TAKES_HOOKS_OPTION = "respect_saved_tensors_hooks" in inspect.signature(torch_checkpoint).parameters
 """Whether torch's ``checkpoint`` takes this option, new in torch 2.15."""
 
@@ -37,6 +40,17 @@ def is_called_by_compiler() -> bool:
     """
     caller = sys._getframe(1).f_back
     return caller is not None and caller.f_globals.get("__name__") == "torch._higher_order_ops.wrap"
+
+
+def is_early_stop(error: BaseException) -> bool:
+    """Return whether torch's ``checkpoint`` ends a recompute, as it has all that it needs."""
+    return isinstance(error, torch.utils.checkpoint._StopRecomputationError)
+
+
+def is_in_checkpoint() -> bool:
+    """Return whether torch's ``checkpoint`` packs what is saved, and runs this forward twice."""
+    hooks = surrounding_hooks()
+    return hooks is not None and getattr(hooks[0], "__module__", "") == CHECKPOINT_MODULE
 
 
 def modules_with(functions: tuple[Any, ...]) -> Iterator[tuple[ModuleType, str, Any]]:

@@ -16,11 +16,11 @@ from unittest import mock
 
 import torch.utils.checkpoint
 from torch import fx
-from torch._dynamo.exc import ShortenTraceback, TorchRuntimeError, Unsupported
+from torch._dynamo.exc import ShortenTraceback, TorchRuntimeError, Unsupported, UserError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from fxckpt.errors import CaptureError, FxckptError
+from fxckpt.errors import CaptureError, FxckptError, NotOneGraph
 from fxckpt.torch_private.capture.sizes import _forgetting_sizes
 
 
@@ -261,12 +261,16 @@ def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> 
     return run
 
 
-def no_whole_graph(error: Unsupported) -> CaptureError:
+DATA = "data-dependent"
+"""What torch calls code that reads values of tensors."""
+
+
+def no_whole_graph(error: Exception) -> NotOneGraph:
     """Return the error for a model that Dynamo cannot capture as one graph."""
-    return CaptureError(
+    return NotOneGraph(
         f"the model does not capture as one graph: {_told(error)}\n"
-        "Remove the graph break, or compile with fxckpt.Backend and read backend.plans: "
-        "one plan a graph."
+        "Remove the graph break, or plan the step of several graphs: fxckpt.plan_step(model, ...). "
+        "Compiled with fxckpt.Backend, backend.plans has a plan of each."
     )
 
 
@@ -430,8 +434,8 @@ def capture_whole(
 
 
 def _capture_error(error: Exception) -> CaptureError:
-    if isinstance(error, Unsupported):
-        return no_whole_graph(error)
+    if isinstance(error, Unsupported) or (DATA in str(error) and isinstance(error, UserError)):
+        return no_whole_graph(error)  # Without fullgraph=True it breaks the graph.
     if isinstance(error, TorchRuntimeError):
         return CaptureError(f"the model does not run on these inputs: {_innermost(error)}")
     return CaptureError(f"Dynamo could not capture the model: {_told(error)}")

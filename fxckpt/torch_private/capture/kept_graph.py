@@ -17,6 +17,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
+from fxckpt.torch_private.capture.dynamo import tracing_lock
+
 
 @dataclass(frozen=True)
 class KeptGraph:
@@ -37,35 +39,33 @@ class KeptGraph:
         placeholders = module.graph.find_nodes(op="placeholder")
         # Real inputs would be kept alive, and be made fake again with other sizes.
         fakes = [node.meta.get("example_value") for node in placeholders]
+        mode = None if context is None else context.fake_mode
+        for fake in fakes:
+            # With dynamic=True Dynamo passes floats as tensors of one element, and AOTAutograd
+            # makes tensors of another mode anew, without the symbols of such numbers.
+            if isinstance(fake, FakeTensor) and fake.item_memo is not None:
+                mode = fake.fake_mode
         return cls(
             # Most kept graphs are never run, so that their code is not written.
             _copied(module, is_lazy=True),
             tuple(
                 given if fake is None else fake for given, fake in zip(inputs, fakes, strict=True)
             ),
-            None if context is None else context.fake_mode,
+            mode,
             None if compiling is None else compiling.compile_id,
         )
-
-    @property
-    def compiles_again(self) -> bool:
-        """Whether the graph can be compiled again: it has no number that Dynamo made a tensor.
-
-        With ``dynamic=True`` Dynamo passes floats as tensors of one element, and only its own
-        compile knows their symbols.
-        """
-        return not any(isinstance(x, FakeTensor) and x.item_memo is not None for x in self.inputs)
 
     def compile(self, compiler: Callable[[fx.GraphModule, Sequence[Any]], Any]) -> Any:
         """Return what ``compiler`` makes of the graph, outside of any compile of Dynamo's.
 
-        The generators of random numbers, and the modes that are active, are left as they are.
+        The generators of random numbers, and the modes that are active, are left as they are. It
+        waits for the compiles of other threads, since torch traces one graph at a time.
         """
         from torch._dynamo.utils import preserve_rng_state
         from torch._guards import CompileContext, TracingContext, compile_context, tracing
         from torch.utils._python_dispatch import _disable_current_modes
 
-        with contextlib.ExitStack() as stack:
+        with tracing_lock(), contextlib.ExitStack() as stack:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(preserve_rng_state())
             if self.fake_mode is not None:

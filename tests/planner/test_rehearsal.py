@@ -1,0 +1,51 @@
+"""Rehearsals: bytes between the graphs of a step, and the order of its calls."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fxckpt.planner.planned_device import PlannedDevice
+from fxckpt.planner.rehearsal import LiveBytes, rehearse
+
+
+class Calls(nn.Module):
+    """A compiled layer that is called twice, with eager code that holds a value between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.layer.compile()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x).exp()).sum()
+
+
+def test_calls_and_bytes_between_them() -> None:
+    """Backwards come in reverse, and eager values and gradients count outside of the graphs."""
+    step = rehearse(Calls(), (torch.randn(64, 8, requires_grad=True),), {}, PlannedDevice())
+    assert len(step.graphs) == 1 and step.calls == (0, 0)
+    runs = [(m.running, m.is_backward) for m in step.moments if m.running is not None]
+    assert runs == [(0, False), (1, False), (1, True), (0, True)]
+    one, weights = 64 * 8 * 4, 8 * 8 * 4 + 8 * 4
+    second = next(m for m in step.moments if m.running == 1 and not m.is_backward)
+    assert second.outside_bytes == one and second.held == (0,)
+    last = step.moments[-1]
+    assert weights <= last.outside_bytes <= 2 * weights + 2 * one + 64 and last.held == ()
+
+
+def test_live_bytes_follow_storages() -> None:
+    """A view adds nothing, what is dropped is gone, and the peak stays until the next start."""
+    live = LiveBytes()
+    with live:
+        x = torch.ones(10)
+        y = x.view(2, 5)
+        z = x.exp()
+        del z
+        with live.paused():
+            torch.ones(1000)
+    assert (live.live, live.most) == (40, 80)
+    live.restart()
+    assert live.most == 40
+    del x, y
+    assert live.live == 0

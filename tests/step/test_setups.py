@@ -1,0 +1,68 @@
+"""One budget of a step in set-ups that people train with."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch import Tensor, fx
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import fxckpt
+from fxckpt.torch_private import boxed, in_backward, tracing_lock
+from tests.step.test_tracker import Stack, X, assert_step_is_right, plain
+
+
+class Regions(Stack):
+    """Blocks of which every other one is in a checkpoint of the user's."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant) if i % 2 else block(x)
+        return self.head(x).pow(2).mean()
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints_around_compiled_blocks(early_stop: bool, use_reentrant: bool) -> None:
+    """A block that a checkpoint repeats has one level in both runs; the others use the budget."""
+    model = Regions(6)
+    model.use_reentrant = use_reentrant
+    x = X.clone()
+    with set_checkpoint_early_stop(early_stop):
+        peak, wanted = plain(model, x)
+        limit = int(0.75 * peak)
+        backend = fxckpt.compile_blocks(model.blocks, limit, inner="aot_eager")
+        for _ in range(4):
+            assert_step_is_right(model, limit, wanted, x)
+    report = backend.report().step
+    assert report is not None and report.settled_at == 2 and report.steps == 4
+    assert report.measured_peak_bytes > 0.8 * limit
+
+
+def test_levels_compile_one_thread_at_a_time() -> None:
+    """No other thread can trace while a level is compiled, also after Dynamo's own compile."""
+    others = []
+
+    def taken_elsewhere() -> bool:
+        taken = tracing_lock().acquire(blocking=False)
+        if taken:
+            tracing_lock().release()
+        return taken
+
+    def inner(gm: fx.GraphModule, inputs: object) -> object:
+        if in_backward():  # Its code is written later, and nothing is traced.
+            return boxed(gm, ())
+        with ThreadPoolExecutor(1) as pool:
+            others.append(pool.submit(taken_elsewhere).result())
+        return boxed(gm, ())
+
+    model = Stack()
+    peak, _ = plain(model)
+    backend = fxckpt.compile_blocks(model.blocks, int(0.7 * peak), inner=inner)
+    model(X).backward()
+    first = len(others)
+    model(X).backward()
+    assert len(backend.plans) > 1 and len(others) > first and not any(others)
