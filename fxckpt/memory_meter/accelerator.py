@@ -23,10 +23,17 @@ class AcceleratorMeter(Meter):
         Returns the bytes in use and the device's own peak, which has one start for all.
     restart
         Resets that peak.
+    refused
+        Returns how often the device had no memory left.
     """
 
-    def __init__(self, read: Callable[[], tuple[int, int]], restart: Callable[[], None]) -> None:
-        self._read, self._restart = read, restart
+    def __init__(
+        self,
+        read: Callable[[], tuple[int, int]],
+        restart: Callable[[], None],
+        refused: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._read, self._restart, self._refused = read, restart, refused
         self._watches: WeakSet[_AcceleratorWatch] = WeakSet()
         self._lock = threading.RLock()
 
@@ -52,6 +59,10 @@ class AcceleratorMeter(Meter):
     def watch(self) -> Watch:
         """Return a watch that starts now."""
         return _AcceleratorWatch(self)
+
+    def refused(self) -> int:
+        """Return how often the device had no memory left so far."""
+        return self._refused()
 
     def restart_peak(self) -> None:
         """Reset the device's own peak; watches that are open keep what they know."""
@@ -154,4 +165,7 @@ def _meter(module: Any, device: torch.device) -> AcceleratorMeter:
         # Before its first block, a device has no statistics.
         return (figures["all"]["current"], figures["all"]["peak"]) if figures else (0, 0)
 
-    return AcceleratorMeter(read, lambda: module.reset_peak_memory_stats(device))
+    def refused() -> int:
+        return int(module.memory_stats_as_nested_dict(device).get("num_ooms", 0))
+
+    return AcceleratorMeter(read, lambda: module.reset_peak_memory_stats(device), refused)

@@ -24,6 +24,7 @@ constexpr auto kRelaxed = std::memory_order_relaxed;
 std::atomic<int64_t> live{0};  // bytes
 std::atomic<int64_t> peak{0};  // greatest `live` since the last fxckpt_take_peak
 std::atomic<int64_t> limit{kNoLimit};
+std::atomic<int64_t> refused{0};  // blocks that could not be had
 std::atomic<bool> missed{false};  // whether a block could not be counted
 
 // What one thread took and did not release yet; blocks may be released by another thread.
@@ -146,6 +147,7 @@ class CountingAllocator final : public c10::Allocator {
       return block;
     } catch (...) {
       live.fetch_sub(bytes, kRelaxed);
+      refused.fetch_add(1, kRelaxed);
       throw;
     }
   }
@@ -255,6 +257,11 @@ int64_t fxckpt_peak() {
 // Return the peak so far, and begin anew at what is allocated now.
 int64_t fxckpt_take_peak() {
   return peak.exchange(live.load(kRelaxed), kRelaxed);
+}
+
+// Return the number of blocks that could not be had.
+int64_t fxckpt_refused() {
+  return refused.load(kRelaxed);
 }
 
 // Begin the peaks of all threads anew at what each holds now. Blocks of threads that run meanwhile

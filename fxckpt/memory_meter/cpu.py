@@ -51,6 +51,10 @@ class CountingMeter(CounterMeter):
         """Whether the counting allocator is still the one that torch asks, and missed no block."""
         return bool(self._library.fxckpt_is_exact())
 
+    def refused(self) -> int:
+        """Return how many blocks could not be had so far."""
+        return int(self._library.fxckpt_refused())
+
     def peak_of_threads(self, call: Callable[[], object]) -> tuple[int, int]:
         """Return the most bytes a call can have in use, and those still in use after it.
 

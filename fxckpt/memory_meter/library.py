@@ -40,7 +40,8 @@ def load_library() -> ctypes.PyDLL | None:
             f"{error}: {output.strip()}" if output else error,
         )
         return None
-    for name in ("allocated", "peak", "take_peak", "peak_of_threads", "set_limit", "adopt"):
+    counts = ("allocated", "peak", "take_peak", "peak_of_threads", "refused", "set_limit", "adopt")
+    for name in counts:
         getattr(library, f"fxckpt_{name}").restype = ctypes.c_int64
     library.fxckpt_watch_threads.restype = None
     library.fxckpt_set_limit.argtypes = [ctypes.c_int64]

@@ -73,6 +73,10 @@ class Meter(ABC):
     def watch(self) -> Watch:
         """Return a watch that starts now."""
 
+    def refused(self) -> int:
+        """Return how often the device had no memory left so far, 0 where that is not told."""
+        return 0
+
 
 class Counter(Protocol):
     """A number of bytes that remembers one peak, from which a meter serves many watches."""

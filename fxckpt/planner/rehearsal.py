@@ -32,6 +32,7 @@ from fxckpt.torch_private import (
     differentiable_outputs,
     first_line,
     inline_regions,
+    partitioner_tag,
     run_on_fakes,
     trace_joint,
 )
@@ -179,19 +180,20 @@ class _Rehearsal:
         # Who calls the whole is who plans it.
         source = calling_line() if self._is_of_parts else first_line(gm.graph)
         self.graphs.append(RehearsedGraph(source, joint))
-        return partial(self._call, len(self.graphs) - 1, gm, differentiable_outputs(gm))
+        box = _Box(gm, differentiable_outputs(gm), _read_again(joint))
+        return partial(self._call, len(self.graphs) - 1, box)
 
-    def _call(self, graph: int, gm: fx.GraphModule, needs: Sequence[bool], *inputs: Any) -> Any:
+    def _call(self, graph: int, box: _Box, *inputs: Any) -> Any:
         self.close_gap()
         number = len(self.calls)
         self.calls.append(graph)
         self.moments.append(Moment(self.bytes.live, tuple(self._flying), number))
         if torch.is_grad_enabled():
             self._flying[number] = None
-            outputs = _BlackBox.apply(self, number, gm, needs, *inputs)
+            outputs = _BlackBox.apply(self, number, box, *inputs)
         else:
             with self.bytes.paused():
-                outputs = gm(*inputs)
+                outputs = box.gm(*inputs)
         self.bytes.take(outputs, inputs)
         self.bytes.restart()
         return outputs
@@ -212,21 +214,44 @@ class _Rehearsal:
         self.bytes.restart()
 
 
+@dataclass(frozen=True)
+class _Box:
+    """A graph that is run for the sizes of its outputs alone."""
+
+    gm: fx.GraphModule
+    needs: Sequence[bool]
+    """Whether each output needs a gradient."""
+    is_read_again: Sequence[bool]
+    """Whether the backward reads an output."""
+
+
+def _read_again(joint: Joint) -> list[bool]:
+    """Return whether the backward reads each output of the forward."""
+    (output,) = joint.module.graph.find_nodes(op="output")
+    return [
+        isinstance(value, fx.Node)
+        and any(partitioner_tag(user) == "is_backward" for user in value.users)
+        for value in output.args[0][: joint.num_fwd_outputs]
+    ]
+
+
 class _BlackBox(torch.autograd.Function):
-    """A graph whose backward makes gradients of the right sizes."""
+    """A graph that keeps its inputs, and whose backward makes gradients of the right sizes."""
 
     @staticmethod
     def forward(
         ctx: Any,
         step: _Rehearsal,
         number: int,
-        gm: fx.GraphModule,
-        needs: Sequence[bool],
+        box: _Box,
         *inputs: Any,
     ) -> Any:
         """Run the graph for the sizes of its outputs."""
         with step.bytes.paused():
-            outputs = tuple(gm(*inputs))
+            outputs = tuple(box.gm(*inputs))
+        # What is kept beside them a level tells.
+        kept = [out for out, again in zip(outputs, box.is_read_again, strict=False) if again]
+        ctx.save_for_backward(*(x for x in (*inputs, *kept) if isinstance(x, Tensor)))
         ctx.step, ctx.number = step, number
         ctx.like = [
             (x.size(), x.stride(), x.dtype, x.device)
@@ -238,7 +263,7 @@ class _BlackBox(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *(
                 out
-                for out, does_need in zip(outputs, needs, strict=True)
+                for out, does_need in zip(outputs, box.needs, strict=True)
                 if isinstance(out, Tensor) and not does_need
             )
         )
@@ -258,4 +283,4 @@ class _BlackBox(torch.autograd.Function):
             ]
         step.bytes.take(made)
         step.bytes.restart()
-        return (None, None, None, None, *made)
+        return (None, None, None, *made)

@@ -43,6 +43,10 @@ class StepMeter:
         """Return the bytes allocated now."""
         return self._meter.allocated()
 
+    def refused(self) -> int:
+        """Return how often memory ran out so far."""
+        return self._meter.refused()
+
     def seen(self) -> int:
         """Return the greatest bytes allocated since the latest boundary, or a lower bound."""
         return self._watch.seen()

@@ -51,6 +51,11 @@ class StepRecord:
     """Whether nothing but the step, such as a FLOP counter, held its tensors."""
 
     @property
+    def has_backward(self) -> bool:
+        """Whether some call had its backward."""
+        return any(moment.is_backward for moment in self.moments)
+
+    @property
     def signature(self) -> tuple[object, ...]:
         """Order of calls and moments, equal for steps that differ only in bytes."""
         return (

@@ -85,6 +85,8 @@ class StepTracker:
         """Graph of the latest forward, and the bytes allocated at its end, until code follows."""
         self._backward: object | None = None
         """The backward whose end is awaited."""
+        self._refused = 0
+        """How often memory had run out when the step began."""
 
     @property
     def steps(self) -> int:
@@ -346,9 +348,8 @@ class StepTracker:
     def _begin(self, graph: StepGraph, sizes: Sizes) -> None:
         """Begin a step, or go on with the one whose calls so far had their backwards."""
         self._forward_ended = None
-        # A backward that failed may not have told of its end.
         if self._record.calls and (self._backward is None or current_backward() is None):
-            self._finish()
+            self._end()
         levels = self._levels
         if levels.meter is None:
             levels.meter = StepMeter(graph.device)
@@ -361,6 +362,7 @@ class StepTracker:
             allocated = meter.allocated()
             meter.base = min(allocated, self._entered or allocated) - held
         self._entered = None
+        self._refused = meter.refused()
         self._watch_root()
         levels.ask_free()
         self._restart()
@@ -395,8 +397,22 @@ class StepTracker:
             self._seen_optimizer = True
             if not self._flights:
                 if self._record.calls:
-                    self._finish()
+                    self._end()
                 self._meter.base = None
+
+    def _end(self) -> None:
+        """End the step, of which nothing is learned if it was cut short.
+
+        That is one without a backward, or whose backward raised an error: it never told of its end.
+        """
+        has_failed = self._backward is not None and current_backward() is None
+        if self._record.has_backward and not has_failed:
+            self._finish()
+            return
+        if self._meter.refused() > self._refused:
+            self._levels.take_capacity(self._meter.seen())  # In code outside of the graphs.
+        self._backward = None
+        self._forget()
 
     def _finish(self) -> None:
         """End the step: learn from its record, and compare its peak with the budget."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -140,3 +141,58 @@ def test_writes_inside_a_fused_forward_are_not_repeated() -> None:
     backend = fxckpt.compile_blocks(model, "1GiB", inner="inductor")
     step(plain), step(model)
     assert backend._graphs and not any(graph.runs_again for graph in backend._graphs)
+
+
+class Tail(nn.Module):
+    """Compiled blocks, and a tail in Python that needs much memory in one of its two phases."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__()
+        self.blocks, self.phase = nn.Sequential(*(Block() for _ in range(4))), phase
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Needs.apply(self.blocks(x), self.phase)
+
+
+class Needs(torch.autograd.Function):
+    """The identity, with memory that it takes and gives back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, phase: str) -> Tensor:
+        ctx.phase = phase
+        if phase == "forward":
+            torch.empty(2**20, dtype=torch.uint8)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.phase == "backward":
+            torch.empty(2**20, dtype=torch.uint8)
+        return gradient, None
+
+
+def runs_out_of_memory(model: nn.Module) -> bool:
+    """Return whether a step does; its error, whose traceback holds tensors, is gone by then."""
+    try:
+        step(model)
+    except RuntimeError as error:
+        return "can't allocate memory" in str(error)
+    return False
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_code_outside_short_of_memory_lowers_next_step(phase: str) -> None:
+    """An error in code between the graphs stands too; the same step fits when it is run again."""
+    plain, model = twins(lambda: Tail(phase))
+    backend = fxckpt.compile_blocks(model.blocks, "1GiB", inner="aot_eager")
+    wide = max(step(model) for _ in range(3))
+    report = backend.report().step
+    assert report is not None and report.peak_at == "code outside of the graphs"
+    clear(model)
+    with allocation_limit(wide - 1):
+        assert runs_out_of_memory(model)
+    step(plain)
+    clear(model)
+    with allocation_limit(wide - 1):
+        assert step(model) < wide
+    assert_same(plain, model)

@@ -66,3 +66,32 @@ def test_levels_compile_one_thread_at_a_time() -> None:
     first = len(others)
     model(X).backward()
     assert len(backend.plans) > 1 and len(others) > first and not any(others)
+
+
+def fails(gradient: Tensor) -> None:
+    raise ValueError("the user's")
+
+
+@pytest.mark.parametrize("cut", ["forward", "backward", "no backward"])
+def test_a_first_step_that_is_cut_short(cut: str) -> None:
+    """A step that ends by an error, or has no backward, is not what later steps are planned by."""
+    model = Stack(6)
+    peak, wanted = plain(model)
+    limit = int(0.5 * peak)
+    backend = fxckpt.compile_blocks(model.blocks, limit, inner="aot_eager")
+    for _ in range(2):
+        if cut == "no backward":
+            model(X).item()
+            continue
+        handle = (
+            model.head.register_forward_pre_hook(lambda module, args: fails(args[0]))
+            if cut == "forward"
+            else model.blocks[2].up.weight.register_hook(fails)
+        )
+        with pytest.raises(ValueError, match="the user's"):
+            model(X).backward()
+        handle.remove()
+    for _ in range(4):
+        assert_step_is_right(model, limit, wanted)
+    report = backend.report().step
+    assert report is not None and report.steps == 4 and report.settled_at == 2

@@ -168,7 +168,7 @@ def test_floats_that_vary_have_levels() -> None:
         peak, found = step(compiled, x)
         assert peak <= limit and all(map(torch.equal, found, step(model, x)[1]))
     report = backend.report().step
-    assert report is not None and report.measured_peak_bytes > 0.7 * limit
+    assert report is not None and report.settled_at == 2
     assert max(sum(entry.run is not None for entry in g.entries) for g in backend._graphs) > 1
 
 
