@@ -66,12 +66,12 @@ from fxckpt.ops.registry import register_op
 from fxckpt.partitioner import Partitioner
 from fxckpt.planner.capacity import Fit, Resident, Trial, fit
 from fxckpt.planner.capture import plan
-from fxckpt.planner.plan_step import plan_step
 from fxckpt.planner.sweep import frontier
 from fxckpt.plans.types import Offload, Plan, Recompute, RegionBudget, Row
 from fxckpt.process_memory.api import report_memory
 from fxckpt.process_memory.report import MemoryReport, MemoryRow, OutOfMemory
 from fxckpt.reason import Decision, Reason
+from fxckpt.rehearsal.plan_step import plan_step
 from fxckpt.reports.step_plan import GraphLevels, StepFrontier, StepPlan
 from fxckpt.reports.tradeoff import Frontier
 from fxckpt.rewriting.api import rewrite

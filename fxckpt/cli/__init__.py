@@ -47,10 +47,10 @@ from fxckpt.errors import (
 )
 from fxckpt.planner.capacity import fit
 from fxckpt.planner.capture import plan as make_plan
-from fxckpt.planner.plan_step import plan_step
-from fxckpt.planner.rehearsal import is_of_parts
 from fxckpt.planner.sweep import frontier as make_frontier
 from fxckpt.plans.types import Plan
+from fxckpt.rehearsal.plan_step import plan_step
+from fxckpt.rehearsal.rehearse import is_of_parts
 from fxckpt.reports.explanation import Explanation
 from fxckpt.reports.memory_bar import memory_bar
 from fxckpt.reports.step_plan import StepFrontier, StepPlan

@@ -19,8 +19,8 @@ from fxckpt.planner.capture import is_on_meta
 from fxckpt.planner.pipeline import prepare
 from fxckpt.planner.planned_device import planned_device
 from fxckpt.planner.planner import Planner, device_of, planner_of
-from fxckpt.planner.rehearsal import RehearsedGraph, RehearsedStep, rehearse
 from fxckpt.plans.types import Plan
+from fxckpt.rehearsal.rehearse import RehearsedGraph, RehearsedStep, rehearse
 from fxckpt.reports.step_plan import GraphLevels, StepPlan
 from fxckpt.solver.levels import Level, LevelSearch, level_of
 from fxckpt.solver.schedule import save_all

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fxckpt.planner.planned_device import PlannedDevice
-from fxckpt.planner.rehearsal import LiveBytes, rehearse
+from fxckpt.rehearsal.rehearse import LiveBytes, rehearse
 
 
 class Calls(nn.Module):

@@ -1,0 +1,1 @@
+"""Plans of steps of several graphs, made without running them."""
