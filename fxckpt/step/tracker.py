@@ -50,6 +50,9 @@ LOWERED = 2
 """Most times that a forward runs again by another plan: the one chosen for the rest of the step
 within the memory that there was, then the one that holds least."""
 
+SHORT = 0.9
+"""Most of its peak that a step may have again after memory ran out outside of the graphs."""
+
 RUNNING: RunningBackwards[StepTracker] = RunningBackwards()
 """Trackers with calls in the backwards that run."""
 
@@ -410,7 +413,12 @@ class StepTracker:
             self._finish()
             return
         if self._meter.refused() > self._refused:
-            self._levels.take_capacity(self._meter.seen())  # In code outside of the graphs.
+            # In code outside of the graphs; what ran since may have had more.
+            most = self._meter.seen()
+            if self._current is not None:
+                peak = int(SHORT * self._current.choice.peak_bytes)
+                most = min(most, self._meter.start + peak)
+            self._levels.take_capacity(most)
         self._backward = None
         self._forget()
 
