@@ -127,7 +127,7 @@ def rows(case: str, device: str, layers: int = 12) -> Iterator[TiledRow]:
     batch, length, budgets = CASES[case]
     joint = gpt2_joint(batch, length, device, layers=layers)
     chunked = {n: gpt2_joint(batch, length, device, n, layers) for n in (8, 32)}
-    tilings = [Tiling(count, 1, ahead) for count in (2, 8, 32) for ahead in (False, True)]
+    tilings = [Tiling(count, 1, ahead) for count in (2, 4, 8, 16) for ahead in (False, True)]
     tilings += [Tiling(8, 2), Tiling(8, 2, True)]
     variants = [(name, found[0]) for name in tilings if (found := tiled(joint, name)) is not None]
     yield planned("untiled", joint, 10**6, device)

@@ -33,7 +33,7 @@ COUNTS = (2, 4, 8, 16, 32)
 """Numbers of tiles that are tried."""
 WIDE_LIVE = 3
 """Wide values that are live together at the peak of a tile."""
-SHARE = 0.1
+SHARE = 0.2
 """Share of a limit that they should take."""
 GROUPS = 2
 """Most groups of regions that are tiled, the widest first."""

@@ -81,7 +81,9 @@ class RowRegion:
         """Return whether each value has rows in each of ``count`` tiles, at least two of them."""
         tiles = self.tiles(count)
         rows = {p for place in self.places.values() for p in _each(place) if isinstance(p, Rows)}
-        return len(tiles) > 1 and all(r.part(*tile).length for r in rows for tile in tiles)
+        return 1 < count <= self.length and all(
+            r.part(*tile).length for r in rows for tile in tiles
+        )
 
 
 def row_regions(graph: fx.Graph) -> tuple[tuple[RowRegion, ...], ...]:

@@ -270,6 +270,6 @@ def _can_view(value: fx.Node, shape: Sequence[int]) -> bool:
     with torch.no_grad():
         try:
             value.meta["val"].view(shape)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # which one depends on the strides
             return False
     return True

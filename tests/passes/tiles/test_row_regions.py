@@ -161,6 +161,16 @@ def test_heads_with_their_losses(name: str, ahead: bool) -> None:
     assert_near(outputs(module, given), exact(function, given), 2e-6)
 
 
+def test_tiles_of_positions_where_batches_are_few() -> None:
+    """More tiles than batches divide the positions, also where the last one has no target."""
+    given = values(ROWS, WIDTH), values(WIDTH, CLASSES), TARGET
+    module = joint_of(shifted, *given)
+    region = divided(module, 5)
+    assert region.length == ROWS // 4 and not region.divides(6)
+    unroll(module.graph, [region], 5)
+    assert_near(outputs(module, given), exact(shifted, given), 2e-6)
+
+
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
