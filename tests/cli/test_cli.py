@@ -387,9 +387,8 @@ def test_bench_reports_infeasible_budget(step: str, capsys: pytest.CaptureFixtur
     """An infeasible budget has the same message as with the plan command."""
     assert main(["bench", f"{step}:make", "--budget", "1KiB"]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("fxckpt: budget='1KiB' is 1.0 KiB") and said.endswith(
-        "or make the batch smaller."
-    )
+    assert said.startswith("fxckpt: budget='1KiB' is 1.0 KiB")
+    assert "or make the batch smaller." in said
 
 
 def test_frontier_prints_and_plots(step: str, capsys: pytest.CaptureFixture[str]) -> None:
