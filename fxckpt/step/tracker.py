@@ -278,6 +278,8 @@ class StepTracker:
         RUNNING.leave(self)
         with self._lock:
             self._backward = None
+            if not self._record.calls:
+                return  # An optimizer that stepped inside of the backward has ended the step.
             self._close_gap()
             if not self._flights:
                 self._finish()

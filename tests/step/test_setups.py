@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -95,3 +96,25 @@ def test_a_first_step_that_is_cut_short(cut: str) -> None:
         assert_step_is_right(model, limit, wanted)
     report = backend.report().step
     assert report is not None and report.steps == 4 and report.settled_at == 2
+
+
+def test_optimizers_that_step_inside_the_backward() -> None:
+    """Each parameter is updated as soon as it has its gradient, which is freed."""
+    model = Stack(6)
+    peak, _ = plain(model)
+    limit = int(0.7 * peak)
+    backend = fxckpt.compile_blocks(model.blocks, limit, inner="aot_eager")
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], 1e-3)
+
+        def update(parameter: Tensor, optimizer: torch.optim.SGD = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.grad = None
+        parameter.register_post_accumulate_grad_hook(update)
+    for _ in range(4):
+        assert fxckpt.measure_peak(lambda: model(X).backward()) <= limit
+    report = backend.report().step
+    assert report is not None and report.settled_at == 2
+    assert all(parameter.grad is None for parameter in model.parameters())
