@@ -56,18 +56,10 @@ def plan_step(
     Examples
     --------
     >>> import torch, fxckpt
-    >>> class Model(torch.nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(6))
-    ...     def forward(self, x):
-    ...         for i, layer in enumerate(self.layers):
-    ...             x = layer(x).tanh().exp()
-    ...             if i == 3:
-    ...                 torch._dynamo.graph_break()
-    ...         return x.sum()
-    >>> step = fxckpt.plan_step(Model(), torch.randn(512, 64), budget=0.8)
-    >>> len(step.graphs), step.peak_bytes <= step.budget_bytes
+    >>> layers = torch.nn.TransformerEncoderLayer(64, 4), torch.nn.TransformerEncoderLayer(64, 4)
+    >>> model = torch.nn.Sequential(*map(torch.compile, layers))
+    >>> step = fxckpt.plan_step(model, torch.randn(16, 8, 64), budget=0.8)
+    >>> len(step.calls), step.peak_bytes <= step.budget_bytes
     (2, True)
     """
     budgets.validate(budget)

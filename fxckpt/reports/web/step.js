@@ -46,7 +46,8 @@ fx.drawMoments = function (step) {
     return parts
       .map((n, part) => {
         const top = below + n;
-        const bar = `<rect x="${k * wide}" y="${y(top)}" width="${wide}" height="${y(below) - y(top)}" fill="${colors[part]}"/>`;
+        const size = `width="${wide}" height="${y(below) - y(top)}"`;
+        const bar = `<rect x="${k * wide}" y="${y(top)}" ${size} fill="${colors[part]}"/>`;
         below = top;
         return n ? bar : "";
       })
@@ -55,11 +56,22 @@ fx.drawMoments = function (step) {
   const line =
     step.budget === null
       ? ""
-      : `<path d="M0 ${y(step.budget)}H${width}" stroke="${fx.COLORS.budget}" stroke-width="1.5" stroke-dasharray="6 4"/>`;
-  const key = Object.entries({ outside: "outside of the graphs", held: "held by calls", running: "the running call" })
+      : `<path d="M0 ${y(step.budget)}H${width}" stroke="${fx.COLORS.budget}" ` +
+        'stroke-width="1.5" stroke-dasharray="6 4"/>';
+  const names = {
+    outside: "outside of the graphs",
+    held: "held by calls",
+    running: "the running call",
+  };
+  const key = Object.entries(names)
     .map(([name, text]) => `<i style="background:${fx.STEP_COLORS[name]}"></i>${text} `)
     .join("");
-  return `<svg class="moments" viewBox="0 -2 ${width} ${height + 2}" preserveAspectRatio="none" role="img"><title>memory of the step, moment by moment</title>${bars.join("")}${line}</svg><p class="rest">${key}</p>`;
+  const box = `viewBox="0 -2 ${width} ${height + 2}" preserveAspectRatio="none"`;
+  return (
+    `<svg class="moments" ${box} role="img">` +
+    `<title>memory of the step, moment by moment</title>${bars.join("")}${line}</svg>` +
+    `<p class="rest">${key}</p>`
+  );
 };
 
 fx.stepTable = function (step, number) {
@@ -67,7 +79,8 @@ fx.stepTable = function (step, number) {
   const line = (row) => {
     const peak = Math.max(row.forward_bytes, row.backward_bytes);
     const cells = [
-      `<a data-graph="${row.graph}" data-level="${row.level}">${row.graph}, ${fx.escape(row.source)}</a>`,
+      `<a data-graph="${row.graph}" data-level="${row.level}">` +
+        `${row.graph}, ${fx.escape(row.source)}</a>`,
       row.calls,
       `${row.level} of ${row.levels}`,
       fx.formatBytes(row.held_bytes),
@@ -75,10 +88,15 @@ fx.stepTable = function (step, number) {
       fx.formatSeconds(row.extra_seconds),
     ];
     const shown = row.graph === number ? ' class="current"' : "";
-    return `<tr${shown}>${cells.map((cell, i) => `<td${i ? ' class="number"' : ""}>${cell}</td>`).join("")}</tr>`;
+    const columns = cells.map((cell, i) => `<td${i ? ' class="number"' : ""}>${cell}</td>`);
+    return `<tr${shown}>${columns.join("")}</tr>`;
   };
   const rows = step.figures.map(
     ([name, text]) => `<tr><td>${fx.escape(name)}</td><td>${fx.escape(text)}</td></tr>`,
   );
-  return `<h2>The step</h2><table class="calls"><tr>${head.map((name) => `<th>${name}</th>`).join("")}</tr>${step.rows.map(line).join("")}</table>${fx.drawMoments(step)}<table>${rows.join("")}</table>`;
+  const titles = head.map((name) => `<th>${name}</th>`).join("");
+  return (
+    `<h2>The step</h2><table class="calls"><tr>${titles}</tr>${step.rows.map(line).join("")}` +
+    `</table>${fx.drawMoments(step)}<table>${rows.join("")}</table>`
+  );
 };
