@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from models import NextTokenLoss
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -55,18 +56,6 @@ class ChunkedLoss(nn.Module):
         return sum(losses) / targets.numel()
 
 
-class WholeLoss(nn.Module):
-    """The next-token loss of GPT-2."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.model(input_ids=tokens, use_cache=False).logits
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def gpt2_joint(batch: int, length: int, device: str, chunks: int = 0, layers: int = 12) -> Joint:
     """Return the prepared joint graph of GPT-2 with its loss."""
     config = hf.GPT2Config(
@@ -79,7 +68,7 @@ def gpt2_joint(batch: int, length: int, device: str, chunks: int = 0, layers: in
     with torch.device("meta"):
         model = hf.GPT2LMHeadModel(config).train()
         given: dict[str, Any] = {"tokens": torch.empty(batch, length, dtype=torch.long)}
-    wrapped = ChunkedLoss(model, chunks) if chunks else WholeLoss(model)
+    wrapped = ChunkedLoss(model, chunks) if chunks else NextTokenLoss(model)
     joint = capture_joint(wrapped, (), given, planned_device(device, is_on_meta=True))
     prepare(joint)
     return joint

@@ -345,18 +345,23 @@ class Backend:
             self._forward_only.append(calling_line())
 
     def _tell_of_no_plan(self) -> None:
-        """Warn once, or raise if strict, where nothing was planned when an optimizer stepped."""
+        """Warn once where nothing was planned when an optimizer stepped; if strict, raise.
+
+        A backend that nothing was compiled with tells after a few steps, and never raises: they may
+        be those of another model.
+        """
         alike = [b for b in _named if repr(b) == repr(self)] if self in _named else [self]
         if self._has_told or any(b.plans or b.partitioner.fallbacks for b in alike):
             return
         left = [] if self._was_called else failed_frames(self._made_at)
-        if not self._forward_only and not left:
+        is_idle = not self._forward_only and not left
+        if is_idle:
             self._steps_without += not any(b._was_called for b in alike)
             if self._steps_without < IDLE_STEPS:
                 return
         for each in alike:
             each._has_told = True
-        if not self._forward_only and not left:
+        if is_idle:
             warnings.warn(
                 "a budget was asked for, and there is no plan: torch compiled nothing with "
                 f"{self!r} in the first {IDLE_STEPS} optimizer steps since it was made. Of a "

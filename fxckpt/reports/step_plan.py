@@ -17,7 +17,7 @@ from fxckpt.errors import BudgetInfeasible, InvalidOption
 from fxckpt.plans.types import Plan
 from fxckpt.reports.plots import draw_frontier
 from fxckpt.reports.step_report import COLUMNS, StepRow
-from fxckpt.reports.tradeoff import Point
+from fxckpt.reports.tradeoff import POINT_COLUMNS, Point, cells_of, points_of
 from fxckpt.solver.levels import Level
 from fxckpt.solver.step_choice import (
     LevelChoice,
@@ -28,7 +28,7 @@ from fxckpt.solver.step_choice import (
     choose_few,
     least_peak,
 )
-from fxckpt.utils.tables import Column, Table
+from fxckpt.utils.tables import Table
 from fxckpt.utils.units import format_seconds
 
 if TYPE_CHECKING:
@@ -294,29 +294,11 @@ class StepFrontier:
     @property
     def rows(self) -> tuple[Point, ...]:
         """The figures of each, one point a budget."""
-        return tuple(
-            Point(
-                plan.peak_bytes if plan.budget_bytes is None else plan.budget_bytes,
-                plan.peak_bytes,
-                plan.saved_bytes,
-                plan.extra_seconds,
-                plan.lower_bound_seconds,
-                plan.slowdown,
-            )
-            for plan in self.plans
-        )
+        return points_of(self.plans)
 
     def table(self) -> Table:
         """Return the points as a table."""
-        columns = (
-            Column("budget_bytes", "budget", format_bytes, is_number=True),
-            Column("peak_bytes", "peak", format_bytes, is_number=True),
-            Column("saved_bytes", "saved", format_bytes, is_number=True),
-            Column("recompute_seconds", "extra time", format_seconds, is_number=True),
-            Column("share", "of the step", lambda v: f"{v:+.2%}", is_number=True),
-            Column("lower_bound_seconds", "least possible", format_seconds, is_number=True),
-        )
-        return Table(columns, tuple(tuple(getattr(p, c.name) for c in columns) for p in self.rows))
+        return Table(POINT_COLUMNS, tuple(map(cells_of, self.rows)))
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw recompute time over the step's peak, and return the axes. Needs matplotlib."""

@@ -17,6 +17,8 @@ from fxckpt.utils.units import format_seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from fxckpt.reports.step_plan import StepPlan
+
 
 @dataclass(frozen=True)
 class Point:
@@ -34,6 +36,37 @@ class Point:
     """A lower bound on the recompute time of any plan within the budget."""
     share: float
     """Recompute time divided by the time of the uncheckpointed step."""
+
+
+POINT_COLUMNS = (
+    Column("budget_bytes", "budget", format_bytes, is_number=True),
+    Column("peak_bytes", "peak", format_bytes, is_number=True),
+    Column("saved_bytes", "saved", format_bytes, is_number=True),
+    Column("recompute_seconds", "extra time", format_seconds, is_number=True),
+    Column("share", "of the step", lambda v: f"{v:+.2%}", is_number=True),
+    Column("lower_bound_seconds", "least possible", format_seconds, is_number=True),
+)
+"""Columns of points."""
+
+
+def points_of(plans: Sequence[Plan | StepPlan]) -> tuple[Point, ...]:
+    """Return the figures of plans, one point a plan."""
+    return tuple(
+        Point(
+            plan.peak_bytes if plan.budget_bytes is None else plan.budget_bytes,
+            plan.peak_bytes,
+            plan.saved_bytes,
+            plan.extra_seconds,
+            plan.lower_bound_seconds,
+            plan.slowdown,
+        )
+        for plan in plans
+    )
+
+
+def cells_of(point: Point) -> tuple[object, ...]:
+    """Return the figures of a point, in the order of :data:`POINT_COLUMNS`."""
+    return tuple(getattr(point, column.name) for column in POINT_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -57,44 +90,14 @@ class Frontier:
     @property
     def rows(self) -> tuple[Point, ...]:
         """The figures of the plans, one point a plan."""
-        return tuple(
-            Point(
-                plan.budget_bytes or plan.peak_bytes,
-                plan.peak_bytes,
-                plan.saved_bytes,
-                plan.extra_seconds,
-                plan.lower_bound_seconds,
-                plan.slowdown,
-            )
-            for plan in self.plans
-        )
+        return points_of(self.plans)
 
     def table(self) -> Table:
         """Return the points as a table, with the shadow price of memory at each budget."""
-        columns = (
-            Column("budget_bytes", "budget", format_bytes, is_number=True),
-            Column("peak_bytes", "peak", format_bytes, is_number=True),
-            Column("saved_bytes", "saved", format_bytes, is_number=True),
-            Column("recompute_seconds", "extra time", format_seconds, is_number=True),
-            Column("share", "of the step", lambda v: f"{v:+.2%}", is_number=True),
-            Column("lower_bound_seconds", "least possible", format_seconds, is_number=True),
-            Column("price", "price a MiB", format_seconds, is_number=True),
-        )
+        price = Column("price", "price a MiB", format_seconds, is_number=True)
         rows = zip(self.rows, self.plans, strict=True)
         return Table(
-            columns,
-            tuple(
-                (
-                    p.budget_bytes,
-                    p.peak_bytes,
-                    p.saved_bytes,
-                    p.recompute_seconds,
-                    p.share,
-                    p.lower_bound_seconds,
-                    plan.price,
-                )
-                for p, plan in rows
-            ),
+            (*POINT_COLUMNS, price), tuple((*cells_of(point), plan.price) for point, plan in rows)
         )
 
     def __str__(self) -> str:
