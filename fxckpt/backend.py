@@ -88,9 +88,9 @@ OPTIONS = (
     "tile",
 )
 SCOPES = ("step", "graph")
+"""What a budget is for: all graphs of a step, or each graph alone."""
 IDLE_STEPS = 3
 """Steps of optimizers after which a backend that compiles nothing tells of it."""
-"""What a budget is for: all graphs of a step, or each graph alone."""
 
 
 class Backend:
