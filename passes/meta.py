@@ -14,7 +14,7 @@ NAME = "fxckpt_name"
 RECOMPUTE_OF = "fxckpt_recompute_of"
 """Marks a copy in the backward; holds the name of the forward node it repeats."""
 
-IS_RECOMPUTE = "fxckpt_runs_again"
+IS_RECOMPUTE = "fxckpt_is_recompute"
 """Marks a copy of an op; copies of views and of items of a tuple lack it."""
 
 NEVER_STORED = "fxckpt_never_stored"
@@ -23,7 +23,7 @@ NEVER_STORED = "fxckpt_never_stored"
 FIRST_RUN_OF = "fxckpt_first_run_of"
 """Marks the forward's call of a random op that also returns the generator state; holds its name."""
 
-CHECKSUM_OF = "fxckpt_digest_of"
+CHECKSUM_OF = "fxckpt_checksum_of"
 """Marks a checksum, or filled memory, that may be saved beside the plan; holds its op's name."""
 
 ORDER = "fxckpt_order"
@@ -35,7 +35,7 @@ MODEL = "fxckpt_model"
 DEVICE = "fxckpt_device"
 """On a graph module: holds the name of the GPU that it is planned for, where a user named one."""
 
-VIEW_OF = "fxckpt_shows"
+VIEW_OF = "fxckpt_view_of"
 """Marks a saved view; holds the name of the value it aliases."""
 
 AWAY = "fxckpt_away"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxckpt.eager.region_plan import CallKey, Consumer, RegionPlan, Rerun, unplanned
+from fxckpt.eager.region_plan import CallKey, Consumer, RegionPlan, RegionRecompute, unplanned
 from fxckpt.eager.tape import Call, TensorVersion
 from fxckpt.eager.tape_to_fx import graph_of
 from fxckpt.errors import CaptureError
@@ -68,7 +68,7 @@ def region_plan_of(
         keys=tuple(keys),
         packed=packed,
         kept=_kept(facts, plan, calls),
-        reruns=_reruns(facts, plan),
+        recomputes=_recomputes(facts, plan),
         consumers=_consumers(facts),
         end=len(facts.program.backward),
     )
@@ -140,7 +140,7 @@ def _kept(facts: Facts, plan: Plan, calls: Sequence[Call]) -> dict[int, frozense
     return {number: frozenset(which) for number, which in kept.items()}
 
 
-def _reruns(facts: Facts, plan: Plan) -> tuple[Rerun, ...]:
+def _recomputes(facts: Facts, plan: Plan) -> tuple[RegionRecompute, ...]:
     program = facts.program
     position = {op.name: i for i, op in enumerate(program.backward)}
     op_of = {op.name: op for op in program.ops}
@@ -158,7 +158,7 @@ def _reruns(facts: Facts, plan: Plan) -> tuple[Rerun, ...]:
             until[latest[run.name]] = starts[i]
         latest[run.name] = i
     numbers = [_number(facts.op_node[run.name]) for run in plan.schedule]
-    return tuple(map(Rerun, numbers, starts, last_reader, until))
+    return tuple(map(RegionRecompute, numbers, starts, last_reader, until))
 
 
 def _consumers(facts: Facts) -> dict[int, Consumer]:

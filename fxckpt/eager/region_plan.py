@@ -16,7 +16,7 @@ CallKey = tuple[Any, tuple[int, ...] | None, torch.dtype | None]
 
 
 @dataclass(frozen=True)
-class Rerun:
+class RegionRecompute:
     """One recompute of a call in the backward."""
 
     call: int
@@ -24,7 +24,7 @@ class Rerun:
     position: int
     """Index of the first backward op that reads its results."""
     last_reader: int
-    """Index of the last rerun that reads its results; its own index if none does."""
+    """Index of the last recompute that reads its results; its own index if none does."""
     until: int
     """Position of the next recompute of the call, where its results stop being used."""
 
@@ -51,7 +51,7 @@ class RegionPlan:
     """Number of calls before each tensor that autograd saved; depends on the inputs' gradients."""
     kept: Mapping[int, frozenset[int]]
     """Positions of the kept results of each call."""
-    reruns: tuple[Rerun, ...]
+    recomputes: tuple[RegionRecompute, ...]
     """Recomputes in the order of the backward."""
     consumers: Mapping[int, Consumer]
     """Backward ops of each call that has a gradient."""
@@ -73,7 +73,7 @@ class RegionPlan:
 def unplanned(keys: Sequence[CallKey], packed: tuple[int, ...]) -> RegionPlan:
     """Return the plan of a region that keeps nothing."""
     return RegionPlan(
-        plan=None, keys=tuple(keys), packed=packed, kept={}, reruns=(), consumers={}, end=0
+        plan=None, keys=tuple(keys), packed=packed, kept={}, recomputes=(), consumers={}, end=0
     )
 
 

@@ -126,26 +126,26 @@ def deliver(handles: Iterable[Handle], made: Mapping[TensorVersion, Tensor]) -> 
 
 def advance(tape: Tape, plan: PlannedReplay, here: int) -> None:
     """Run the planned recomputes up to position ``here`` of the backward."""
-    reruns = plan.region_plan.reruns
+    recomputes = plan.region_plan.recomputes
     first = plan.done
-    while plan.done < len(reruns) and reruns[plan.done].position <= here:
+    while plan.done < len(recomputes) and recomputes[plan.done].position <= here:
         plan.done += 1
     if plan.done == first:
         return
-    due = {rerun.call: rerun for rerun in reruns[first : plan.done]}
+    due = {recompute.call: recompute for recompute in recomputes[first : plan.done]}
     asked = [
         h
         for h in tape.live()
         if h.version.kept is None
-        and (rerun := due.get(plan.roots[h])) is not None
-        and rerun.position <= plan.positions[h] < rerun.until
+        and (recompute := due.get(plan.roots[h])) is not None
+        and recompute.position <= plan.positions[h] < recompute.until
     ]
     held: dict[TensorVersion, int] = {}
-    for rerun in due.values():
-        call = plan.calls[rerun.call]() if rerun.call in plan.calls else None
-        if call is not None and rerun.last_reader >= plan.done:
+    for recompute in due.values():
+        call = plan.calls[recompute.call]() if recompute.call in plan.calls else None
+        if call is not None and recompute.last_reader >= plan.done:
             held |= {
-                version: rerun.last_reader
+                version: recompute.last_reader
                 for ref in call.outputs
                 if (version := ref()) is not None and version.storage not in plan.written
             }

@@ -283,7 +283,7 @@ class PlannedReplay:
     ) -> None:
         self.region_plan = region_plan
         self.written = written
-        due = {rerun.call for rerun in region_plan.reruns}
+        due = {recompute.call for recompute in region_plan.recomputes}
         self.calls = {call.number: weakref.ref(call) for call in calls if call.number in due}
         self.roots: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self.positions: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
@@ -299,11 +299,11 @@ class PlannedReplay:
     def begin(self) -> None:
         """Forget the recomputed tensors of the last backward."""
         self.done = 0
-        """Number of reruns so far."""
+        """Number of recomputes so far."""
         self.made: dict[TensorVersion, Tensor] = {}
-        """Recomputed tensors that later reruns read."""
+        """Recomputed tensors that later recomputes read."""
         self.held_until: dict[TensorVersion, int] = {}
-        """Index of the last rerun that reads each of them."""
+        """Index of the last recompute that reads each of them."""
 
 
 def base_of(version: TensorVersion) -> TensorVersion:

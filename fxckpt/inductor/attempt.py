@@ -160,7 +160,9 @@ class CandidateLowerer:
         lowering = self._lower_halves(
             forward, backward, limit, is_whole=is_whole, may_free_early=plan.keeps_order
         )
-        plan = replace(plan, compiled_peak_bytes=lowering.peak_bytes, lets_go=lowering.frees_early)
+        plan = replace(
+            plan, compiled_peak_bytes=lowering.peak_bytes, frees_early=lowering.frees_early
+        )
         emission = replace(emission, halves=(forward, backward), plan=plan)
         halves = emit_halves(emission, FREE_EARLY)
         log.debug(

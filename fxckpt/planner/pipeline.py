@@ -247,7 +247,7 @@ def _changes_layout(state: Emission) -> bool:
 
 
 def _frees_early(state: Emission) -> bool:
-    return state.plan.lets_go
+    return state.plan.frees_early
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ class Plan:
 
     It is False for a plan that is the choice of torch's own partitioner.
     """
-    lets_go: bool = False
+    frees_early: bool = False
     """Whether the compiled backward frees memory that Inductor would keep for a later buffer.
 
     It is True only if the plan is over the budget otherwise.

@@ -56,13 +56,13 @@ def level_of(program: Program, candidate: Candidate) -> Level:
     return Level(
         held,
         int(live[:first].max(initial=0)),
-        max(held, int(live[first:].max(initial=0)) - outside_bytes(program)),
+        max(held, int(live[first:].max(initial=0)) - boundary_bytes(program)),
         simulation.extra_seconds,
         simulation.away_bytes,
     )
 
 
-def outside_bytes(program: Program) -> int:
+def boundary_bytes(program: Program) -> int:
     """Return the bytes of the forward's outputs and of the incoming gradients."""
     tables = program.tables
     return int(tables.bytes[tables.is_output].sum()) + program.tangent_bytes
@@ -121,7 +121,7 @@ class LevelSearch:
             seen.refine(limit, search.refined_along, (), 0)
         exact: list[Candidate] = []
         if room is not None:
-            limit = room + outside_bytes(program)
+            limit = room + boundary_bytes(program)
             if seen.bounds.peak_bytes <= limit:
                 seen.fit(limit, search.factors)
                 seen.refine(limit, search.refined, search.perturbations, search.exact_states)

@@ -94,7 +94,7 @@ def stall_seconds(movable: Movable, first: dict[int, int], last: dict[int, int])
     """
     link, starts = movable.link, movable.starts
     nbytes, made, read = movable.bytes.tolist(), movable.made.tolist(), movable.read.tolist()
-    # What happens at a position, before its op: 0 a value's send begins, 1 its memory is let go,
+    # What happens at a position, before its op: 0 a value's send begins, 1 its memory is freed,
     # 2 its fetch begins, those that are read first before others, 3 it is read.
     events: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for i in first:

@@ -14,7 +14,7 @@ from fxckpt.planner.planner import LevelChooser
 from fxckpt.planner.ranks import Ranks
 from fxckpt.planner.together import searched_together
 from fxckpt.plans.types import Plan, schedule_of
-from fxckpt.solver.levels import Level, LevelFamily, LevelSearch, level_of, outside_bytes
+from fxckpt.solver.levels import Level, LevelFamily, LevelSearch, boundary_bytes, level_of
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import Schedule, save_all
 from fxckpt.solver.search import Candidate, PriceSearch, SearchResult
@@ -126,7 +126,7 @@ class StepGraph:
             self._program = program
             self.baseline_alone = plan.baseline_peak_bytes
             if plan.budget_bytes is not None:
-                self.room = plan.budget_bytes - outside_bytes(program)
+                self.room = plan.budget_bytes - boundary_bytes(program)
             candidate = _candidate(program, schedule_of(plan))
             ratios = _ratios(program, candidate, plan)
             self.entries = [Entry(program, candidate, None, ratios, run, plan)]
@@ -364,7 +364,7 @@ def _ratios(program: Program, candidate: Candidate, plan: Plan) -> tuple[float, 
     simulated = level_of(program, candidate)
     compiled = (plan.compiled_peak_bytes or plan.peak_bytes) / max(1, plan.peak_bytes)
     forward = max(plan.profile[: plan.forward_ops], default=0)
-    backward = max(plan.profile[plan.forward_ops :], default=0) - outside_bytes(program)
+    backward = max(plan.profile[plan.forward_ops :], default=0) - boundary_bytes(program)
     return (
         compiled * forward / max(1, simulated.forward_bytes),
         compiled * max(backward, simulated.held_bytes) / max(1, simulated.backward_bytes),

@@ -80,9 +80,9 @@ def test_freeing_early_never_takes_more_memory() -> None:
     ).any()
 
 
-@pytest.mark.parametrize(("more_bytes", "lets_go"), [(64, False), (2**20, True)])
+@pytest.mark.parametrize(("more_bytes", "frees_early"), [(64, False), (2**20, True)])
 def test_backward_frees_early_only_over_the_budget(
-    monkeypatch: pytest.MonkeyPatch, more_bytes: int, lets_go: bool
+    monkeypatch: pytest.MonkeyPatch, more_bytes: int, frees_early: bool
 ) -> None:
     """A plan frees early if keeping buffers exceeds the budget, and when it is applied too."""
     lower = Lowerings.lower
@@ -102,14 +102,18 @@ def test_backward_frees_early_only_over_the_budget(
         Joint(joint, count)
     )
     assert plan.keeps_order
-    assert plan.lets_go == lets_go == any(FREES_EARLY in node.meta for node in backward.graph.nodes)
+    assert (
+        plan.frees_early
+        == frees_early
+        == any(FREES_EARLY in node.meta for node in backward.graph.nodes)
+    )
     assert plan.compiled_peak_bytes is not None and plan.budget_bytes is not None
     assert plan.compiled_peak_bytes <= plan.budget_bytes
     again, _ = inductor_joint(*skips())
     forward, backward, _ = InductorPlanner(Planner(known=(plan,), cost="flops")).partition(
         Joint(again, count)
     )
-    assert lets_go == any(FREES_EARLY in node.meta for node in backward.graph.nodes)
+    assert frees_early == any(FREES_EARLY in node.meta for node in backward.graph.nodes)
     assert not any(FREES_EARLY in node.meta for node in forward.graph.nodes)
 
 

@@ -316,7 +316,7 @@ def _save_before_the_wait(graph: fx.Graph) -> None:
 
 
 def _let_go_before_the_last_reader(graph: fx.Graph) -> None:
-    """A value is let go right after it is sent, before the forward has read it."""
+    """A value is freed right after it is sent, before the forward has read it."""
     for node in graph.find_nodes(op="call_function", target=sent):
         node.args[0].append(node)
 

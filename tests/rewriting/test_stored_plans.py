@@ -103,7 +103,7 @@ def test_missing_plan_field_takes_default() -> None:
     figures = {
         name: value
         for name, value in json.loads(plan.to_json()).items()
-        if name not in ("form", "checksum", "lets_go")
+        if name not in ("form", "checksum", "frees_early")
     }
     digest = hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()
     older = {"form": "fxckpt plan 1", "checksum": digest[:16], **figures}

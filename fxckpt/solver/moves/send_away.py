@@ -2,9 +2,9 @@
 
 For one schedule of recomputes and a limit on the peak: values are chosen in the order in which the
 forward computes them, until the bytes over the limit are covered at every op. Those are the first
-on the link and the last that the backward reads. Each is let go where memory is needed, at the
-latest, and fetched as late as its copy allows without a wait, or later, if memory is short. The
-simulator charges what waits are left.
+on the link and the last that the backward reads. The memory of each is freed where it is needed, at
+the latest, and the value is fetched as late as its copy allows without a wait, or later, if memory
+is short. The simulator charges what waits are left.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ NO_TRACE = {"trace.enabled": False}
 FREEING_EARLY = {"allow_buffer_reuse": False}
 """Options of a half that frees each buffer after its last reader."""
 
-FREES_EARLY = "fxckpt_lets_go"
+FREES_EARLY = "fxckpt_frees_early"
 """Key in the metadata of the nodes of a half that is compiled with :data:`FREEING_EARLY`."""
 
 WRITTEN_IN_PLACE = ("index_put", "_scatter", "auto_functionalized", "triton_kernel_wrapper")

@@ -35,7 +35,7 @@ def sending_the_sine(joint: fx.GraphModule) -> tuple[Facts, Plan, Rematerialized
 
 
 def test_moves_a_value_of_a_layer() -> None:
-    """It is sent once it is computed, let go after its last reader, and fetched for the next."""
+    """It is sent once it is computed, freed after its last reader, and fetched for the next."""
     joint = traced(layer, torch.ones(4), torch.ones(4))
     facts, plan, result = sending_the_sine(joint)
     result = move(joint, result, facts, plan, 7)
