@@ -245,9 +245,7 @@ class StepLevels:
         for each in dict.fromkeys(learned.calls):
             if each.ranks is None:  # The others need not have more.
                 each.learn_levels()
-        choice = _choose(more, known.sizes, limit)
-        fits = choice.peak_bytes <= limit
-        return replace(known, learned=more, choice=choice) if fits else known
+        return replace(known, learned=more, choice=_choose(more, known.sizes, limit))
 
     def another(
         self, done: Sequence[RecordedCall], graph: StepGraph, sizes: Sizes

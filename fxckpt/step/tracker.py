@@ -8,13 +8,11 @@ takes the level that was chosen for its place in the step.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fxckpt import budgets
 from fxckpt.errors import BudgetInfeasible, InvalidOption
@@ -22,6 +20,7 @@ from fxckpt.planner.planner import infeasible
 from fxckpt.planner.ranks import Ranks
 from fxckpt.reports.step_report import StepReport
 from fxckpt.solver.step_choice import Moment
+from fxckpt.step.begin import StepBegin
 from fxckpt.step.flight import Flight
 from fxckpt.step.graph import Sizes, StepGraph
 from fxckpt.step.levels import Settled, StepLevels, sizes_with
@@ -72,18 +71,12 @@ class StepTracker:
         self._levels = StepLevels(budget)
         self._warnings = StepWarnings(strict=strict)
         self._lock = threading.RLock()
-        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        """Outermost modules, whose forwards are the begins of steps."""
-        self._entered: int | None = None
-        """Bytes allocated when the latest such forward began."""
+        self._beginning = StepBegin()
         self._record = StepRecord()
         self._flights: dict[int, int] = {}
         """Bytes held by each call in flight, by its number."""
         self._current: Settled | None = None
         """Levels chosen for this step; None while it is learned."""
-        self._leaves = WeakIdKeyDictionary()
-        """Parameters whose gradients are accumulated."""
-        self._seen_optimizer = False
         self._forward_ended: tuple[StepGraph, int] | None = None
         """Graph of the latest forward, and the bytes allocated at its end, until code follows."""
         self._backward: object | None = None
@@ -124,10 +117,7 @@ class StepTracker:
             start = self._restart()
             step = self._record
             step.calls.append(call)
-            if not self._seen_optimizer:
-                for arg in args:
-                    if isinstance(arg, torch.Tensor) and arg.is_leaf and arg.requires_grad:
-                        self._leaves[arg] = None
+            self._beginning.note_leaves(args)
         try:
             outputs, call = self._run(number, call, args)
         except BaseException as error:
@@ -360,13 +350,7 @@ class StepTracker:
             levels.meter = StepMeter(graph.device)
             after_optimizers(self._optimizer_stepped)
         meter = levels.meter
-        if meter.base is None or not self._seen_optimizer:
-            # Gradients that an earlier backward accumulated are the step's; once an optimizer was
-            # seen, it is its steps that part them.
-            held = sum(p.grad.nbytes for p in self._leaves if p.grad is not None)
-            allocated = meter.allocated()
-            meter.base = min(allocated, self._entered or allocated) - held
-        self._entered = None
+        self._beginning.find(meter)
         self._refused = meter.refused()
         self._watch_root()
         levels.ask_free()
@@ -387,19 +371,18 @@ class StepTracker:
         What code before that graph allocates is the step's, such as parameters that are gathered.
         """
         root = outermost_module()
-        if root is not None and root not in self._roots:
-            self._roots.add(root)
+        if root is not None and self._beginning.note_root(root):
             before_forward(root, self._enter_root)
 
     def _enter_root(self) -> None:
         """Note the bytes allocated before a step that may begin."""
         with self._lock:
             if self._levels.meter is not None and not self._flights:
-                self._entered = self._meter.allocated()
+                self._beginning.entered = self._meter.allocated()
 
     def _optimizer_stepped(self) -> None:
         with self._lock:
-            self._seen_optimizer = True
+            self._beginning.has_optimizer = True
             if not self._flights:
                 if self._record.calls:
                     self._end()
@@ -427,6 +410,7 @@ class StepTracker:
     def _finish(self) -> None:
         """End the step: learn from its record, and compare its peak with the budget."""
         record, self._record = self._record, StepRecord()
+        self._beginning.note_end(self._meter)
         if not record.calls or not record.is_of_the_step_alone:
             return
         self.last = record

@@ -1,0 +1,79 @@
+"""Bytes allocated before a step begins, without the gradients of earlier backwards."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fxckpt.step.measure import StepMeter
+from fxckpt.torch_private import parts_of
+
+
+class StepBegin:
+    """Knows what was allocated before a step, and what is the step's though it was there.
+
+    Gradients that an earlier backward accumulated are the step's. Once an optimizer was seen, it is
+    its steps that part them, and in between there is nothing to find out.
+    """
+
+    def __init__(self) -> None:
+        self.entered: int | None = None
+        """Bytes allocated when the outermost module was called."""
+        self.has_optimizer = False
+        """Whether an optimizer was seen to step."""
+        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """Outermost modules, whose forwards are the begins of steps."""
+        self._leaves = WeakIdKeyDictionary()
+        """Parameters of graphs whose gradients are accumulated."""
+        self._left = 0
+        """Bytes of the latest step that were still allocated at its end."""
+
+    def note_leaves(self, args: Sequence[Any]) -> None:
+        """Note the parameters among the arguments of a call."""
+        if not self.has_optimizer:
+            for arg in args:
+                if isinstance(arg, torch.Tensor) and arg.is_leaf and arg.requires_grad:
+                    self._leaves[arg] = None
+
+    def note_root(self, root: torch.nn.Module) -> bool:
+        """Note an outermost module; return whether it is new."""
+        is_new = root not in self._roots
+        self._roots.add(root)
+        return is_new
+
+    def note_end(self, meter: StepMeter) -> None:
+        """Note what a step that ended has left."""
+        if not self.has_optimizer:
+            self._left = max(0, meter.allocated() - meter.start)
+
+    def find(self, meter: StepMeter) -> None:
+        """Set the bytes allocated before a step that begins.
+
+        Only some of the gradients are those of parameters: wrappers that shard these keep sums of
+        their own, and a loop may hold the outputs of the micro-batch before. So while there are
+        gradients, all that the step before has left, and that may be there still, is this step's.
+        """
+        before, self.entered = self.entered, None
+        if meter.base is not None and self.has_optimizer:
+            return
+        allocated = meter.allocated()
+        if before is not None:
+            allocated = min(allocated, before)
+        held = self._gradient_bytes()
+        base = allocated - held
+        if meter.base is not None and held:
+            base = min(base, max(meter.base, allocated - self._left))
+        meter.base = base
+
+    def _gradient_bytes(self) -> int:
+        """Return the bytes of the gradients of all parameters that are known."""
+        parameters = {id(p): p for root in self._roots for p in root.parameters()}
+        parameters |= {id(p): p for p in self._leaves}
+        gradients = (p.grad for p in parameters.values())
+        return sum(
+            part.nbytes for g in gradients if g is not None for part in (*parts_of(g),) or (g,)
+        )
