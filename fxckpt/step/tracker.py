@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from fxckpt import budgets
 from fxckpt.errors import BudgetInfeasible, InvalidOption
 from fxckpt.planner.planner import infeasible
