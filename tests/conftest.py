@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
+
+# The workers have more threads than there are cores. A thread that spins while it waits takes the
+# core from the one that it waits for; OpenMP reads this once, when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
@@ -15,6 +21,12 @@ from fxckpt.utils.cache_folder import cache_dir
 settings.register_profile("default", deadline=None, max_examples=15, derandomize=True)
 settings.register_profile("sweep", deadline=None, max_examples=1000)
 settings.load_profile("default")
+
+
+def pytest_collection_finish() -> None:
+    """Leave the million objects of modules and tests, which no test frees, out of collections."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
