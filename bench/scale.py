@@ -15,7 +15,7 @@ from tabulate import tabulate
 
 from fxckpt.costs.models import checked
 from fxckpt.costs.roofline import Roofline
-from fxckpt.passes.analysis.joint import collect
+from fxckpt.passes.analysis.joint import read_facts
 from fxckpt.planner.capture import capture_joint
 from fxckpt.planner.pipeline import prepare
 from fxckpt.solver.search import PriceSearch
@@ -37,7 +37,7 @@ def main(layers: list[int]) -> None:
         prepare(joint)
         peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.perf_counter()
-        facts = collect(joint.module, num_fwd_outputs=joint.num_fwd_outputs, cost=checked(COST))
+        facts = read_facts(joint.module, num_fwd_outputs=joint.num_fwd_outputs, cost=checked(COST))
         collected = time.perf_counter()
         found = PriceSearch()(facts.program, lambda baseline: baseline // 2)
         done = time.perf_counter()

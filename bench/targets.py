@@ -17,7 +17,7 @@ from tabulate import tabulate
 
 from fxckpt.costs.models import CostModel, FlopCost, checked
 from fxckpt.costs.roofline import Roofline
-from fxckpt.passes.analysis.joint import collect
+from fxckpt.passes.analysis.joint import read_facts
 from fxckpt.passes.graphs import Joint
 from fxckpt.planner.capture import capture_joint
 from fxckpt.planner.pipeline import prepare
@@ -44,7 +44,7 @@ class Target:
 
     def program(self) -> Program:
         """Return the solver's program of the graph."""
-        facts = collect(
+        facts = read_facts(
             self.joint.module, num_fwd_outputs=self.joint.num_fwd_outputs, cost=checked(self.cost)
         )
         return facts.program if self.with_gradients else without_gradients(facts.program)

@@ -95,7 +95,7 @@ def planned(name: str, joint: Joint, megabytes: int, device: str, tile: Any = No
     )
     begin = time.perf_counter()
     try:
-        _, _, plan = planner.planned(joint)
+        _, _, plan = planner.plan_with_tiles(joint)
     except BudgetInfeasible as error:
         took = time.perf_counter() - begin
         return TiledRow(name, f"{megabytes} MB", error.floor_bytes, None, error.floor_bytes, took)

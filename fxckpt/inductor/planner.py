@@ -77,7 +77,7 @@ class InductorPlanner:
             return self._applied(planner, joint)
         if planner.ranks is not None and planner.level is None:
             return self._planned_together(planner.ranks, joint, lines, given)
-        halves = self._searched(joint, lines, given)
+        halves = self._halves_by_search(joint, lines, given)
         if self.store is not None and key is not None:
             self.store.keep(key, halves[2])
         log_plan(halves[2], time.perf_counter() - begin)
@@ -100,7 +100,7 @@ class InductorPlanner:
         found: list[PlannedHalves] = []
 
         def choose(_: Sequence[None]) -> Plan:
-            found.append(self._searched(joint, lines, given))
+            found.append(self._halves_by_search(joint, lines, given))
             return replace(found[0][2], step=None)
 
         plan = ranks.decide("the plan of a graph", None, choose)
@@ -108,9 +108,9 @@ class InductorPlanner:
             return found[0]
         if is_of_graph(plan, lines):
             return self._applied(replace(self.planner, known=(plan,)), joint)
-        return self._searched(joint, lines, given)
+        return self._halves_by_search(joint, lines, given)
 
-    def _searched(
+    def _halves_by_search(
         self, joint: Joint, lines: tuple[str, ...], given: Mapping[str, Any]
     ) -> PlannedHalves:
         """Return the halves of the plan that a search finds."""

@@ -163,5 +163,5 @@ def plan(
     with searching("plan"):
         joint = capture_joint(model_or_fn, args, kwargs, target)
         prepare(joint)
-        _, _, plan = planner.planned(joint)
+        _, _, plan = planner.plan_with_tiles(joint)
     return plan

@@ -31,6 +31,7 @@ from fxckpt.passes.inductor.isolate_matmuls import isolate_matmuls
 from fxckpt.passes.inductor.preserve_strides import preserve_strides
 from fxckpt.passes.inductor.save_views import save_views
 from fxckpt.passes.inductor.sink_reshapes import sink_reshapes
+from fxckpt.passes.invariants import verify
 from fxckpt.passes.transforms.bind_sizes import bind_sizes
 from fxckpt.passes.transforms.in_place import write_in_place
 from fxckpt.passes.transforms.merge_common_subexpressions import merge_common_subexpressions
@@ -42,7 +43,6 @@ from fxckpt.passes.transforms.recompute_checks import insert_checks
 from fxckpt.passes.transforms.rematerialize import Rematerialized, rematerialize
 from fxckpt.passes.transforms.storage_copies import copy_whole_storages
 from fxckpt.passes.transforms.take_names import take_names
-from fxckpt.passes.transforms.verify import verify
 from fxckpt.plans.types import Plan
 from fxckpt.torch_private import unwrap_syncs, wrap_syncs
 from fxckpt.torch_private.inductor.layouts import changes_layout

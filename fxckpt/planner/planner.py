@@ -30,7 +30,7 @@ from fxckpt.passes.analysis.budget_regions import (
 from fxckpt.passes.analysis.fingerprint import fingerprint, refuse_another_graph, refuse_unknown_ops
 from fxckpt.passes.analysis.graph_memory import inner_bytes
 from fxckpt.passes.analysis.graph_snapshot import snapshot_of
-from fxckpt.passes.analysis.joint import Facts, Workspace, collect, no_workspace
+from fxckpt.passes.analysis.joint import Facts, Workspace, no_workspace, read_facts
 from fxckpt.passes.analysis.policy_values import values_of
 from fxckpt.passes.graphs import Joint
 from fxckpt.passes.transforms.move import movable_storages
@@ -103,7 +103,7 @@ class Planner:
                 fused = frozenset(
                     n for n in joint.module.graph.nodes if n.name in plan.never_stored
                 )
-                facts = collect(
+                facts = read_facts(
                     joint.module,
                     num_fwd_outputs=joint.num_fwd_outputs,
                     cost=checked(FlopCost()),
@@ -119,13 +119,13 @@ class Planner:
         if self.budget is not None:
             warn_of_unbounded_sizes(joint.module.graph, self.budget)
         try:
-            facts, plan = self._searched(joint)
+            facts, plan = self._plan_by_search(joint)
         except BudgetInfeasible as error:
             raise self._with_tile_hint(error, joint) from error
         log_plan(plan, time.perf_counter() - begin)
         return facts, plan
 
-    def _searched(self, joint: Joint) -> tuple[Facts, Plan]:
+    def _plan_by_search(self, joint: Joint) -> tuple[Facts, Plan]:
         """Return the facts and the plan of a joint graph without a known one."""
         device = device_of(joint.module.graph)
         is_free = self.budget is None and self.level is None
@@ -148,7 +148,7 @@ class Planner:
         )
         return facts, replace(described, graph=self.lines(joint.module.graph))
 
-    def planned(self, joint: Joint) -> tuple[Joint, Facts, Plan]:
+    def plan_with_tiles(self, joint: Joint) -> tuple[Joint, Facts, Plan]:
         """Return the graph that is emitted, tiled where that was asked for and gains, and its plan.
 
         Raises what :meth:`plan` raises, and :class:`InvalidOption` for what excludes tiles.
@@ -173,7 +173,7 @@ class Planner:
         pricer = TilePricer(
             self.tile,
             self.budget,
-            lambda graph, budget: replace(self, budget=budget)._searched(graph),
+            lambda graph, budget: replace(self, budget=budget)._plan_by_search(graph),
             lambda graph: self.read(graph, bind_preferences=is_free)[0].program,
         )
         choice = pricer(joint)
@@ -186,7 +186,7 @@ class Planner:
         if self.tile is not None or not takes_tiles or self.ranks or self.level:
             return error
         found = reach(
-            joint, lambda graph, budget: replace(self, budget=budget)._searched(graph), error
+            joint, lambda graph, budget: replace(self, budget=budget)._plan_by_search(graph), error
         )
         return error if found is None else offering_tiles(error, found)
 
@@ -336,7 +336,7 @@ class Planner:
         cost = checked(resolve(self.cost, device, named=self.device, replays=self.replays))
         measured = self.measured() if workspace is None else workspace
         decided = self._decided(joint)
-        facts = collect(
+        facts = read_facts(
             joint.module,
             num_fwd_outputs=joint.num_fwd_outputs,
             cost=cost,
@@ -429,7 +429,7 @@ class Planner:
         """Return the policy's answer for each op of the forward."""
         if self.policy is None:
             return {}
-        facts = collect(
+        facts = read_facts(
             joint.module, num_fwd_outputs=joint.num_fwd_outputs, cost=checked(FlopCost())
         )
         values = values_of(facts)
@@ -445,7 +445,7 @@ class Planner:
         """
         prepare(joint)
         begin = time.perf_counter()
-        joint, facts, plan = self.planned(joint)
+        joint, facts, plan = self.plan_with_tiles(joint)
         log.debug("plan took %.1f ms", 1e3 * (time.perf_counter() - begin))
         return (*emit_halves(self.emission(joint, facts, plan)), plan)
 

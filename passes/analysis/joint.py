@@ -306,7 +306,7 @@ class _ProgramReader:
         )
 
 
-def collect(
+def read_facts(
     joint: fx.GraphModule,
     *,
     num_fwd_outputs: int,

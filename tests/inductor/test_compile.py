@@ -20,7 +20,7 @@ from fxckpt.costs.models import FlopCost, checked
 from fxckpt.inductor.attempt import default_candidate
 from fxckpt.inductor.memory import backward_bytes, lower_backward
 from fxckpt.inductor.planner import InductorPlanner
-from fxckpt.passes.analysis.joint import collect, no_workspace
+from fxckpt.passes.analysis.joint import no_workspace, read_facts
 from fxckpt.passes.graphs import Joint
 from fxckpt.passes.inductor.execution_order import ORDER
 from fxckpt.planner.planner import Planner
@@ -163,7 +163,7 @@ def test_recomputations_wait_for_their_turn() -> None:
     """In its own order Inductor fuses recomputations of layers that read the same inputs."""
     model = nn.Sequential(*(Attention() for _ in range(3)))
     joint, count = inductor_joint(model, torch.randn(4, 64, 32))
-    facts = collect(joint, num_fwd_outputs=count, cost=checked(FlopCost()))
+    facts = read_facts(joint, num_fwd_outputs=count, cost=checked(FlopCost()))
     forward, backward, plan = InductorPlanner(Planner(budget=900_000, cost="flops")).partition(
         Joint(joint, count)
     )

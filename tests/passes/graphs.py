@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.costs.models import FlopCost
-from fxckpt.passes.analysis.joint import Facts, collect
+from fxckpt.passes.analysis.joint import Facts, read_facts
 from fxckpt.passes.graphs import Joint
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan
@@ -73,7 +73,7 @@ def planned(joint: fx.GraphModule, *, recomputes: bool = True) -> tuple[Facts, P
 
 def facts_of(joint: fx.GraphModule, **options: Any) -> Facts:
     """The facts of a joint graph with one forward output."""
-    return collect(joint, num_fwd_outputs=1, cost=FlopCost(), **options)
+    return read_facts(joint, num_fwd_outputs=1, cost=FlopCost(), **options)
 
 
 def chain(primals: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:

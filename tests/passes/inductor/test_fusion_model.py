@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from fxckpt.costs.models import FlopCost, checked
-from fxckpt.passes.analysis.joint import Facts, collect
+from fxckpt.passes.analysis.joint import Facts, read_facts
 from fxckpt.passes.inductor.fusion_model import FusionModel
 from fxckpt.torch_private.inductor.default_partitioner import fuses
 from tests.joints import plain_joint
@@ -31,7 +31,7 @@ def never_stored(
 
 def facts(function: Callable[..., Any], *inputs: Tensor) -> Facts:
     joint, count = plain_joint(function, *inputs)
-    return collect(
+    return read_facts(
         joint,
         num_fwd_outputs=count,
         cost=checked(FlopCost()),
@@ -133,7 +133,7 @@ def test_facts_move_to_a_copied_graph() -> None:
     """Nodes in facts are replaced by those of the same names."""
     joint, count = plain_joint(chain, x(), x())
     kernels = FusionModel(fuses)(joint.graph)
-    found = collect(joint, num_fwd_outputs=count, cost=checked(FlopCost()), never_stored=kernels)
+    found = read_facts(joint, num_fwd_outputs=count, cost=checked(FlopCost()), never_stored=kernels)
     copied = torch.fx.Graph()
     copied.graph_copy(joint.graph, {})
     moved = found.moved_to(joint.graph)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxckpt.errors import VerifyError
 from fxckpt.passes.analysis.graph_memory import emitted_peak
 from fxckpt.passes.graphs import Joint
-from fxckpt.passes.transforms.verify import verify
+from fxckpt.passes.invariants import verify
 from fxckpt.planner.planner import Planner
 from fxckpt.policies import as_policy
 from tests.passes.graphs import chain, text_of, traced

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fxckpt.errors import VerifyError
 from fxckpt.passes.analysis.graph_memory import emitted_peak
-from fxckpt.passes.transforms.verify import verify
+from fxckpt.passes.invariants import verify
 from fxckpt.planner.capture import capture_joint
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan

@@ -1,4 +1,4 @@
-"""Verify: check the invariants of an emitted forward and backward, whatever the plan.
+"""Invariants of an emitted forward and backward, which hold whatever the plan.
 
 The forward reads no tangent. Every input of the backward is a tangent, an input, a saved value or a
 generator state. A random op is recomputed only under the generator state of its first run. The
