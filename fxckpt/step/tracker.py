@@ -19,13 +19,12 @@ from fxckpt.planner.ranks import Ranks
 from fxckpt.reports.step_report import StepReport
 from fxckpt.solver.step_choice import Moment
 from fxckpt.step.begin import StepBegin
-from fxckpt.step.flight import Flight
+from fxckpt.step.flight import Flight, RunningBackwards
 from fxckpt.step.graph import Sizes, StepGraph
 from fxckpt.step.levels import Settled, StepLevels, sizes_with
 from fxckpt.step.measure import StepMeter
 from fxckpt.step.out_of_memory import GeneratorStates, free_memory, is_out_of_memory
 from fxckpt.step.record import RecordedCall, StepRecord
-from fxckpt.step.running import RunningBackwards
 from fxckpt.step.table import step_report
 from fxckpt.step.together import is_together, settle_together
 from fxckpt.step.warn import StepWarnings

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fxckpt
-from fxckpt.step.running import RunningBackwards
+from fxckpt.step.flight import RunningBackwards
 
 
 class Layer(nn.Module):
