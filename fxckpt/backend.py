@@ -209,19 +209,15 @@ class Backend:
         )
         """Plans the graphs."""
         self._replays = bool(self._inductor.get("triton.cudagraphs"))
-        if self._replays:
-            self.partitioner.expect_replays()
+        """Whether CUDA graphs replay the halves."""
         self.inner = inner
         """The compiler of the halves."""
-        if inner == "aot_eager":
-            self.partitioner.expect_ops()
         self._breaks: list[Break] = []
         is_of_step = scope == "step" and budgets.is_in_bytes(budget)
         name = _name_of(budget, policy=policy, inner=inner, in_flight=in_flight)
         self.step = StepTracker(budget, in_flight, strict, name) if is_of_step else None
         """Runs the calls of a step, if the budget is one of a step."""
-        if self.step is not None:
-            self.partitioner.expect_steps()
+        self._prepare_partitioner()
         limit = None if is_of_step else budgets.parse(budget)
         self._shared = SharedBudget(limit) if isinstance(limit, int) else None
         """Tells of calls that hold more than the budget together, if each graph has all of it."""
@@ -234,22 +230,8 @@ class Backend:
         self._made_at = time.time()
         if budget is not None or max_slowdown is not None:
             after_optimizers(self._tell_of_no_plan)
-        self._options = (
-            budget,
-            policy,
-            inner,
-            cost,
-            verify,
-            mode,
-            options,
-            max_slowdown,
-            scope,
-            in_flight,
-            strict,
-            offload,
-            group,
-            tile,
-        )
+        given = (budget, policy, inner, cost, verify, mode, options)
+        self._options = (*given, max_slowdown, scope, in_flight, strict, offload, group, tile)
         self._group, self._has_joined = group, False
         self._ranks: Ranks | None = None
         self._neighbour: Neighbour | None = None
@@ -257,6 +239,15 @@ class Backend:
         """Hashes of the plans, for the neighbour to compare."""
         # Dynamo prints this name in its own errors.
         self.__name__ = "fxckpt"
+
+    def _prepare_partitioner(self) -> None:
+        """Tell the partitioner how the halves will be run."""
+        if self._replays:
+            self.partitioner.expect_replays()
+        if self.inner == "aot_eager":
+            self.partitioner.expect_ops()
+        if self.step is not None:
+            self.partitioner.expect_steps()
 
     def __repr__(self) -> str:
         given = zip(OPTIONS, self._options, strict=True)
