@@ -226,9 +226,8 @@ class StepLevels:
     def anticipated(self, known: Settled | None, outside_bytes: int) -> Settled | None:
         """Return the choice for a step that begins with more outside bytes than it was known to.
 
-        ``outside_bytes`` are those allocated since before the step.
-
-        The gradients that an earlier backward accumulated stay through the step.
+        ``outside_bytes`` are those allocated since before the step: the gradients that an earlier
+        backward accumulated stay through it.
         """
         if known is None:
             return known
