@@ -51,7 +51,7 @@ class Model(nn.Module):
     """Blocks and a head that is larger than they are."""
 
     def __init__(
-        self, blocks: int = 4, width: int = 32, classes: int = 512, dropout: float = 0.1
+        self, blocks: int = 2, width: int = 32, classes: int = 512, dropout: float = 0.1
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))

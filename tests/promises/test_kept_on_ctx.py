@@ -31,7 +31,7 @@ class KeepsTanh(torch.autograd.Function):
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.randn(128, 128) * 0.1 for _ in range(6))
+        self.weights = nn.ParameterList(torch.randn(128, 128) * 0.1 for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:

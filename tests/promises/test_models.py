@@ -14,6 +14,8 @@ import fxckpt
 from tests.models.zoo import ENTRIES, Entry
 
 FEW = (None, 0.7, "floor")
+OTHERS = ("gpt2-sdpa",)
+"""Models in the sweep alone: llama has the same attention, and gpt2 all the rest."""
 BUDGETS = (None, 0.9, 0.7, 0.5, "floor")
 
 
@@ -78,7 +80,9 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    "entry", [e for e in ENTRIES if e.name not in OTHERS], ids=lambda e: e.name
+)
 def test_same_step_within_budgets(entry: Entry) -> None:
     """Gradients, peak, buffers and work are those of the plan."""
     check(entry, FEW)

@@ -60,8 +60,8 @@ def compiled(
     return torch.compile(model, backend=backend), backend
 
 
-EARLY_TOO = ("gpt2", "resnet")
-"""Models tried with an early link by default; the sweep tries all."""
+OFTEN = {True: ("gpt2", "t5", "convnext", "resnet", "unet"), False: ("gpt2", "resnet")}
+"""Models tried by default, with a late link or an early one; the sweep tries all."""
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ EARLY_TOO = ("gpt2", "resnet")
             entry,
             late,
             id=f"{entry.name}-{'late' if late else 'early'}",
-            marks=() if late or entry.name in EARLY_TOO else pytest.mark.sweep,
+            marks=() if entry.name in OFTEN[late] else pytest.mark.sweep,
         )
         for entry in ENTRIES
         for late in (True, False)
