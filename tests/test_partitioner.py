@@ -255,6 +255,22 @@ def test_defect_ends_no_run_without_budget(
     assert "index -2" in told and told.splitlines()[-1].startswith("Planned again by fxckpt")
 
 
+def test_torchs_partition_of_a_random_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's partition replays the draws of a region; it runs op by op, with eager's bits."""
+    monkeypatch.setenv("FXCKPT_STRICT", "0")
+    break_planning(monkeypatch)
+    model, x = Net(2), torch.randn(64, 64)
+
+    def step(x: Tensor) -> Tensor:
+        masked = torch.rand_like(x).bernoulli() * fxckpt.checkpoint(model, x)
+        return fxckpt.checkpoint(lambda y: torch.bernoulli(y.sigmoid()) * y.cos(), masked).sum()
+
+    expected = gradients(step, model, x)
+    backend = fxckpt.Backend(inner="aot_eager")
+    with pytest.warns(UserWarning, match="torch's own partition"):
+        assert equal(gradients(torch.compile(step, backend=backend), model, x), expected)
+
+
 @pytest.mark.parametrize("budget", [None, 0.9])
 def test_plan_of_a_repro_is_the_plan(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, budget: float | None

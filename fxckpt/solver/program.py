@@ -212,6 +212,16 @@ class Program:
         return dict.fromkeys(i for i, op in enumerate(self.ops) if op.side is Side.FORWARD)
 
     @cached_property
+    def outputs(self) -> frozenset[int]:
+        """Storages of forward outputs, which are read where the forward left them."""
+        return frozenset(s for s, storage in enumerate(self.storages) if storage.is_output)
+
+    @cached_property
+    def outputs_read(self) -> frozenset[int]:
+        """Storages of forward outputs that the backward's own ops read."""
+        return self.outputs.intersection(itertools.chain.from_iterable(self.forward_reads))
+
+    @cached_property
     def producers(self) -> tuple[int, ...]:
         """:attr:`Storage.producer` of each storage."""
         return tuple([s.producer for s in self.storages])

@@ -7,6 +7,7 @@ copy dies after its last read before the next copy is written.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -63,15 +64,16 @@ def emit(program: Program, assignment: StageAssignment) -> Schedule:
     """Return the schedule of an assignment.
 
     A value that a stage takes from before, but that no earlier stage holds, is saved from the
-    forward. So every assignment is legal, and the saved values follow from it.
+    forward, and so is a forward output that is read: also where its op is recomputed for another
+    result. So every assignment is legal, and the saved values follow from it.
     """
     producer, ops, wanted = program.producers, program.ops, program.forward_reads
     saved: set[int] = set()
     runs: list[int] = []
     before: list[int] = []
-    available: set[int] = set()  # storages saved, or written by an earlier recompute
+    available = set(program.outputs)  # storages held, saved, or written by an earlier recompute
     for k, positions in enumerate(stage_ranges(program, assignment.starts)):
-        kept, recomputed = assignment.kept[k], assignment.runs[k]
+        kept, recomputed = assignment.kept[k] | program.outputs, assignment.runs[k]
         if not recomputed:
             needed = set(chain.from_iterable(wanted[positions.start : positions.stop]))
             saved |= needed - available
@@ -110,7 +112,13 @@ def emit(program: Program, assignment: StageAssignment) -> Schedule:
                 done.add(o)
                 available.update(ops[o].writes)
                 stack.pop()
-    return Schedule(tuple(sorted(saved)), tuple(runs), tuple(before))
+    return Schedule(_with_outputs_read(program, saved, runs), tuple(runs), tuple(before))
+
+
+def _with_outputs_read(program: Program, saved: set[int], runs: Iterable[int]) -> tuple[int, ...]:
+    """Return ``saved`` and the forward outputs that the backward with these recomputes reads."""
+    needed = chain.from_iterable([program.ops[o].needs for o in runs])
+    return tuple(sorted(saved | program.outputs_read | program.outputs.intersection(needed)))
 
 
 def save_all(program: Program) -> Schedule:
@@ -127,8 +135,10 @@ def save_all(program: Program) -> Schedule:
 def with_runs(program: Program, runs: tuple[int, ...], before: tuple[int, ...]) -> Schedule:
     """Return the schedule of these recomputes, without dead ones.
 
-    Values that are read before they are recomputed are saved.
+    Values that are read before they are recomputed are saved, and so is a forward output that is
+    read.
     """
+    outputs = program.outputs
     wanted: set[int] = set()
     kept: list[int] = []
     at = len(runs) - 1
@@ -136,9 +146,10 @@ def with_runs(program: Program, runs: tuple[int, ...], before: tuple[int, ...]) 
         wanted.update(program.forward_reads[j])
         while at >= 0 and before[at] == j:
             op = program.ops[runs[at]]
-            if not wanted.isdisjoint(op.writes):
+            copied = set(op.writes) - outputs
+            if not wanted.isdisjoint(copied):
                 kept.append(at)
-                wanted.difference_update(op.writes)
+                wanted.difference_update(copied)
                 wanted.update(op.needs)
             at -= 1
     kept.reverse()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.nn import functional as F
@@ -378,7 +379,19 @@ def random_branch(x: Tensor, weight: Tensor) -> Tensor:
     ).sin()
 
 
-@pytest.mark.parametrize("function", [chosen_twice, random_branch], ids=lambda f: f.__name__)
+def returned_attention(x: Tensor, weight: Tensor) -> Tensor:
+    """Return one result of an op of several, of which a region recomputes another."""
+
+    def attention(heads: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+    heads = (x @ weight).view(1, -1, 2, WIDTH // 2).transpose(1, 2)
+    return torch.utils.checkpoint.checkpoint(attention, heads, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "function", [chosen_twice, random_branch, returned_attention], ids=lambda f: f.__name__
+)
 def test_calls_with_several_results_or_bodies(function: Callable[..., Tensor]) -> None:
     """Calls with several results or bodies give the same bits at every budget."""
     same_at_every_budget(

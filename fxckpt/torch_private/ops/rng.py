@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch.utils._pytree
 import torch.utils.checkpoint
 from torch import fx
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
@@ -81,9 +83,30 @@ def lower_rng(graph: fx.Graph) -> None:
     plain = {run_and_save_rng_state: _run_and_save, run_with_rng_state: _run_with}
     for node in graph.nodes:
         if node.target in plain:
-            value = (
-                node.meta["val"][1] if node.target is run_and_save_rng_state else node.meta["val"]
-            )
-            first = value if isinstance(value, torch.Tensor) else value[0]
-            node.args = (first.device, *node.args)
+            node.args = (_device_of(node), *node.args)
             node.target = plain[node.target]
+
+
+def _device_of(node: fx.Node) -> torch.device:
+    """Return the device that an op draws on.
+
+    torch's partitioner leaves out what such a node returns: it is told by the node's items, or
+    by what the op is given.
+    """
+    saves = node.target is run_and_save_rng_state
+    state = None if saves else node.args[0]
+    items = [user for user in node.users if user.target is operator.getitem]
+    given = [arg for arg in node.all_input_nodes if arg is not state]
+    results = node.meta.get("val")
+    found = (
+        results[1] if saves and results is not None else results,
+        [item.meta.get("val") for item in items if not saves or item.args[1] == 1],
+        node.kwargs.get("device"),
+        [arg.meta.get("val") for arg in given],
+    )
+    for value in torch.utils._pytree.tree_leaves(found):
+        if isinstance(value, torch.Tensor):
+            return value.device
+        if isinstance(value, torch.device):
+            return value
+    return torch.get_default_device()
