@@ -40,7 +40,10 @@ from fxckpt.torch_private import (
     growing_sizes,
     guard_sizes,
     holds_python,
+    inline_joint_regions,
+    is_region,
     region_keys,
+    split_region,
     through_dynamo,
     traced_nodes,
 )
@@ -235,8 +238,16 @@ class Partitioner(CustomPartitionerFn):
         """Return the forward and the backward of a joint graph, which is used up; keep the plan.
 
         With ``together`` all ranks of the group are to plan this graph now, and none goes on if one
-        cannot; ``is_agreed`` says that its plans are those of all ranks.
+        cannot; ``is_agreed`` says that its plans are those of all ranks. A region of
+        ``nested_compile_region`` comes before the graph that it is in: its halves save everything,
+        and the plan of the whole is that of its ops too.
         """
+        if is_region(joint_inputs):
+            try:
+                return split_region(joint, num_fwd_outputs=num_fwd_outputs, **given)
+            except Exception as error:
+                raise _failed(error) from error
+        joint = inline_joint_regions(joint)
         ranks = self.planner.ranks
         split = partial(
             self._split,

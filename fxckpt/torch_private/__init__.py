@@ -93,6 +93,11 @@ from fxckpt.torch_private.capture.fake_step import (
     run_on_fakes,
 )
 from fxckpt.torch_private.capture.graph_modules import GRAPH_FIELDS, MODULE_FIELDS, M, with_code
+from fxckpt.torch_private.capture.joint_regions import (
+    inline_joint_regions,
+    is_region,
+    split_region,
+)
 from fxckpt.torch_private.capture.kept_graph import (
     KeptGraph,
     after_optimizers,
@@ -236,6 +241,7 @@ __all__ = [
     "holds_python",
     "holds_wrapper",
     "in_backward",
+    "inline_joint_regions",
     "inline_regions",
     "is_called_by_compiler",
     "is_cut_short",
@@ -246,6 +252,7 @@ __all__ = [
     "is_jit_traced",
     "is_recompile",
     "is_recording",
+    "is_region",
     "is_surely_equal",
     "is_symbolic",
     "is_traced",
@@ -288,6 +295,7 @@ __all__ = [
     "size_hint",
     "size_key",
     "split",
+    "split_region",
     "storage_addresses",
     "storage_id",
     "storage_key",
