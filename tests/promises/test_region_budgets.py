@@ -227,6 +227,18 @@ def test_graph_budget_of_torch_counts_without_ours(inner: str) -> None:
         assert len(plan_of(1.0, 1.0, 1.0, budget="1GiB").regions) == 3
 
 
+@pytest.mark.parametrize("budget", [-0.1, 1.5, float("nan"), True, "half"])
+def test_graph_budget_of_torch_is_a_fraction(budget: Any) -> None:
+    """What torch's own partitioner refuses is refused, by its name."""
+    net = Net(*map(entering, (1.0, 1.0, 1.0)))
+    compiled = torch.compile(net, backend=fxckpt.Backend(inner="aot_eager"))
+    with (
+        functorch_config.patch(activation_memory_budget=budget),
+        pytest.raises(fxckpt.InvalidBudget, match=r"activation_memory_budget=.* in \[0, 1\]"),
+    ):
+        step(net, compiled)
+
+
 def test_partitioner_keys_know_the_regions() -> None:
     """Another budget of a region misses torch's caches; the same one hits them."""
     limit = 0.0

@@ -22,6 +22,7 @@ from torch._dynamo.variables.ctx_manager import FxTracebackAnnotateVariable
 from torch._guards import TracingContext
 from torch.fx import traceback
 
+from fxckpt.errors import InvalidBudget
 from fxckpt.torch_private.capture.dynamo import calling_line
 
 PREFIX = "fxckpt_budget "
@@ -94,10 +95,22 @@ def without_torch_regions(gm: fx.GraphModule) -> None:
 
 
 def graph_budget() -> float:
-    """Return torch's budget for whole graphs, which is 1.0 unless the user set it."""
+    """Return torch's budget for whole graphs, which is 1.0 unless the user set it.
+
+    Raises
+    ------
+    InvalidBudget
+        If it is no fraction, which torch's own partitioner refuses too.
+    """
     from torch._functorch import config
 
-    return float(config.activation_memory_budget)
+    budget = config.activation_memory_budget
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 <= budget <= 1:
+        raise InvalidBudget(
+            f"torch._functorch.config.activation_memory_budget={budget!r} is not a fraction in "
+            "[0, 1]: 0.0 saves the least possible, 1.0 is no limit."
+        )
+    return float(budget)
 
 
 def traced_nodes() -> list[fx.Node]:
