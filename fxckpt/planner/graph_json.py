@@ -12,7 +12,15 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.errors import InvalidOption
-from fxckpt.torch_private import FakeTensorMode, HigherOrderOperator, OpOverload, size_hint
+from fxckpt.torch_private import (
+    BINDINGS,
+    FakeTensorMode,
+    HigherOrderOperator,
+    OpOverload,
+    ShapeEnv,
+    bindings_of,
+    size_hint,
+)
 
 MODULES = {"_operator": operator, "math": math, "torch": torch}
 """Modules of the Python functions that a graph may call, on sizes; of torch those named sym_*."""
@@ -43,7 +51,8 @@ def from_json(nodes: list[Json]) -> fx.GraphModule:
     """
     graph, root = fx.Graph(), torch.nn.Module()
     made: dict[str, fx.Node] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    # Sizes that depend on data are symbols again.
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
         for item in nodes:
             args, kwargs = _decode(item["args"], made), _decode(item["kwargs"], made)
             target = _function(item["target"]) if item["op"] == "call_function" else item["target"]
@@ -54,6 +63,8 @@ def from_json(nodes: list[Json]) -> fx.GraphModule:
             if item["op"] == "call_function":
                 values = fx.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
                 node.meta["val"] = target(*values[0], **values[1])
+                if bindings := bindings_of(node):
+                    node.meta[BINDINGS] = bindings
             elif item["op"] != "output":
                 node.meta["val"] = _decode(item["val"], made)
             node.meta.update({key: item[key] for key in KEPT if key in item})

@@ -17,6 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 
 from fxckpt.torch_private.autograd.compiled_backward import (
@@ -192,6 +193,7 @@ __all__ = [
     "OpOverloadPacket",
     "PyTreeCodeGen",
     "Selective",
+    "ShapeEnv",
     "SymbolicSize",
     "after_backward",
     "after_optimizers",
