@@ -18,6 +18,7 @@ from fxckpt.errors import InvalidOption
 from fxckpt.ops.properties import tensors
 from fxckpt.planner.graph_json import NotWritable, from_json, to_json
 from fxckpt.torch_private import size_hint
+from fxckpt.torch_private.inductor.options import draws_as_eager
 from fxckpt.utils.cache_folder import cache_dir
 
 VERSION = 2
@@ -50,6 +51,8 @@ class Repro:
     """The graph in the form of :mod:`fxckpt.planner.graph_json`; empty if it has none."""
     no_nodes: str
     """Parts of the graph that have no such form."""
+    fallback_random: bool = False
+    """Whether Inductor was told to draw eager's random numbers, which changes the graph."""
     version: int = VERSION
     """Version of this form."""
 
@@ -104,6 +107,7 @@ def save(
         inner=inner,
         nodes=nodes,
         no_nodes=no_nodes,
+        fallback_random=draws_as_eager(),
     )
     text = json.dumps(asdict(written), indent=1)
     folder = cache_dir() / "repros"

@@ -17,6 +17,7 @@ import torch._inductor.config as inductor_config
 from functorch.compile import aot_function, aot_module, make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import fresh_cache
 
 import fxckpt
@@ -304,6 +305,31 @@ def test_repro_has_data_dependent_sizes(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         plan, again = planned_twice(step, None)
     assert (again.saved, again.recomputed) == (plan.saved, plan.recomputed)
+
+
+def test_repro_of_inductors_random_region(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A graph with eager's random ops in a checkpoint region is planned again for Inductor."""
+    monkeypatch.setenv("FXCKPT_CACHE_DIR", str(tmp_path))
+    joints: list[fx.GraphModule] = []
+
+    def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **given: Any) -> Any:
+        joints.append(copied(joint))
+        return fxckpt.Partitioner()(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+
+    def step(x: Tensor) -> Tensor:
+        return fxckpt.checkpoint(lambda y: torch.nn.functional.dropout(y.sin(), 0.3).cos(), x)
+
+    torch._dynamo.reset()
+    with inductor_config.patch(fallback_random=True):
+        backend = aot_autograd(
+            fw_compiler=run, partition_fn=partition, decompositions=select_decomp_table()
+        )
+        torch.compile(step, backend=backend)(torch.randn(8, 8, requires_grad=True))
+        path = repro.save(joints[0], 1, "", ValueError(), settings={}, inner="inductor")
+    assert main(["doctor", str(path)]) == 0
+    assert "the graph is planned" in capsys.readouterr().out
 
 
 def planned_twice(

@@ -26,6 +26,7 @@ from fxckpt.errors import FxckptError
 from fxckpt.memory_meter import meter_of
 from fxckpt.partitioner import OPTIONS, Partitioner
 from fxckpt.repro import Repro
+from fxckpt.torch_private.inductor.options import drawing_as_eager
 from fxckpt.torch_private.versions import TESTED, is_tested
 from fxckpt.utils.cache_folder import cache_dir
 from fxckpt.utils.tables import Column, Table
@@ -293,9 +294,10 @@ def replan(repro: Repro) -> tuple[str, bool]:
     except Exception as error:
         return f"Not planned again: {type(error).__name__}: {error}", False
     try:
-        plan = Partitioner(**repro.settings).replan(
-            joint, num_fwd_outputs=repro.num_fwd_outputs, inner=repro.inner
-        )
+        with drawing_as_eager(repro.fallback_random):
+            plan = Partitioner(**repro.settings).replan(
+                joint, num_fwd_outputs=repro.num_fwd_outputs, inner=repro.inner
+            )
     except Exception as error:
         # Whatever planning raises is what the file is about.
         shown = "".join(traceback.format_exception(error)).strip()

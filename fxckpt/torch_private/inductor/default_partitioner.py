@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from fxckpt.torch_private.capture.region_budgets import without_torch_regions
 
@@ -66,12 +70,25 @@ def default_saved(joint: fx.GraphModule, *, num_fwd_outputs: int, **given: Any) 
 
     copy_of = copied(joint)
     without_torch_regions(copy_of)
-    with config.patch(activation_memory_budget=1.0):
+    with config.patch(activation_memory_budget=1.0), _fake_mode_of(copy_of.graph):
         forward, _ = min_cut_rematerialization_partition(
             copy_of, None, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **given
         )
     (output,) = forward.graph.find_nodes(op="output")
     return frozenset(n.name for n in output.args[0][num_fwd_outputs:] if isinstance(n, fx.Node))
+
+
+def _fake_mode_of(graph: fx.Graph) -> AbstractContextManager[Any]:
+    """Return the mode that a graph was traced in, to enter where none is active.
+
+    torch makes generator states in it for the random ops of checkpoint regions. A graph from a
+    file has no trace around it.
+    """
+    if detect_fake_mode() is None:
+        for value in pytree.tree_leaves([node.meta.get("val") for node in graph.nodes]):
+            if isinstance(value, FakeTensor):
+                return value.fake_mode
+    return nullcontext()
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:

@@ -56,6 +56,20 @@ def inductor_configuration() -> str:
     )
 
 
+def draws_as_eager() -> bool:
+    """Return whether Inductor is to draw the random numbers that eager mode would."""
+    from torch._inductor import config
+
+    return bool(config.fallback_random)
+
+
+def drawing_as_eager(draws: bool) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which Inductor draws the random numbers of eager mode, or its own."""
+    from torch._inductor import config
+
+    return config.patch(fallback_random=draws)  # type: ignore[no-any-return]
+
+
 def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the options that ``torch.compile(mode=..., options=...)`` would set in Inductor.
 
