@@ -56,7 +56,7 @@ def _drop_second_runs(forward: fx.Graph, backward: fx.Graph) -> None:
     """Remove dead ops of the backward that the forward runs: random ones would draw again."""
     first = {node.name for node in forward.nodes if node.op == "call_function"}
     for node in reversed(backward.nodes):
-        if node.name in first and not node.users:
+        if node.op == "call_function" and node.name in first and not node.users:
             backward.erase_node(node)
 
 
