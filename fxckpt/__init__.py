@@ -71,7 +71,7 @@ from fxckpt.plans.types import Offload, Plan, Recompute, RegionBudget, Row
 from fxckpt.process_memory.api import report_memory
 from fxckpt.process_memory.report import MemoryReport, MemoryRow, OutOfMemory
 from fxckpt.reason import Decision, Reason
-from fxckpt.rehearsal.plan_step import plan_step
+from fxckpt.rehearsal.api import plan_step
 from fxckpt.reports.step_plan import GraphLevels, StepFrontier, StepPlan
 from fxckpt.reports.tradeoff import Frontier
 from fxckpt.rewriting.api import rewrite

@@ -202,7 +202,7 @@ class Backend:
         _check_scope(scope, in_flight, strict)
         _check_compile(inner, verify, mode, options)
         _check_offload(offload, inner, group)
-        _check_tile_with(tile, inner, offload, group)
+        _check_tile_with(tile, inner, group)
         self._inductor = inductor_options(mode, options)
         self.partitioner = Partitioner(
             budget, policy, cost, verify, max_slowdown, offload=offload, tile=tile
@@ -567,17 +567,16 @@ def _check_offload(offload: object, inner: object, group: object) -> None:
         )
 
 
-def _check_tile_with(tile: object, inner: object, offload: object, group: object) -> None:
+def _check_tile_with(tile: object, inner: object, group: object) -> None:
     """Raise :class:`InvalidOption` for tiles that the other options rule out."""
     if tile is None:
         return
     if inner == "inductor":
         raise InvalidOption(NO_TILES.format(tile))
-    if offload is not None or group is not None:
-        name, other = ("offload", offload) if offload is not None else ("group", group)
+    if group is not None:
         raise InvalidOption(
-            f"tile={tile!r}, {name}={other!r}: tiles are planned for one process that keeps its "
-            "values on the device. Use one of the two."
+            f"tile={tile!r}, group={group!r}: tiles are planned for one process. Use one of the "
+            "two."
         )
 
 

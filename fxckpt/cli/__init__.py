@@ -49,7 +49,7 @@ from fxckpt.planner.capacity import fit
 from fxckpt.planner.capture import plan as make_plan
 from fxckpt.planner.sweep import frontier as make_frontier
 from fxckpt.plans.types import Plan
-from fxckpt.rehearsal.plan_step import plan_step
+from fxckpt.rehearsal.api import plan_step
 from fxckpt.rehearsal.rehearse import is_of_parts
 from fxckpt.reports.explanation import Explanation
 from fxckpt.reports.memory_bar import memory_bar
@@ -72,6 +72,8 @@ FIGURES = (
     "saved_bytes",
     "recompute_seconds",
     "recompute_flops",
+    "away_bytes",
+    "stall_seconds",
     "lower_bound_seconds",
     "price",
     "next_seconds",
@@ -199,12 +201,19 @@ def _make_plan(options: argparse.Namespace) -> Plan | StepPlan:
                 cost=options.cost,
                 max_slowdown=options.max_slowdown,
                 device=options.device,
+                offload=options.offload,
+                tile=options.tile,
                 **target.kwargs,
             )
     if options.max_slowdown is not None:
         raise InvalidOption(
             f"--max-slowdown {options.max_slowdown} is of a model of one graph, and this step has "
             "several. Give --budget."
+        )
+    if options.tile is not None:
+        raise InvalidOption(
+            f"--tile {options.tile} is of a model of one graph, and this step has several. Leave "
+            "it out."
         )
     return _step_of(options, target, policy, options.budget)
 
@@ -221,6 +230,7 @@ def _step_of(
             policy=policy,
             cost=options.cost,
             device=options.device,
+            offload=options.offload,
             **target.kwargs,
         )
 
@@ -347,6 +357,7 @@ def _frontier(options: argparse.Namespace) -> Answer:
                 policy=policy,
                 cost=options.cost,
                 device=options.device,
+                offload=options.offload,
                 **target.kwargs,
             )
     if curve is None:

@@ -12,15 +12,20 @@ from fxckpt.budgets import AUTO_MARGIN, Budget, from_text, within
 from fxckpt.cli.factory import FORM
 from fxckpt.costs.devices import DEVICES, device_named
 from fxckpt.errors import InvalidBudget, InvalidOption
+from fxckpt.planner.tiles import check_tile
 from fxckpt.reports.explanation import KEYS
+from fxckpt.tiers import Host
 
 USAGE = 2
 """The exit code for unusable arguments."""
+ENDLESS = 2**62
+"""Bytes of a host that holds all that is sent to it."""
 
 EPILOG = """\
 examples:
   fxckpt plan train.py:make_step --budget 2GiB
   fxckpt plan train.py:make_step --budget 60GiB --device H100
+  fxckpt plan train.py:make_step --budget 40GiB --device H100 --offload 128GiB
   fxckpt explain train.py:make_step --budget 0.6 --module 'layers.*.attn' --top 10
   fxckpt explain train.py:make_step --budget 0.6 --by module --format markdown
   fxckpt frontier train.py:make_step --points 8 --plot frontier.png
@@ -118,6 +123,28 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_offload(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--offload",
+        type=_offload,
+        metavar="BYTES",
+        help='send values to the memory of a host, of "64GiB", or "host" for one that holds all '
+        "that is sent; by default they stay on the device",
+    )
+
+
+def _add_offload_or_tiles(parser: argparse.ArgumentParser) -> None:
+    ways = parser.add_mutually_exclusive_group()
+    _add_offload(ways)
+    ways.add_argument(
+        "--tile",
+        type=_tile,
+        metavar="N",
+        help='run independent rows, such as those of a head with its loss, in N tiles, or "auto" '
+        "for as many as are fastest; of a model in one graph",
+    )
+
+
 def _add_budget(parser: argparse.ArgumentParser) -> None:
     targets = parser.add_mutually_exclusive_group()
     targets.add_argument(
@@ -148,6 +175,7 @@ def _add_plan(commands: _Subparsers) -> None:
     )
     _add_device(parser)
     _add_budget(parser)
+    _add_offload_or_tiles(parser)
 
 
 def _add_explain(commands: _Subparsers) -> None:
@@ -159,6 +187,7 @@ def _add_explain(commands: _Subparsers) -> None:
     )
     _add_device(parser)
     _add_budget(parser)
+    _add_offload_or_tiles(parser)
     parser.add_argument(
         "--top", type=_count, metavar="N", help="rows to print (20 as text, else all); 0 for all"
     )
@@ -198,6 +227,7 @@ def _add_frontier(commands: _Subparsers) -> None:
         "fxckpt frontier train.py:make_step --points 8 --plot frontier.png",
     )
     _add_device(parser)
+    _add_offload(parser)
     parser.add_argument(
         "--points", type=_count, default=16, metavar="N", help="how many budgets, 2 or more (16)"
     )
@@ -259,6 +289,7 @@ def _add_html(commands: _Subparsers) -> None:
     )
     _add_device(parser)
     _add_budget(parser)
+    _add_offload_or_tiles(parser)
     parser.add_argument(
         "--points",
         type=_count,
@@ -353,6 +384,30 @@ def _add_doctor(commands: _Subparsers) -> None:
         type=Path,
         help="print this repro file, which a warning named, and plan its graph again",
     )
+
+
+def _offload(text: str) -> Host:
+    """Return the host that values are sent to."""
+    try:
+        limit = ENDLESS if text.strip().lower() == "host" else from_text(text)
+        if isinstance(limit, (int, str)):
+            return Host(limit)
+    except (InvalidBudget, InvalidOption):
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no memory to send values to. Examples: 64GiB; host, for one that holds all "
+        "that is sent"
+    )
+
+
+def _tile(text: str) -> int | str:
+    """Return a number of tiles, or ``"auto"``."""
+    tile: int | str = int(text) if text.strip().isdecimal() else text.strip().lower()
+    try:
+        check_tile(tile)
+    except InvalidOption as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return tile
 
 
 def _budget(text: str) -> Budget:

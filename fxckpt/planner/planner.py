@@ -478,6 +478,11 @@ def planner_of(
     """
     budgets.validate(budget)
     check_tile(options.get("tile"))
+    if None not in (options.get("tile"), options.get("offload")):
+        raise InvalidOption(
+            f"tile={options['tile']!r}, offload={options['offload']!r}: tiles are planned for "
+            "values that stay on the device. Use one of the two."
+        )
     resolve(cost, None, named=options.get("device"))
     if not isinstance(policy, Plan):
         return Planner(budget=budget, policy=as_policy(policy), cost=cost, **options)

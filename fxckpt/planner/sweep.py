@@ -23,6 +23,7 @@ from fxckpt.plans.types import Plan, snapshot_of_plan
 from fxckpt.policies import as_policy
 from fxckpt.reports.tradeoff import Frontier
 from fxckpt.solver.search import PriceSearch, evenly_spaced
+from fxckpt.tiers import Tier, tier_of
 from fxckpt.utils.progress import progress
 
 
@@ -33,13 +34,14 @@ def frontier(
     policy: Any = None,
     cost: str | CostModel = "roofline",
     device: str | torch.device | None = None,
+    offload: Tier | str | None = None,
     **kwargs: Any,
 ) -> Frontier:
     """Return the plans of ``model_or_fn(*args, **kwargs)`` at many budgets; the step is not run.
 
     ``points`` is the number of budgets, from the least peak to the uncheckpointed one, evenly
     spaced in their logarithm; or the budgets themselves, each as :class:`fxckpt.Backend` takes it.
-    ``policy``, ``cost`` and ``device`` are as in :func:`fxckpt.plan`.
+    ``policy``, ``cost``, ``device`` and ``offload`` are as in :func:`fxckpt.plan`.
     A progress bar shows on a terminal. Raises :class:`CaptureError` as :func:`fxckpt.plan` does,
     :class:`BudgetInfeasible` for a budget below the least peak, and :class:`InvalidOption` for
     fewer than 2 points or no budgets.
@@ -76,6 +78,7 @@ def frontier(
         cost,
         measure_workspace=not on_meta and target.named is None,
         device=target.named,
+        offload=tier_of(offload),
     )
     with progress("frontier", "budgets", count) as shown:
         joint = capture_joint(model_or_fn, args, kwargs, target)

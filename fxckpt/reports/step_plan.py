@@ -16,16 +16,16 @@ from fxckpt.budgets import format_bytes
 from fxckpt.errors import BudgetInfeasible, InvalidOption
 from fxckpt.plans.types import Plan
 from fxckpt.reports.plots import draw_frontier
-from fxckpt.reports.step_report import COLUMNS, StepRow
-from fxckpt.reports.tradeoff import POINT_COLUMNS, Point, cells_of, points_of
+from fxckpt.reports.step_report import StepRow, table_of
+from fxckpt.reports.tradeoff import Point, points_of, table_of_points
 from fxckpt.solver.levels import Level
 from fxckpt.solver.step_choice import (
     LevelChoice,
     Moment,
     StepProgram,
     bound_seconds,
-    choice_of,
     choose_few,
+    fastest,
     least_peak,
 )
 from fxckpt.utils.tables import Table
@@ -83,8 +83,7 @@ class StepPlan:
         baseline_peak_bytes: int,
     ) -> StepPlan:
         """Return the plan of least time within a limit, or of least peak if nothing fits."""
-        fastest = choice_of(step, [0] * len(calls))
-        plan = cls(graphs, calls, step, fastest, limit, baseline_peak_bytes)
+        plan = cls(graphs, calls, step, fastest(step), limit, baseline_peak_bytes)
         return plan if limit is None else replace(plan, choice=plan._chosen(limit))
 
     def _chosen(self, limit: int) -> LevelChoice:
@@ -123,17 +122,28 @@ class StepPlan:
 
     @property
     def extra_seconds(self) -> float:
-        """Seconds of recompute."""
+        """Seconds of recompute, and of waits for copies."""
         return self.choice.extra_seconds
 
     @property
+    def stall_seconds(self) -> float:
+        """Seconds of waits for copies off the device and back."""
+        pairs = zip(self.calls, self.choice.levels, strict=True)
+        return sum(self.graphs[g].plans[level].stall_seconds for g, level in pairs)
+
+    @property
+    def away_bytes(self) -> int:
+        """Most bytes that are away from the device at any time of the step."""
+        return int(self.step.tables.most_away(self.choice.levels))
+
+    @property
     def slowdown(self) -> float:
-        """Recompute over the time of the uncheckpointed graphs."""
+        """Extra time over the time of the uncheckpointed graphs."""
         return self.extra_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        """Lower bound on the recompute seconds of any choice of these levels within the budget."""
+        """Lower bound on the extra seconds of any choice of these levels within the budget."""
         limit = self.baseline_peak_bytes if self.budget_bytes is None else self.budget_bytes
         return min(self.extra_seconds, bound_seconds(self.step, limit))
 
@@ -167,10 +177,7 @@ class StepPlan:
 
     def table(self) -> Table:
         """Return the calls by graph and level as a table with exports."""
-        return Table(
-            COLUMNS,
-            tuple(tuple(getattr(row, column.name) for column in COLUMNS) for row in self._rows()),
-        )
+        return table_of(tuple(self._rows()))
 
     def _rows(self) -> Iterator[StepRow]:
         counts = Counter(zip(self.calls, self.choice.levels, strict=True))
@@ -187,6 +194,7 @@ class StepPlan:
                 level.forward_bytes,
                 level.backward_bytes,
                 level.extra_seconds,
+                level.away_bytes,
             )
 
     def figures(self) -> dict[str, Any]:
@@ -198,6 +206,8 @@ class StepPlan:
             "floor_bytes",
             "outside_bytes",
             "saved_bytes",
+            "away_bytes",
+            "stall_seconds",
             "extra_seconds",
             "lower_bound_seconds",
             "step_seconds",
@@ -266,6 +276,7 @@ class StepPlan:
             ("uncheckpointed peak", format_bytes(self.baseline_peak_bytes)),
             ("least peak found", format_bytes(self.floor_bytes)),
             ("outside of the graphs", f"up to {format_bytes(self.outside_bytes)}"),
+            *self._lines_of_offload(),
             (
                 "extra time",
                 f"{format_seconds(self.extra_seconds)}, {self.slowdown:.1%} of the step",
@@ -276,6 +287,14 @@ class StepPlan:
             ),
             ("cost model", self.graphs[0].plans[0].cost),
         ]
+
+    def _lines_of_offload(self) -> list[tuple[str, str]]:
+        """Return the line of what is sent away, if anything is."""
+        if not self.away_bytes:
+            return []
+        waits = format_seconds(self.stall_seconds)
+        text = f"up to {format_bytes(self.away_bytes)} at once; waits for copies: {waits}"
+        return [("sent away", text)]
 
     def __str__(self) -> str:
         graphs = f"{len(self.graphs)} graph{'s' if len(self.graphs) > 1 else ''}"
@@ -298,7 +317,7 @@ class StepFrontier:
 
     def table(self) -> Table:
         """Return the points as a table."""
-        return Table(POINT_COLUMNS, tuple(map(cells_of, self.rows)))
+        return table_of_points(self.rows)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw recompute time over the step's peak, and return the axes. Needs matplotlib."""

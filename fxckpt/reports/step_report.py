@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from fxckpt.budgets import format_bytes
 from fxckpt.utils.tables import Column, Table
@@ -47,7 +48,15 @@ COLUMNS = (
     Column("extra_seconds", "recompute", format_seconds, is_number=True),
 )
 AWAY = Column("away_bytes", "sent", format_bytes, is_number=True)
-"""Column of steps that send values off the device."""
+"""Column of bytes sent off the device, which people see where there are any."""
+
+
+def table_of(rows: Sequence[StepRow]) -> Table:
+    """Return the rows of a step as a table with exports."""
+    columns = (*COLUMNS, replace(AWAY, is_brief=any(row.away_bytes for row in rows)))
+    return Table(
+        columns, tuple(tuple(getattr(row, column.name) for column in columns) for row in rows)
+    )
 
 
 @dataclass(frozen=True)
@@ -77,11 +86,7 @@ class StepReport:
 
     def table(self) -> Table:
         """Return the rows as a table with exports."""
-        columns = (*COLUMNS, AWAY) if any(row.away_bytes for row in self.rows) else COLUMNS
-        return Table(
-            columns,
-            tuple(tuple(getattr(row, column.name) for column in columns) for row in self.rows),
-        )
+        return table_of(self.rows)
 
     def __str__(self) -> str:
         settled = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from fxckpt.budgets import format_bytes
 from fxckpt.errors import InvalidOption
 from fxckpt.plans.types import Plan
 from fxckpt.reports.plots import Peer
+from fxckpt.reports.step_report import AWAY
 from fxckpt.utils.tables import Column, Table
 from fxckpt.utils.units import format_seconds
 
@@ -31,11 +32,13 @@ class Point:
     saved_bytes: int
     """Bytes saved for the backward."""
     recompute_seconds: float
-    """Extra time over the uncheckpointed step."""
+    """Extra time over the uncheckpointed step: recomputes, and waits for copies."""
     lower_bound_seconds: float
-    """A lower bound on the recompute time of any plan within the budget."""
+    """A lower bound on the extra time of any plan within the budget."""
     share: float
-    """Recompute time divided by the time of the uncheckpointed step."""
+    """Extra time divided by the time of the uncheckpointed step."""
+    away_bytes: int = 0
+    """Bytes sent off the device."""
 
 
 POINT_COLUMNS = (
@@ -46,7 +49,7 @@ POINT_COLUMNS = (
     Column("share", "of the step", lambda v: f"{v:+.2%}", is_number=True),
     Column("lower_bound_seconds", "least possible", format_seconds, is_number=True),
 )
-"""Columns of points."""
+"""Columns of points, beside that of the bytes sent away."""
 
 
 def points_of(plans: Sequence[Plan | StepPlan]) -> tuple[Point, ...]:
@@ -59,21 +62,26 @@ def points_of(plans: Sequence[Plan | StepPlan]) -> tuple[Point, ...]:
             plan.extra_seconds,
             plan.lower_bound_seconds,
             plan.slowdown,
+            plan.away_bytes,
         )
         for plan in plans
     )
 
 
-def cells_of(point: Point) -> tuple[object, ...]:
-    """Return the figures of a point, in the order of :data:`POINT_COLUMNS`."""
-    return tuple(getattr(point, column.name) for column in POINT_COLUMNS)
+def table_of_points(points: Sequence[Point]) -> Table:
+    """Return points as a table; people see what is sent away where anything is."""
+    away = replace(AWAY, is_brief=any(point.away_bytes for point in points))
+    columns = (*POINT_COLUMNS, away)
+    return Table(
+        columns, tuple(tuple(getattr(point, column.name) for column in columns) for point in points)
+    )
 
 
 @dataclass(frozen=True)
 class Frontier:
     """The plans of one step at increasing budgets, made by :func:`fxckpt.frontier`.
 
-    Recompute time never rises with the budget. Printing shows the table of :meth:`table`.
+    The extra time never rises with the budget. Printing shows the table of :meth:`table`.
 
     >>> import torch, fxckpt
     >>> from torch import nn
@@ -95,9 +103,10 @@ class Frontier:
     def table(self) -> Table:
         """Return the points as a table, with the shadow price of memory at each budget."""
         price = Column("price", "price a MiB", format_seconds, is_number=True)
-        rows = zip(self.rows, self.plans, strict=True)
+        points = table_of_points(self.rows)
         return Table(
-            (*POINT_COLUMNS, price), tuple((*cells_of(point), plan.price) for point, plan in rows)
+            (*points.columns, price),
+            tuple((*row, plan.price) for row, plan in zip(points.rows, self.plans, strict=True)),
         )
 
     def __str__(self) -> str:

@@ -160,16 +160,27 @@ class LevelSearch:
         return _spread(_undominated(candidates, level), level, self.count)
 
     def _with_offload(self, seen: Search, link: Link, chosen: list[Candidate]) -> list[Candidate]:
-        """Return candidates with values sent away, and those without, for when nothing may be."""
+        """Return candidates with values sent away, and those with no more away than must be."""
         for candidate in chosen:
             for share in self.away_shares:
                 seen.sent_between(candidate, share)
-        sending = [c for c in seen.sending if c.schedule.away]
-        if link.required and sending:
-            return self._chosen(seen.program, sending)
+        if link.required:
+            chosen = _obeying(link, [seen.sent_between(candidate, 0.0) for candidate in chosen])
+            sending = _obeying(link, seen.sending)
+        else:
+            sending = [*seen.legal, *(c for c in seen.sending if c.schedule.away)]
         known = {c.schedule for c in chosen}
-        more = self._chosen(seen.program, [*seen.legal, *sending])
+        more = self._chosen(seen.program, sending)
         return [*chosen, *(c for c in more if c.schedule not in known)]
+
+
+def _obeying(link: Link, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates with the most values away of those that must be.
+
+    One that the backward reads first has no time to be away.
+    """
+    away = [len(link.required & {a.storage for a in c.schedule.away}) for c in candidates]
+    return [c for c, count in zip(candidates, away, strict=True) if count == max(away)]
 
 
 def _evenly(low: int, high: int, count: int) -> list[int]:

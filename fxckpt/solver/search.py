@@ -46,6 +46,12 @@ NEXT_BYTES = 100 * 2**20
 """Bytes beyond a limit at which a second bound is given."""
 PRICE_STEP = 1.1
 """Ratio of neighboring prices in the grid of prices tried."""
+AWAY_WORTH = 0.001
+"""Share of the least peak that sending values away must lower it by, or the peak stays.
+
+Where what remains at the peak cannot be away, small values at its edge can lower it by a few bytes,
+for which the schedules of least memory would wait for copies as long as the step takes.
+"""
 
 
 @dataclass(frozen=True)
@@ -365,9 +371,12 @@ class Search:
                 self._retain_beside(sent, limit)
 
     def _search_at(self, limit: int) -> None:
-        """Search schedules within a limit that is not the one asked for."""
+        """Search schedules within a limit that is not the one asked for.
+
+        Many different schedules are better starts for sending than the optimum without a link.
+        """
         self.fit(limit, (1.0,))
-        self.refine(limit, self.options.refined_along, (), 0)
+        self.refine(limit, self.options.refined_along, (), None)
 
     def _send_all(self, limit: int) -> None:
         """Send values away of every candidate that is not too slow without a wait."""
@@ -423,7 +432,8 @@ class Search:
     def least_peak_away(self, least_peak: Candidate) -> Candidate:
         """Return the candidate of least peak with values sent away, or ``least_peak`` without.
 
-        Less than what the values allow may fit the memory that they are sent to.
+        Less than what the values allow may fit the memory that they are sent to. Peaks that are
+        lower by less than :data:`AWAY_WORTH` are not worth the waits.
         """
         program = self.program
         if program.link is None:
@@ -442,7 +452,8 @@ class Search:
                     best, high = sent, sent.simulation.peak_bytes
                     break
                 low = (low + high + 1) // 2
-        return best
+        most = (1 - AWAY_WORTH) * least_peak.simulation.peak_bytes
+        return best if best.simulation.peak_bytes <= most else least_peak
 
     def result(self, limit: int | None, least_peak: Candidate) -> SearchResult:
         """Return the best candidate within ``limit`` bytes, with its bounds."""
@@ -558,11 +569,12 @@ class Search:
             self.evaluate_all(chain.from_iterable(zip(*assignments, strict=True)))
 
     def refine(
-        self, limit: int, count: int, perturbations: Sequence[float], exact_states: int
+        self, limit: int, count: int, perturbations: Sequence[float], exact_states: int | None
     ) -> None:
         """Repair the most promising schedules, then perturb the best, up to near the bound.
 
-        Small programs are solved exactly, or have random restarts.
+        Small programs are solved exactly, or have random restarts; with ``exact_states`` of None
+        they have restarts alone.
         """
         target = (1 + self.options.tolerance) * self.bound(limit).seconds
         for candidate in self._promising(limit, count):
@@ -576,7 +588,9 @@ class Search:
             self._repair(best, int(limit * share), limit)
         if self._least_seconds(limit) <= target:
             return
-        if self.exact.size <= exact_states:
+        if exact_states is None:
+            self._restart(limit, target)
+        elif self.exact.size <= exact_states:
             self._evaluate_exact(limit)
         elif len(self.program.ops) * len(self.program.backward) <= self.options.exact_size:
             nodes = self.options.exact_nodes
@@ -783,7 +797,7 @@ class _LimitedSearch(Search):
         self._gather()
 
     def refine(
-        self, limit: int, count: int, perturbations: Sequence[float], exact_states: int
+        self, limit: int, count: int, perturbations: Sequence[float], exact_states: int | None
     ) -> None:
         """Refine each part, then retain what the limits leave room for."""
         for part in self.parts.values():
@@ -791,7 +805,8 @@ class _LimitedSearch(Search):
         self._gather()
         if (best := self.best(limit)) is not None:
             self._retained(best, limit, None)
-        self._solve_if_small(limit)
+        if exact_states is not None:
+            self._solve_if_small(limit)
 
     def _solve_if_small(self, limit: int) -> None:
         """Evaluate the schedule of an exact solver; both know the limits."""

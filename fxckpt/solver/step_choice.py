@@ -211,14 +211,24 @@ def _chosen_of(
     return choice_of(step, [some[i] for some, i in zip(kept, found.levels, strict=True)])
 
 
+def fastest(step: StepProgram) -> LevelChoice:
+    """Return the levels of least extra time; of those, the ones that send the least away."""
+
+    def first(levels: Sequence[Level]) -> int:
+        keys = [(level.extra_seconds, level.away_bytes) for level in levels]
+        return keys.index(min(keys))
+
+    return choice_of(step, [first(levels) for levels in step.calls])
+
+
 def _choose(step: StepProgram, limit: int) -> LevelChoice:
     """Return the levels of least extra time, whatever is sent away.
 
     Greedy by the price of a byte over the limit, then by seconds where bytes are left; small steps
     that end away from the bound are solved as an integer program.
     """
-    fast = [min(range(len(c)), key=lambda i: (c[i].extra_seconds, i)) for c in step.calls]
-    best = choice_of(step, fast)
+    best = fastest(step)
+    fast = best.levels
     if best.peak_bytes <= limit or not step.calls:
         return best
     best = choice_of(step, _lowered(step, fast, limit))
@@ -273,7 +283,8 @@ def choose_few(
     found = _chosen_of(step, kept, lambda few: choose(few, limit))
     most_seconds = max((1 + FEW_COST) * best.extra_seconds, best.extra_seconds + spare)
     is_slow = most > 0 and found.extra_seconds > most_seconds
-    if found.peak_bytes > limit or is_slow:
+    has_less_room = step.has_room(best.levels) and not step.has_room(found.levels)
+    if found.peak_bytes > limit or is_slow or has_less_room:
         return best
     return found
 

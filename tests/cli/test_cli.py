@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fxckpt.cli import main
 
 STEP = """
 import torch
+from fxckpt.policies import offload
 from torch import nn
 
 def make():
@@ -104,6 +106,8 @@ class Broken(nn.Module):
             x = layer(x).tanh().exp()
         return x.sum()
 
+away = offload("layers")
+
 def save_all(ctx, op, *args, **kwargs):
     from torch.utils.checkpoint import CheckpointPolicy
     return CheckpointPolicy.MUST_SAVE
@@ -155,6 +159,45 @@ def test_explain_names_the_graphs_of_a_step(step: str, capsys: pytest.CaptureFix
     assert "one graph" in capsys.readouterr().err
     assert main(["plan", f"{step}:broken", "--max-slowdown", "0.1"]) == 2
     assert "--budget" in capsys.readouterr().err
+
+
+def test_values_are_planned_to_a_host(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--offload is of each command that plans, in one graph and in a step of several."""
+    flops = ["--cost", "flops", "--json"]
+    budget = ["--budget", "0.6", "--device", "GB200"]
+
+    def answer(*arguments: str) -> Any:
+        assert main([*arguments, *flops]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    alone = answer("plan", f"{step}:make", *budget)
+    found = answer("plan", f"{step}:make", *budget, "--offload", "host")
+    assert alone["away_bytes"] == alone["stall_seconds"] == 0 < found["away_bytes"]
+    assert found["peak_bytes"] <= found["budget_bytes"]
+    small = answer("plan", f"{step}:make", *budget, "--offload", "600KiB")
+    assert 0 < small["away_bytes"] <= 600 * 1024
+    rows = answer("frontier", f"{step}:make", *budget, "--offload", "600KiB")
+    assert [row["away_bytes"] for row in rows] == [small["away_bytes"]]
+    explained = answer(
+        "explain", f"{step}:make", *budget, "--offload", "host", "--decision", "offloaded"
+    )
+    assert sum(row["bytes"] for row in explained["rows"]) == found["away_bytes"]
+    policy = ["--policy", f"{step}:away"]
+    two = answer("plan", f"{step}:broken", *policy, "--offload", "host")
+    assert 0 < two["away_bytes"] == sum(row["calls"] * row["away_bytes"] for row in two["rows"])
+    assert main(["plan", f"{step}:broken", *policy]) == 2
+    assert "there is no offload" in capsys.readouterr().err
+
+
+def test_tiles_are_planned(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--tile is of models of one graph, and of values that stay on the device."""
+    plan = ["plan", f"{step}:make", "--cost", "flops", "--budget", "0.7"]
+    assert main([*plan, "--tile", "4"]) == 0
+    assert re.search(r"tiles +4 ", capsys.readouterr().out)
+    assert main([*plan, "--tile", "auto", "--offload", "1GiB"]) == 2
+    assert "not allowed with argument" in capsys.readouterr().err
+    assert main(["html", f"{step}:broken", "--tile", "auto"]) == 2
+    assert "--tile auto is of a model of one graph" in capsys.readouterr().err
 
 
 def test_plan_for_a_device_elsewhere(step: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,6 +294,11 @@ def test_infeasible_budget_exits_1(step: str, capsys: pytest.CaptureFixture[str]
             "give it with --by module",
         ),
         (["explain", "step_of_test.py:make", "--json", "--format", "csv"], "choose one"),
+        (["plan", "step_of_test.py:make", "--offload", "lots"], "'lots' is no memory to send"),
+        (["html", "step_of_test.py:make", "--offload", "0"], "'0' is no memory to send"),
+        (["frontier", "step_of_test.py:make", "--offload", "50%"], "'50%' is no memory to send"),
+        (["plan", "step_of_test.py:make", "--tile", "1"], "a number of tiles from 2"),
+        (["explain", "step_of_test.py:make", "--tile", "many"], "tile='many' is no way to tile"),
         (["bogus"], "invalid choice: 'bogus'"),
         ([], "COMMAND"),
     ],

@@ -74,6 +74,30 @@ def test_takes_a_list_of_budgets() -> None:
         fxckpt.frontier(model, *inputs, points=["much"])
 
 
+def test_points_are_plans_with_offload() -> None:
+    """Each point is the plan of its budget with values sent away, and the table tells the bytes."""
+    model, x = (
+        torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))),
+        torch.randn(1024, 64),
+    )
+    model = torch.nn.Sequential(*(torch.nn.Sequential(layer, torch.nn.GELU()) for layer in model))
+    host = fxckpt.tiers.Host("1MiB", 1e11)
+    alone, found = (
+        fxckpt.frontier(model, x, points=[0.9, 0.6], cost="flops", offload=tier)
+        for tier in (None, host)
+    )
+    for row, share in zip(found.rows, (0.6, 0.9), strict=True):
+        plan = fxckpt.plan(model, x, budget=share, cost="flops", offload=host)
+        assert (row.budget_bytes, row.away_bytes) == (plan.budget_bytes, plan.away_bytes)
+        assert row.recompute_seconds == plan.extra_seconds
+    assert 0 < found.rows[0].away_bytes <= host.limit_bytes
+    assert found.rows[0].recompute_seconds < alone.rows[0].recompute_seconds
+    assert [r["away_bytes"] for r in found.table()] == [p.away_bytes for p in found.plans]
+    assert " sent" in str(found) and " sent" not in str(alone)
+    with pytest.raises(fxckpt.InvalidOption, match="its limit is a number of bytes"):
+        fxckpt.frontier(model, x, offload="much")
+
+
 @pytest.mark.parametrize("points", [1, 0, "many", []])
 def test_refuses_too_few_points(points: object) -> None:
     """A frontier has at least two points."""

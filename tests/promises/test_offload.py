@@ -252,12 +252,12 @@ def test_dynamic_sizes_move_what_there_is() -> None:
     assert host.sent
 
 
-def test_a_thousand_steps_hold_no_more() -> None:
+def test_many_steps_hold_no_more() -> None:
     """Blocks, copies and threads are those of the first step."""
     model, (x,) = stack()
     host = Host("1GiB", 1e9)
     forward, backend = compiled(model, host)
-    for _ in range(1000):
+    for _ in range(150):
         forward(x).square().sum().backward()
     assert host.peak_bytes == backend.plans[0].away_bytes
     assert host.used_bytes == 0 and not host.copies

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fxckpt.reason import Reason
+from fxckpt.solver.program import Link, Storage
 from fxckpt.solver.search import PriceSearch
 from tests.solver.programs import chain
 from tests.solver.test_link_use import clock, with_link
@@ -84,3 +85,29 @@ def test_least_memory_over_a_link(rate: float, most: float) -> None:
     within = PriceSearch()(with_link(chain(12), rate, rate), lambda peak: found.limit)
     assert within.best is not None
     assert found.best.simulation.extra_seconds <= 1.05 * within.best.simulation.extra_seconds + 0.1
+
+
+@pytest.mark.parametrize(("small", "is_worth"), [(5, False), (5000, True)])
+def test_a_few_bytes_are_no_lower_floor(small: int, is_worth: bool) -> None:
+    """The least peak waits for copies only if they lower it by a share worth telling."""
+    program = chain(6, nbytes=10_000)
+    kept, first, last = len(program.storages), program.ops[0], program.backward[-1]
+    program = replace(
+        program,
+        ops=(
+            replace(first, writes=(*first.writes, kept), no_recompute=Reason.EFFECT),
+            *program.ops[1:],
+        ),
+        backward=(*program.backward[:-1], replace(last, reads=(*last.reads, kept))),
+        storages=(*program.storages, Storage("kept", small, 0)),
+    )
+    alone = PriceSearch().least_memory(program, math.inf)
+    link = Link(1.0, 1.0, 10**9, frozenset({kept}))
+    found = PriceSearch().least_memory(replace(program, link=link), math.inf)
+    assert alone.best is not None and found.best is not None and alone.limit is not None
+    if is_worth:
+        assert found.limit == alone.limit - small
+        assert found.best.schedule.away
+    else:
+        assert found.limit == alone.limit
+        assert found.best.simulation.extra_seconds == alone.best.simulation.extra_seconds

@@ -16,6 +16,7 @@ from fxckpt.solver.step_choice import (
     choice_of,
     choose,
     choose_few,
+    fastest,
     least_peak,
 )
 
@@ -111,6 +112,27 @@ def test_first_calls_send_what_there_is_room_for() -> None:
     assert choose(step, 20).levels == (1, 1, 1, 0)
     assert choose(replace(step, away_limit=16), 20).levels == (1, 1, 2, 0)
     assert choose(replace(step, away_limit=7), 20).extra_seconds == 10
+
+
+def test_few_levels_fit_the_tier() -> None:
+    """Fewer levels are no reason to send more away than there is room for."""
+    levels = (Level(10, 10, 10, 0.0), Level(2, 10, 10, 1.0, 8), Level(0, 10, 10, 5.0))
+    numbers = range(4)
+    moments = [Moment(0, tuple(numbers[:i]), i) for i in numbers]
+    moments += [Moment(0, tuple(numbers[:i]), i, True) for i in reversed(numbers)]
+    step = StepProgram((levels,) * 4, tuple(moments))
+    assert choose_few(step, 20, [0] * 4, most=1, spare=1.0).levels == (1, 1, 1, 1)
+    step = replace(step, away_limit=16)
+    assert choose_few(step, 20, [0] * 4, most=1, spare=1.0) == choose(step, 20)
+
+
+def test_what_is_free_is_not_sent() -> None:
+    """Of levels that take equal time, the one that sends less is taken where there is room."""
+    levels = (Level(2, 10, 10, 0.0, 8), Level(10, 10, 10, 0.0))
+    moments = (Moment(0, (), 0), Moment(0, (0,)), Moment(0, (), 0, True))
+    step = StepProgram((levels,), moments)
+    assert fastest(step).levels == choose(step, 10).levels == (1,)
+    assert choose(step, 9).levels == least_peak(step).levels == (0,)
 
 
 @given(step=steps(), away_limit=st.integers(0, 100), limit=st.integers(0, 400))

@@ -75,7 +75,9 @@ fx.drawMoments = function (step) {
 };
 
 fx.stepTable = function (step, number) {
-  const head = ["graph", "calls", "level", "held", "peak", "recompute"];
+  const isSending = step.rows.some((row) => row.away_bytes);
+  const sent = isSending ? ["sent"] : [];
+  const head = ["graph", "calls", "level", "held", "peak", ...sent, "recompute"];
   const line = (row) => {
     const peak = Math.max(row.forward_bytes, row.backward_bytes);
     const cells = [
@@ -85,6 +87,7 @@ fx.stepTable = function (step, number) {
       `${row.level} of ${row.levels}`,
       fx.formatBytes(row.held_bytes),
       fx.formatBytes(peak),
+      ...(isSending ? [fx.formatBytes(row.away_bytes)] : []),
       fx.formatSeconds(row.extra_seconds),
     ];
     const shown = row.graph === number ? ' class="current"' : "";

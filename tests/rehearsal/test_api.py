@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxckpt
+from fxckpt.tiers import Host
 from tests.step.test_tracker import Stack, X, measured
 
 
@@ -62,6 +63,40 @@ def test_blocks_are_planned_as_they_run(share: float) -> None:
     run = Counter(row.graph for row in report.rows for _ in range(row.calls))
     assert run == Counter(call + 1 for call in plan.calls) == {1: 1, 2: 3}
     assert {row.source for row in report.rows} == {graph.source for graph in plan.graphs}
+
+
+def test_calls_send_values_away() -> None:
+    """Calls in flight share what a place holds, as they do in the step that is run."""
+    model = Stack()
+    host = Host("1GiB", 1e12)
+    backend = fxckpt.compile_blocks(model.blocks, 0.45, inner="aot_eager", offload=host)
+    plans = [
+        fxckpt.plan_step(model, X, budget=0.45, offload=tier)
+        for tier in (None, Host("450KiB", 1e12), host)
+    ]
+    alone, small, roomy = plans
+    assert 0 == alone.away_bytes < small.away_bytes <= 450 * 1024 < roomy.away_bytes
+    assert roomy.extra_seconds < small.extra_seconds < alone.extra_seconds
+    assert all(plan.lower_bound_seconds <= plan.extra_seconds for plan in plans)
+    assert [" sent" in str(plan) for plan in plans] == [False, True, True]
+    report = settled(model, backend)
+    assert roomy.away_bytes == host.peak_bytes == sum(r.calls * r.away_bytes for r in report.rows)
+    assert roomy.away_bytes == sum(r["calls"] * r["away_bytes"] for r in roomy.table().records())
+
+
+def test_nothing_is_sent_without_a_reason() -> None:
+    """Without a budget only a policy sends values away; what it demands has to fit."""
+    model = Stack()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    free = fxckpt.plan_step(model, X, offload=Host("1GiB", 1e12))
+    assert free.away_bytes == 0 and free.budget_bytes is None
+    policy = fxckpt.policies.offload("up")
+    demanded = fxckpt.plan_step(model, X, policy=policy, offload=Host("1GiB", 1e12))
+    assert demanded.away_bytes == 4 * 512 * 128 * 4
+    assert {row["away_bytes"] for row in demanded.table().records()} == {512 * 128 * 4}
+    with pytest.raises(fxckpt.InvalidOption, match=r"of the calls in flight, and .* holds 512"):
+        fxckpt.plan_step(model, X, policy=policy, offload=Host("512KiB", 1e12))
 
 
 def test_graph_break_is_planned_as_it_runs() -> None:
@@ -119,9 +154,11 @@ def test_reading_values_is_told_with_the_line() -> None:
         ({"budget": 0.01}, "least peak found for this step of 2 calls"),
         ({"budget": "min"}, "of each graph by itself"),
         ({"budget": "nonsense"}, "nonsense"),
+        ({"offload": "nonsense"}, "its limit is a number of bytes"),
+        ({"offload": 0}, "is not a place to send values to"),
     ],
 )
-def test_unusable_budgets_are_refused(options: dict[str, object], says: str) -> None:
+def test_unusable_options_are_refused(options: dict[str, object], says: str) -> None:
     with pytest.raises(fxckpt.FxckptError, match=says):
         fxckpt.plan_step(Halves(), X, **options)
 

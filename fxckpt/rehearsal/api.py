@@ -27,6 +27,7 @@ from fxckpt.solver.schedule import save_all
 from fxckpt.solver.search import Candidate
 from fxckpt.solver.simulate import simulate
 from fxckpt.solver.step_choice import StepProgram, choice_of
+from fxckpt.tiers import Tier, tier_of
 from fxckpt.utils.progress import searching
 
 
@@ -37,6 +38,7 @@ def plan_step(
     policy: Any = None,
     cost: str | CostModel = "roofline",
     device: str | torch.device | None = None,
+    offload: Tier | str | None = None,
     **kwargs: Any,
 ) -> StepPlan:
     """Return the plan of a step of several graphs, ``model_or_fn(*args, **kwargs)``; it is not run.
@@ -47,11 +49,13 @@ def plan_step(
     Each graph gets a few plans, its levels, and each call the one with which the step is within the
     budget, as :class:`fxckpt.Backend` with ``inner="aot_eager"`` chooses them.
 
-    ``budget``, ``policy``, ``cost`` and ``device`` are as in :func:`fxckpt.plan`; a budget is in
-    bytes, or a fraction of the uncheckpointed step.
+    ``budget``, ``policy``, ``cost``, ``device`` and ``offload`` are as in :func:`fxckpt.plan`; a
+    budget is in bytes, or a fraction of the uncheckpointed step. Calls in flight share the limit of
+    the place that values are sent to.
 
     Raises :class:`CaptureError` if no graph has a backward, or code between the graphs reads values
-    of tensors, and :class:`BudgetInfeasible` if the step fits at no level.
+    of tensors, :class:`BudgetInfeasible` if the step fits at no level, and :class:`InvalidOption`
+    if what a policy sends away does not fit its place.
 
     Examples
     --------
@@ -81,6 +85,7 @@ def plan_step(
         cost,
         measure_workspace=not on_meta and target.named is None,
         device=target.named,
+        offload=tier_of(offload),
     )
     with searching("plan"):
         step = rehearse(model_or_fn, args, kwargs, target)
@@ -105,10 +110,13 @@ def _planned(planner: Planner, step: RehearsedStep) -> StepPlan:
         _levels(planner, number, graph, facts, name, _room(step, limit))
         for number, (graph, facts, name) in enumerate(read, 1)
     )
-    program = StepProgram(tuple(graphs[g].levels for g in step.calls), step.moments)
+    away_limit = None if planner.offload is None else planner.offload.limit_bytes
+    program = StepProgram(tuple(graphs[g].levels for g in step.calls), step.moments, away_limit)
     plan = StepPlan.within(limit, graphs, step.calls, program, baseline_peak_bytes=baseline)
     if limit is not None and plan.peak_bytes > limit:
         raise _infeasible(planner.budget, plan, limit)
+    if not program.has_room(plan.choice.levels):
+        raise _too_much_away(planner, plan)
     return plan
 
 
@@ -146,6 +154,17 @@ def _levels(
         for i, candidate in enumerate(family.candidates)
     )
     return GraphLevels(number, graph.source, plans, family.levels)
+
+
+def _too_much_away(planner: Planner, plan: StepPlan) -> InvalidOption:
+    """Return the error for a policy that sends more away than its place holds."""
+    assert planner.offload is not None
+    limit = budgets.format_bytes(planner.offload.limit_bytes)
+    return InvalidOption(
+        f"the policy {planner.policy!r} sends away {budgets.format_bytes(plan.away_bytes)} of the "
+        f"calls in flight, and {planner.offload!r} holds {limit}. Raise its limit, or let the "
+        "policy prefer what it demands (PREFER_CPU_OFFLOAD)."
+    )
 
 
 def _infeasible(budget: budgets.Budget, plan: StepPlan, limit: int) -> BudgetInfeasible:
