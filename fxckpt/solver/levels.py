@@ -118,7 +118,7 @@ class LevelSearch:
         low, high = least_peak.simulation.peak_bytes, seen.baseline.simulation.peak_bytes
         for limit in _evenly(low, high, self.limits):
             seen.fit(limit, search.factors_along)
-            seen.refine(limit, search.refined_along, (), 0)
+            seen.refine(limit, search.refined_along, (), None)
         exact: list[Candidate] = []
         if room is not None:
             limit = room + boundary_bytes(program)
