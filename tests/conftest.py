@@ -26,8 +26,9 @@ settings.register_profile("sweep", deadline=None, max_examples=1000)
 settings.load_profile("default")
 
 
-def pytest_collection_finish() -> None:
-    """Leave the million objects of modules and tests, which no test frees, out of collections."""
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """Leave what is there before a module, a million objects, out of its many collections."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Verification collects after each step: what the whole run froze stays frozen around it."""
+"""Verification collects after each step, and leaves alone what others froze."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 
 @pytest.fixture(autouse=True, scope="module")
-def thawed() -> Iterator[None]:
-    """Let `verify` freeze all objects for itself, which it leaves where somebody else did."""
+def thawed(frozen: None) -> Iterator[None]:
+    """Let `verify` freeze all objects for itself."""
     gc.unfreeze()
     yield
     gc.collect()
