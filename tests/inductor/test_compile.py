@@ -30,7 +30,7 @@ from fxckpt.torch_private.inductor.default_partitioner import default_saved
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 from fxckpt.torch_private.inductor.lowering import Lowerings
 from tests.joints import inductor_joint
-from tests.models.zoo import ENTRIES
+from tests.models.zoo import ENTRIES, Entry
 from tests.steps import fresh, outcome
 
 
@@ -206,8 +206,8 @@ def test_default_choice_of_unsavable_values_is_no_candidate() -> None:
 @pytest.mark.parametrize(
     "entry",
     [
-        pytest.param(e, id=e.name, marks=() if e.name == "gpt2" else pytest.mark.sweep)
-        for e in ENTRIES
+        pytest.param(Entry("blocks", step), id="blocks"),
+        *(pytest.param(e, id=e.name, marks=pytest.mark.sweep) for e in ENTRIES),
     ],
 )
 def test_gradients_equal_inductor(entry: Any) -> None:

@@ -231,7 +231,7 @@ def test_buffers_that_are_only_freed_are_not_reused(monkeypatch: pytest.MonkeyPa
     assert measured >= 0.97 * predicted
 
 
-@pytest.mark.parametrize("groups", [1, 48])
+@pytest.mark.parametrize("groups", [1, pytest.param(48, marks=pytest.mark.sweep)])
 def test_convolution_workspace_is_that_of_its_layouts(
     groups: int,
 ) -> None:

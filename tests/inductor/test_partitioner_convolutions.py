@@ -31,7 +31,7 @@ def step(make: Callable[[], tuple[nn.Module, Any]], backend: Any) -> dict[str, T
     return outcome(model, torch.compile(model, backend=backend), inputs)
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.sweep), "unet"])
 def test_convolutions_by_partitioner_as_by_backend(name: str) -> None:
     """Gradients are stock Inductor's, and the compiled peak is that of the backend's plan."""
     expected = step(NETS[name], "inductor")
