@@ -413,6 +413,63 @@ def test_repro_of_another_form_is_refused(tmp_path: Path) -> None:
         repro.load(tmp_path / "none.json")
 
 
+def printing(x: Tensor, weight: Tensor, held: Tensor) -> Any:
+    torch.ops.aten._print("between")
+    return (x @ weight).sin(), held
+
+
+def writing(x: Tensor, weight: Tensor, held: Tensor) -> Any:
+    held.mul_(2).add_((x @ weight).detach())
+    return ((x @ weight) * held).sin()
+
+
+def writing_with_gradient(x: Tensor, weight: Tensor, held: Tensor) -> Any:
+    held.add_(x @ weight)
+    return held.sin()
+
+
+def selecting(x: Tensor, weight: Tensor, held: Tensor) -> Any:
+    rows = (x.sum(1) > 0).nonzero().flatten()
+    torch._check(rows.shape[0] <= 64)
+    return (x @ weight).sin()[rows].exp()
+
+
+def without_gradient(x: Tensor, weight: Tensor, held: Tensor) -> Any:
+    held.add_(1)
+    return (x @ weight).argmax(1), None
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "function",
+    [printing, writing, writing_with_gradient, selecting, without_gradient],
+    ids=lambda f: f.__name__,
+)
+def test_effects_writes_and_sizes_are_taken(
+    function: Callable[..., Any], dynamic: bool | None
+) -> None:
+    """What AOTAutograd hands over beside the graph: tokens, written inputs, sizes, no tangents."""
+
+    def outcome(step: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, held = torch.randn(8, 8), torch.ones(8, 8)
+        weight = torch.randn(8, 8, requires_grad=True)
+        result, *_ = leaves = torch.utils._pytree.tree_leaves(step(x, weight, held))
+        if result.requires_grad:
+            result.square().sum().backward()
+        found = (*leaves, held, weight.grad)
+        return [t.detach() for t in found if t is not None]
+
+    for budget in (None, "1GiB"):
+        torch._dynamo.reset()
+        partitioner = fxckpt.Partitioner(budget)
+        backend = aot_autograd(fw_compiler=run, partition_fn=partitioner)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+            assert equal(outcome(compiled), outcome(function))
+        assert len(partitioner.plans) == (function is not without_gradient)
+
+
 def test_wrong_arguments_are_named() -> None:
     """Options are checked when the partitioner is made."""
     with pytest.raises(fxckpt.InvalidOption, match="verify"):

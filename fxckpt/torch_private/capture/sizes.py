@@ -85,7 +85,11 @@ def assuming(sizes: Sequence[torch.SymInt], factor: int) -> Iterator[None]:
 
     A size without an upper bound that has other symbols too counts as :data:`MOST`.
     """
-    grown = {s.node.expr: factor * int(s.node.hint) for s in sizes if s.node.expr.is_Symbol}
+    grown = {
+        s.node.expr: sympy.Integer(factor * int(s.node.hint))
+        for s in sizes
+        if s.node.expr.is_Symbol
+    }
     token = _assumed.set(grown)
     try:
         yield

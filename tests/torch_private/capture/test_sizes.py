@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxckpt.torch_private import (
+    assuming,
     bindings_of,
     is_surely_equal,
     is_symbolic,
@@ -85,3 +86,15 @@ def test_sizes_are_told_from_tensors() -> None:
     graph = graph_of(lambda x: x * x.shape[0], torch.ones(5))
     assert [is_symbolic(n) for n in graph.nodes if "sym_size" in str(n.target)] == [True]
     assert not is_symbolic(next(n for n in graph.nodes if n.op == "placeholder"))
+
+
+def test_sizes_are_taken_as_larger() -> None:
+    """A size that is a symbol alone grows as expressions of it do."""
+    graph = graph_of(lambda x: torch.cat([x, x]), torch.ones(5))
+    given, doubled = (
+        next(n.meta["val"].shape[0] for n in graph.nodes if name in n.name)
+        for name in ("x_1", "cat")
+    )
+    with assuming([given], 4):
+        assert (size_hint(given), size_hint(doubled)) == (20, 40)
+    assert (size_hint(given), size_hint(doubled)) == (5, 10)
