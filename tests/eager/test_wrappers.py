@@ -85,7 +85,9 @@ def test_dtensors_are_recomputed_as_torchs_are(mesh: DeviceMesh) -> None:
     _, whole, once = outcome(mesh, plainly)
     wanted, torchs, again = outcome(mesh, by_torch)
     got, peak, count = outcome(mesh, fxckpt.checkpoint)
-    assert all(map(torch.equal, wanted, got))
+    # Before torch 2.12 what the rank that does not run would send is whatever lies in memory.
+    if torch.__version__ >= "2.12":
+        assert all(map(torch.equal, wanted, got))
     assert peak <= 1.01 * torchs < 0.8 * whole
     assert once < count <= again
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 import fxckpt
 from fxckpt import policies
+from fxckpt.torch_private import frees_incoming_gradients
 from tests.rewriting.sources import ROUTES, either, gpt, resnet, stack
 from tests.steps import loss_of
 
@@ -52,6 +53,8 @@ def test_plans_move_between_capture_routes(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model, inputs = make()
     plan = fxckpt.plan(model, *inputs, budget=0.8)
+    # The engine may hold the gradient of the last op outside, one float, while the model's run.
+    held = 0 if frees_incoming_gradients() else 4
     for route in ("symbolic_trace", "export", "dynamo"):
         source, given = ROUTES[route](model, inputs)
         made = fxckpt.rewrite(source, fxckpt.Plan.from_json(plan.to_json()), example_inputs=given)
@@ -59,10 +62,10 @@ def test_plans_move_between_capture_routes(make: Callable[[], Any]) -> None:
         loss_of(made(*given)).backward()
         for tensor in (*model.parameters(), *source.parameters(), *given):
             tensor.grad = None
-        assert (
-            fxckpt.measure_peak(lambda made=made, given=given: loss_of(made(*given)).backward())
-            == plan.peak_bytes
+        measured = fxckpt.measure_peak(
+            lambda made=made, given=given: loss_of(made(*given)).backward()
         )
+        assert measured == plan.peak_bytes + held
         own = fxckpt.rewrite(source, budget=0.8, example_inputs=given).plan
         assert own.digest == plan.digest
 

@@ -82,10 +82,10 @@ tangents_1: input
 sort = sort(primals_1)
 getitem = getitem(sort, 0)
 getitem_1 = getitem(sort, 1)
-sort_recompute = sort(primals_1)
-getitem_1_recompute = getitem(sort_recompute, 1)
 mul = mul(tangents_1, getitem)
 sin = sin(getitem_1)
+sort_recompute = sort(primals_1)
+getitem_1_recompute = getitem(sort_recompute, 1)
 sin_recompute = sin(getitem_1_recompute)
 mul_1 = mul(mul, sin_recompute)
 return [getitem, mul_1]""",
