@@ -19,6 +19,7 @@ from typing import Any
 from torch import fx
 
 from fxckpt import budgets, repro
+from fxckpt.costs.devices import device_named
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed, VerifyError
 from fxckpt.inductor.plan_cache import PlanCache
@@ -59,7 +60,7 @@ from fxckpt.utils.progress import searching
 
 log = logging.getLogger("fxckpt")
 
-OPTIONS = ("budget", "policy", "cost", "verify", "max_slowdown", "offload", "tile")
+OPTIONS = ("budget", "policy", "cost", "verify", "max_slowdown", "offload", "tile", "device")
 STRICT = "FXCKPT_STRICT"
 """Environment variable that makes every defect of the planner an error when it is ``"1"``."""
 
@@ -108,6 +109,9 @@ class Partitioner(CustomPartitionerFn):
         As for :class:`fxckpt.Backend`; Inductor is refused when it asks for a partition.
     scope:
         What a budget is for: ``"graph"``, each graph, is all that a partitioner sees.
+    device:
+        Name of the device whose figures price the ops, such as ``"H100"``: a plan made here is for
+        a step that runs there. None is the device of the graph's values.
 
     Raises
     ------
@@ -139,6 +143,7 @@ class Partitioner(CustomPartitionerFn):
         scope: str = "graph",
         offload: Tier | str | None = None,
         tile: int | str | None = None,
+        device: str | None = None,
     ) -> None:
         if scope != "graph":
             raise InvalidOption(
@@ -157,8 +162,9 @@ class Partitioner(CustomPartitionerFn):
             # The compilers of a partition_fn may take graphs that write nothing for granted.
             in_place=False,
             tile=tile,
+            device=None if device is None else device_named(device),
         )
-        self.options = (budget, policy, cost, verify, max_slowdown, offload, tile)
+        self.options = (budget, policy, cost, verify, max_slowdown, offload, tile, device)
         self._is_of_step, self._is_inductors = False, False
         self._plans: list[Plan] = []
         self._fallbacks: list[Fallback] = []

@@ -492,3 +492,22 @@ def test_outputs_that_alias_inputs_and_unused_outputs() -> None:
     assert found[1].data_ptr() == x.data_ptr()
     (gradient,) = torch.autograd.grad(found[0].sum(), w)
     assert torch.equal(gradient, torch.autograd.grad(expected[0].sum(), w)[0])
+
+
+def test_ops_are_priced_on_a_named_device() -> None:
+    """A plan made here has the times of a device elsewhere, with its name in the caches' key."""
+    x, model = torch.randn(64, 64), Net(2)
+    rates: dict[str, float] = {}
+    for name in ("H100", "A100"):
+        torch._dynamo.reset()
+        partitioner = fxckpt.Partitioner(policy=fxckpt.policies.recompute_all, device=name)
+        compiler = aot_autograd(fw_compiler=run, partition_fn=partitioner)
+        torch.compile(model, backend=compiler)(x).sum().backward()
+        (plan,) = partitioner.plans
+        rates[name] = plan.extra_seconds
+        assert f"device='{name}'" in repr(partitioner)
+    assert rates["H100"] < rates["A100"]
+    keys = {fxckpt.Partitioner(device=name).uuid() for name in ("H100", "A100", None)}
+    assert len(keys) == 3
+    with pytest.raises(fxckpt.InvalidOption, match="device='H1000' is not a device"):
+        fxckpt.Partitioner(device="H1000")
