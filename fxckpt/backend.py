@@ -202,12 +202,12 @@ class Backend:
         _check_scope(scope, in_flight, strict)
         _check_compile(inner, verify, mode, options)
         _check_offload(offload, inner, group)
-        _check_tile_with(tile, inner, group)
         self._inductor = inductor_options(mode, options)
         self.partitioner = Partitioner(
             budget, policy, cost, verify, max_slowdown, offload=offload, tile=tile
         )
         """Plans the graphs."""
+        _check_tile_with(self.partitioner.planner.tile, inner, group)
         self._replays = bool(self._inductor.get("triton.cudagraphs"))
         """Whether CUDA graphs replay the halves."""
         self.inner = inner

@@ -190,7 +190,11 @@ def _load(options: argparse.Namespace) -> tuple[ModelCall, Any]:
 
 def _make_plan(options: argparse.Namespace) -> Plan | StepPlan:
     """Return the plan of a target's graph, or of its step if that is several graphs."""
-    target, policy = _load(options)
+    return _planned(options, *_load(options))
+
+
+def _planned(options: argparse.Namespace, target: ModelCall, policy: Any) -> Plan | StepPlan:
+    """Return the plan of a command's target and policy."""
     if not is_of_parts(target.model):
         with contextlib.suppress(NotOneGraph), _stdout_to_stderr():
             return make_plan(
@@ -349,22 +353,30 @@ def _frontier(options: argparse.Namespace) -> Answer:
     points: Any = options.budget or options.points
     curve: Frontier | StepFrontier | None = None
     if not is_of_parts(target.model):
-        with contextlib.suppress(NotOneGraph), _stdout_to_stderr():
-            curve = make_frontier(
-                target.model,
-                *target.args,
-                points=points,
-                policy=policy,
-                cost=options.cost,
-                device=options.device,
-                offload=options.offload,
-                **target.kwargs,
-            )
+        with contextlib.suppress(NotOneGraph):
+            curve = _frontier_of(options, target, policy, points)
     if curve is None:
         curve = _step_of(options, target, policy, None).frontier(points)
     if options.plot:
         _savefig(curve.plot(), options.plot)
     return _json_answer(curve.table().records()) if options.json else Answer(str(curve))
+
+
+def _frontier_of(
+    options: argparse.Namespace, target: ModelCall, policy: Any, points: Any
+) -> Frontier:
+    """Return the frontier of a target that is one graph."""
+    with _stdout_to_stderr():
+        return make_frontier(
+            target.model,
+            *target.args,
+            points=points,
+            policy=policy,
+            cost=options.cost,
+            device=options.device,
+            offload=options.offload,
+            **target.kwargs,
+        )
 
 
 def _fit(options: argparse.Namespace) -> Answer:
@@ -421,13 +433,17 @@ def _savefig(axes: Any, path: Path) -> None:
 
 
 def _html(options: argparse.Namespace) -> Answer:
-    plan = _make_plan(options)
-    with _writing(options.out):
-        path = (
-            plan.to_html(options.out)
-            if isinstance(plan, StepPlan)
-            else plan.to_html(options.out, points=options.points)
-        )
+    target, policy = _load(options)
+    plan = _planned(options, target, policy)
+    if isinstance(plan, Plan) and options.offload is not None and options.points:
+        # A plan does not tell which values may be sent away, for the others on the slider.
+        curve = _frontier_of(options, target, policy, options.points)
+        with _writing(options.out):
+            path = curve.to_html(options.out, chosen=plan)
+    else:
+        points = {} if isinstance(plan, StepPlan) else {"points": options.points}
+        with _writing(options.out):
+            path = plan.to_html(options.out, **points)
     size = path.stat().st_size
     if options.json:
         return _json_answer({"path": str(path), "bytes": size})

@@ -175,6 +175,7 @@ class Planner:
             self.budget,
             lambda graph, budget: replace(self, budget=budget)._plan_by_search(graph),
             lambda graph: self.read(graph, bind_preferences=is_free)[0].program,
+            () if self.policy is None else self.policy.tiles(),
         )
         choice = pricer(joint)
         log_plan(choice.plan, time.perf_counter() - begin)
@@ -477,6 +478,13 @@ def planner_of(
     Raises :class:`FxckptError` for invalid options.
     """
     budgets.validate(budget)
+    if not isinstance(policy, Plan):
+        policy = as_policy(policy)
+        if policy is not None and policy.tiles():
+            if "tile" not in options:
+                refuse_tiles(policy)
+            if options["tile"] is None:
+                options["tile"] = "auto"
     check_tile(options.get("tile"))
     if None not in (options.get("tile"), options.get("offload")):
         raise InvalidOption(
@@ -485,7 +493,7 @@ def planner_of(
         )
     resolve(cost, None, named=options.get("device"))
     if not isinstance(policy, Plan):
-        return Planner(budget=budget, policy=as_policy(policy), cost=cost, **options)
+        return Planner(budget=budget, policy=policy, cost=cost, **options)
     if options.get("tile") is not None:
         raise InvalidOption(
             f"tile={options['tile']!r} and a plan were given: a plan knows its tiles. Leave tile "
@@ -497,6 +505,15 @@ def planner_of(
             "them out."
         )
     return Planner(cost=cost, known=(policy,), is_fixed=True, **options)
+
+
+def refuse_tiles(policy: Policy | None) -> None:
+    """Raise :class:`InvalidOption` for a policy with tiles, where there can be none."""
+    if policy is not None and policy.tiles():
+        raise InvalidOption(
+            f"policy={policy!r} runs modules in tiles, which are for models that are one graph: "
+            "fxckpt.Backend, fxckpt.Partitioner and fxckpt.plan. Leave tile(...) out here."
+        )
 
 
 def warn_of_unbounded_sizes(graph: fx.Graph, budget: budgets.Budget) -> None:

@@ -17,7 +17,7 @@ from fxckpt.planner.build_plan import build_plan
 from fxckpt.planner.capture import capture_joint, is_on_meta
 from fxckpt.planner.pipeline import prepare
 from fxckpt.planner.planned_device import planned_device
-from fxckpt.planner.planner import Planner
+from fxckpt.planner.planner import Planner, refuse_tiles
 from fxckpt.plans.log import log_frontier
 from fxckpt.plans.types import Plan, snapshot_of_plan
 from fxckpt.policies import as_policy
@@ -70,11 +70,13 @@ def frontier(
         )
     for budget in () if isinstance(points, int) else points:
         validate(budget)
+    chosen = as_policy(policy)
+    refuse_tiles(chosen)
     on_meta = is_on_meta(model_or_fn, args, kwargs)
     target = planned_device(device, is_on_meta=on_meta)
     planner = Planner(
         None,
-        as_policy(policy),
+        chosen,
         cost,
         measure_workspace=not on_meta and target.named is None,
         device=target.named,

@@ -16,13 +16,21 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from fxckpt import budgets
-from fxckpt.errors import BudgetInfeasible, InvalidOption, SlowdownInfeasible
+from fxckpt.errors import (
+    BudgetInfeasible,
+    InvalidOption,
+    PolicyMatchesNothing,
+    SlowdownInfeasible,
+)
+from fxckpt.passes.analysis.graph_snapshot import module_path
 from fxckpt.passes.analysis.joint import Facts
 from fxckpt.passes.graphs import Joint
 from fxckpt.passes.tiles.gradient_ahead import run_ahead
 from fxckpt.passes.tiles.row_regions import RowRegion, row_regions
 from fxckpt.passes.tiles.unroll import unroll
 from fxckpt.plans.types import Plan, Tiling
+from fxckpt.policies.base import TilePattern
+from fxckpt.policies.selectors import matched_module, nearest_modules
 from fxckpt.solver.exact.lower_bounds import LowerBounds
 from fxckpt.solver.program import Program
 from fxckpt.solver.search import price_range
@@ -74,6 +82,37 @@ def groups_of(graph: fx.Graph) -> Groups:
     return [groups[key] for key in sorted(groups, reverse=True)]
 
 
+def groups_within(groups: Groups, patterns: Sequence[TilePattern]) -> Groups:
+    """Return the groups with the regions that begin in modules which fit one of the patterns.
+
+    Raises :class:`PolicyMatchesNothing` for a pattern without a region.
+    """
+    paths = {module_path(ways[0].seed) for group in groups for ways in group}
+    for tile in patterns:
+        fitting = [path for path in paths if matched_module(path, tile.pattern) is not None]
+        if not fitting and not tile.may_miss:
+            near = nearest_modules(tile.pattern, paths) if any(paths) else "There is no region."
+            raise PolicyMatchesNothing(
+                f"tile({tile.pattern!r}): no region of independent rows that could be tiled begins "
+                f"in such a module. {near}"
+            )
+
+    def fits(ways: tuple[RowRegion, ...]) -> bool:
+        path = module_path(ways[0].seed)
+        return any(matched_module(path, tile.pattern) is not None for tile in patterns)
+
+    kept = ([ways for ways in group if fits(ways)] for group in groups)
+    return [group for group in kept if group]
+
+
+def _groups_named(graph: fx.Graph, names: Sequence[str]) -> Groups:
+    """Return the groups of a graph with the regions of these names; with all if there are none."""
+    if not names:
+        return groups_of(graph)
+    kept = ([w for w in group if any(way.name in names for way in w)] for group in groups_of(graph))
+    return [group for group in kept if group]
+
+
 def tiled(
     joint: Joint, tiling: Tiling, groups: Groups | None = None
 ) -> tuple[Joint, Tiling] | None:
@@ -82,7 +121,8 @@ def tiled(
     ``groups`` are those of the graph, if they are known. None where the gradients of its widest
     region cannot be computed with its forward.
     """
-    groups = groups_of(joint.module.graph) if groups is None else groups
+    if groups is None:
+        groups = _groups_named(joint.module.graph, tiling.regions)
     module = copied(joint.module)
     chosen = [
         way.moved_to(module.graph)
@@ -168,6 +208,8 @@ class TilePricer:
     budget: budgets.Budget
     plan: PlanWithin
     read: Read
+    patterns: tuple[TilePattern, ...] = ()
+    """Modules of whose regions alone there may be tiles; none allows all."""
 
     def __call__(self, joint: Joint) -> Choice:
         """Return the best variant and its plan.
@@ -184,6 +226,8 @@ class TilePricer:
         except BudgetInfeasible as found:
             error, limit = found, found.budget_bytes
         groups = groups_of(joint.module.graph)
+        if self.patterns:
+            groups = groups_within(groups, self.patterns)
         goal = budgets.parse(self.budget)
         is_least = isinstance(goal, budgets.LeastMemory)
         names = tilings(groups, self.tile, None if is_least else limit)

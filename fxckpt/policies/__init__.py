@@ -17,6 +17,7 @@ policy                        values it selects                       other valu
 ``save("h.*.attn")``          must save values of modules             open
 ``recompute("h.**.mlp.*")``   must recompute values of modules        open
 ``offload("layers.*")``       must send away values of modules        open
+``tile("lm_head")``           none: the module may run in tiles       open
 ``save_only("attn_out")``     must save named values                  prefer recomputing
 ``save_any_except("attn")``   must recompute named values             prefer saving
 ``save_collectives``          must save what comes from other ranks   open
@@ -51,6 +52,7 @@ from fxckpt.policies.selectors import (
     NamesPolicy,
     OpClassPolicy,
     OpsPolicy,
+    TilePolicy,
     overload_name,
 )
 from fxckpt.policies.torch_form import FunctionPolicy
@@ -78,6 +80,7 @@ __all__ = [
     "save_only",
     "save_ops",
     "sqrt_n",
+    "tile",
 ]
 
 MUST_SAVE, PREFER_SAVE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE
@@ -196,6 +199,20 @@ def offload(*patterns: str) -> Policy:
     return ModulesPolicy("offload", _texts("offload", patterns, "layers.*.norm"), MUST_CPU_OFFLOAD)
 
 
+def tile(*patterns: str) -> Policy:
+    """Let regions that begin in these modules and their submodules run in tiles; decide no value.
+
+    Other regions stay whole. Tiles are chosen and priced as with ``Backend(tile="auto")``, or are
+    as many as ``tile=`` says. Paths are matched as in :func:`save`; planning raises
+    :class:`~fxckpt.errors.PolicyMatchesNothing` for a pattern without a region. It is added to
+    other policies by ``|`` and :func:`first_match`.
+
+    >>> tile("lm_head") | save_matmuls
+    (tile('lm_head') | save_matmuls)
+    """
+    return TilePolicy(_texts("tile", patterns, "lm_head"))
+
+
 def save_only(*names: str) -> Policy:
     """Save the values of these names; recompute the rest.
 
@@ -294,6 +311,7 @@ MAKERS: tuple[tuple[Callable[..., Policy], str], ...] = (
     (save, "save('layers.*.attn')"),
     (recompute, "recompute('decoder.**.mlp.*')"),
     (offload, "offload('layers.*.norm')"),
+    (tile, "tile('lm_head')"),
     (save_only, "save_only('attn_out')"),
     (save_any_except, "save_any_except('attn_out')"),
     (first_match, "first_match(save('layers.*.attn'), recompute_all)"),

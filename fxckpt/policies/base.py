@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxckpt.errors import PolicyConflict, PolicyMatchesNothing
+from fxckpt.errors import InvalidOption, PolicyConflict, PolicyMatchesNothing
 
 log = logging.getLogger("fxckpt")
 
@@ -92,6 +92,16 @@ class Value:
         return f"{label} {place}"
 
 
+@dataclass(frozen=True)
+class TilePattern:
+    """A glob of module paths of which regions may be unrolled into tiles."""
+
+    pattern: str
+    """The glob."""
+    may_miss: bool = False
+    """Whether a graph may have no such region: it is one of several."""
+
+
 class Policy(ABC):
     """An answer per value. Final subclasses are frozen dataclasses, hashable and picklable.
 
@@ -121,6 +131,10 @@ class Policy(ABC):
         Raises :class:`~fxckpt.errors.PolicyMatchesNothing` for a pattern that no value matches.
         """
         return self
+
+    def tiles(self) -> tuple[TilePattern, ...]:
+        """Return the modules of which regions may be unrolled into tiles; none by default."""
+        return ()
 
     def lenient(self) -> Policy:
         """Return the policy for one graph of several, in which a pattern may match nothing."""
@@ -196,6 +210,10 @@ class Disjunction(Policy):
         """Make each part lenient."""
         return Disjunction(self.a.lenient(), self.b.lenient())
 
+    def tiles(self) -> tuple[TilePattern, ...]:
+        """Return the modules that either part tiles."""
+        return (*self.a.tiles(), *self.b.tiles())
+
     def __repr__(self) -> str:
         return f"({self.a!r} | {self.b!r})"
 
@@ -228,6 +246,10 @@ class Conjunction(Policy):
         """Make each part lenient."""
         return Conjunction(self.a.lenient(), self.b.lenient())
 
+    def tiles(self) -> tuple[TilePattern, ...]:
+        """Return none; raise :class:`InvalidOption` where a part tiles."""
+        return _refuse_tiles(self, *self.a.tiles(), *self.b.tiles())
+
     def __repr__(self) -> str:
         return f"({self.a!r} & {self.b!r})"
 
@@ -255,6 +277,10 @@ class Negation(Policy):
     def lenient(self) -> Policy:
         """Make each part lenient."""
         return Negation(self.a.lenient())
+
+    def tiles(self) -> tuple[TilePattern, ...]:
+        """Return none; raise :class:`InvalidOption` where the policy tiles."""
+        return _refuse_tiles(self, *self.a.tiles())
 
     def __repr__(self) -> str:
         return f"~{self.a!r}"
@@ -285,6 +311,10 @@ class FirstMatch(Policy):
         """Make each part lenient."""
         return FirstMatch(tuple(p.lenient() for p in self.policies))
 
+    def tiles(self) -> tuple[TilePattern, ...]:
+        """Return the modules that any part tiles."""
+        return tuple(tile for policy in self.policies for tile in policy.tiles())
+
     def __repr__(self) -> str:
         return f"first_match({', '.join(map(repr, self.policies))})"
 
@@ -312,6 +342,10 @@ class LenientPolicy(Policy):
             log.info("in one graph of several: %s", error)
             return self.policy.without_match(values)
 
+    def tiles(self) -> tuple[TilePattern, ...]:
+        """Return the modules that the policy tiles, each of which may be missing."""
+        return tuple(replace(tile, may_miss=True) for tile in self.policy.tiles())
+
     def __repr__(self) -> str:
         return repr(self.policy)
 
@@ -329,6 +363,16 @@ class BoundPolicy(Policy):
 
     def __repr__(self) -> str:
         return repr(self.policy)
+
+
+def _refuse_tiles(policy: Policy, *tiles: TilePattern) -> tuple[()]:
+    """Raise :class:`InvalidOption` for a policy in which tiles mean nothing."""
+    if tiles:
+        raise InvalidOption(
+            f"{policy!r}: tile({tiles[0].pattern!r}) says how ops run, not what is saved: it has "
+            "no opposite and no common part. Add it by |, as in save_matmuls | tile('lm_head')."
+        )
+    return ()
 
 
 def refuse_clash(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.errors import InvalidOption
-from fxckpt.policies.base import SAVE, BoundPolicy, Policy, Value, decide_all
+from fxckpt.policies.base import SAVE, BoundPolicy, Policy, TilePattern, Value, decide_all
 from fxckpt.policies.selectors import matched_module, refuse_unmatched_modules
 from fxckpt.utils.intervals import last_uses, live_bytes
 
@@ -86,6 +86,10 @@ class Every(_SequencePolicy):
     def lenient(self) -> Policy:
         """Make the policy that selects the counted values lenient."""
         return self if self.of is None else Every(self.n, self.of.lenient())
+
+    def tiles(self) -> tuple[TilePattern, ...]:
+        """Return the modules that the policy of the counted values tiles."""
+        return () if self.of is None else self.of.tiles()
 
     def __repr__(self) -> str:
         return f"every({self.n})" if self.of is None else f"every({self.n}, of={self.of!r})"

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.errors import PolicyMatchesNothing
-from fxckpt.policies.base import Policy, Value
+from fxckpt.policies.base import Policy, TilePattern, Value
 from fxckpt.utils.globs import fits
 
 
@@ -127,6 +127,29 @@ class ModulesPolicy(Policy):
 
 
 @dataclass(frozen=True)
+class TilePolicy(Policy):
+    """All values are open; regions that begin in some modules may be unrolled into tiles."""
+
+    patterns: tuple[str, ...]
+
+    @property
+    def needs_graph(self) -> bool:
+        """True: regions are found in a graph."""
+        return True
+
+    def decide(self, value: Value) -> CheckpointPolicy | None:
+        """Return None: tiles decide about no value."""
+        return None
+
+    def tiles(self) -> tuple[TilePattern, ...]:
+        """Return the modules."""
+        return tuple(map(TilePattern, self.patterns))
+
+    def __repr__(self) -> str:
+        return f"tile({', '.join(map(repr, self.patterns))})"
+
+
+@dataclass(frozen=True)
 class NamesPolicy(Policy):
     """One answer for the values of some names (:func:`fxckpt.name`), another for the rest."""
 
@@ -226,11 +249,12 @@ def refuse_unmatched_modules(
             continue
         raise PolicyMatchesNothing(
             f"{policy!r}: no module that computes fits {pattern!r}. "
-            f"{_nearest_modules(pattern, paths)}"
+            f"{nearest_modules(pattern, paths)}"
         )
 
 
-def _nearest_modules(pattern: str, paths: set[str]) -> str:
+def nearest_modules(pattern: str, paths: set[str]) -> str:
+    """Return a sentence that suggests the known modules nearest to a pattern."""
     known = {
         ".".join(parts[:n])
         for path in paths

@@ -367,7 +367,9 @@ class Search:
             # Schedules that fit less leave room for values that are recomputed.
             for share in self.options.offload_depths:
                 self._send_all(round(share * limit))
-            for sent in sorted(self.sending, key=lambda c: c.rank)[: self.options.refined]:
+            # Those of the greater limits of a frontier take less time, and do not fit.
+            fitting = (c for c in self.sending if c.simulation.peak_bytes <= limit)
+            for sent in sorted(fitting, key=lambda c: c.rank)[: self.options.refined]:
                 self._retain_beside(sent, limit)
 
     def _search_at(self, limit: int) -> None:

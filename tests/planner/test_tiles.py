@@ -136,3 +136,55 @@ def test_inductor_and_offload_are_refused() -> None:
         fxckpt.Backend(budget="1GiB", tile="auto")
     with pytest.raises(InvalidOption, match="Use one of the two"):
         fxckpt.Backend(budget="1GiB", inner="aot_eager", scope="graph", offload="1GiB", tile="auto")
+
+
+@pytest.mark.parametrize("module", ["head", "up"])
+def test_policy_tiles_some_modules(module: str) -> None:
+    """Only regions that begin in the modules are tiled, also where the plan is applied again."""
+    model, x, target = made()
+    policy = fxckpt.policies.tile(module)
+    plan = fxckpt.plan(model, x, target, budget=1.0, policy=policy, cost="flops", tile=4)
+    assert plan.tiling is not None and plan.tiling.count == 4
+    assert all(module in name for name in plan.tiling.regions) and len(plan.tiling.regions) == 1
+    given = fxckpt.Plan.from_json(plan.to_json())
+    backend = fxckpt.Backend(policy=given, inner="aot_eager")
+    torch.compile(model, backend=backend)(x, target).backward()
+    assert backend.plans[0].tiling == plan.tiling
+
+
+def test_policy_tiles_like_the_option() -> None:
+    """A policy chooses as tile='auto' does, and takes nothing from other policies."""
+    model, x, target = made()
+    policy = fxckpt.policies.tile("head") | fxckpt.policies.save("up")
+    plan = fxckpt.plan(model, x, target, budget="5MB", policy=policy, cost="flops")
+    assert plan.tiling is not None and plan.peak_bytes <= 5_000_000
+    assert repr(policy) == "(tile('head') | save('up'))"
+    with pytest.raises(fxckpt.PolicyMatchesNothing, match=r"tile\('haed'\): no region .* 'head'"):
+        fxckpt.plan(model, x, target, policy=fxckpt.policies.tile("head", "haed"))
+    lenient = fxckpt.policies.tile("haed").lenient()
+    assert fxckpt.plan(model, x, target, policy=lenient).tiling is None
+
+
+def test_policy_with_tiles_is_refused() -> None:
+    """Where there can be no tiles, a policy that asks for them is an error."""
+    model, x, target = made()
+    policy = fxckpt.policies.tile("head")
+    for options in ({"inner": "inductor"}, {"inner": "aot_eager", "offload": "1GiB"}):
+        with pytest.raises(InvalidOption, match="tile='auto'"):
+            fxckpt.Backend(budget="1GiB", policy=policy, **options)
+    calls: list[Any] = [
+        lambda: fxckpt.plan_step(model, x, target, policy=policy),
+        lambda: fxckpt.frontier(model, x, target, policy=policy),
+        lambda: fxckpt.rewrite(model, policy, (x, target)),
+        lambda: fxckpt.checkpoint(model, x, target, policy=policy, use_reentrant=False),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidOption, match="for models that are one graph"):
+            call()
+    for wrong in (~policy, policy & fxckpt.policies.save_matmuls):
+        with pytest.raises(InvalidOption, match="says how ops run"):
+            fxckpt.plan(model, x, target, policy=wrong)
+    with pytest.raises(InvalidOption, match="give one or more texts"):
+        fxckpt.policies.tile()
+    with pytest.raises(InvalidOption, match="makes policies, and is none itself"):
+        fxckpt.plan(model, x, target, policy=fxckpt.policies.tile)
