@@ -512,7 +512,8 @@ def refuse_tiles(policy: Policy | None) -> None:
     if policy is not None and policy.tiles():
         raise InvalidOption(
             f"policy={policy!r} runs modules in tiles, which are for models that are one graph: "
-            "fxckpt.Backend, fxckpt.Partitioner and fxckpt.plan. Leave tile(...) out here."
+            "fxckpt.Backend, fxckpt.Partitioner, fxckpt.plan, and fxckpt.rewrite of a module. "
+            "Leave tile(...) out here."
         )
 
 

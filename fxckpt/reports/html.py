@@ -26,7 +26,7 @@ from fxckpt.reason import Decision
 from fxckpt.reports.explanation import explain
 from fxckpt.reports.narrate import Narrator
 from fxckpt.reports.plots import HOLDER_STYLES
-from fxckpt.reports.timeline import uncheckpointed_profile
+from fxckpt.reports.timeline import away_profile, uncheckpointed_profile
 from fxckpt.solver.live_intervals import NO_STORAGE, Holder, live_intervals, op_runs
 from fxckpt.utils.units import format_seconds, format_shape
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from fxckpt.reports.step_plan import StepPlan
 
 HOLDERS = tuple(Holder)
+DECISIONS = (Decision.SAVED, Decision.RECOMPUTED, Decision.OFFLOADED)
+"""Decisions, as the page numbers them."""
 SCRIPTS = (
     "vendor/cytoscape.min.js",
     "vendor/dagre.min.js",
@@ -228,7 +230,7 @@ def _plan_data(step: GraphSnapshot, plan: Plan) -> dict[str, Any]:
         "slowdown": _round(plan.slowdown),
         "seconds": format_seconds(plan.extra_seconds),
         "rows": {
-            row.name: [int(row.decision is Decision.RECOMPUTED), row.runs, narrator.why(row)]
+            row.name: [DECISIONS.index(row.decision), row.runs, narrator.why(row)]
             for row in plan.rows
         },
         "ops": [position.get(m.op.name, -1) for m in order],
@@ -236,6 +238,7 @@ def _plan_data(step: GraphSnapshot, plan: Plan) -> dict[str, Any]:
         "forward": plan.forward_ops,
         "profile": plan.profile,
         "uncheckpointed": uncheckpointed_profile(program, order),
+        "away": away_profile(plan),
         "held": {
             "storage": [i.storage for i in intervals],
             "holder": [HOLDERS.index(i.holder) for i in intervals],

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fxckpt.budgets import format_bytes
 from fxckpt.errors import InvalidOption
 from fxckpt.plans.types import Plan
+from fxckpt.reports.timeline import away_profile
 from fxckpt.solver.live_intervals import Holder
 from fxckpt.utils.units import shorten
 
@@ -46,6 +47,9 @@ HOLDER_STYLES: Mapping[Holder, HolderStyle] = {
 
 INK, HIGHLIGHT, BOUND_FILL = "#2b3036", "#d55e00", "#e9ecef"
 """Colours of text and outlines, of the budget and the chosen plan, and of infeasible areas."""
+
+AWAY_COLOR = "#009e73"
+"""Colour of the bytes that are off the device."""
 
 MIN_SHARE = 0.002
 """Holders whose largest share of the peak is below this are too thin to see and are not drawn."""
@@ -95,6 +99,18 @@ def memory(plan: Plan, ax: Axes | None = None, *, over: str = "ops") -> Axes:
         zorder=0,
     )
     total = _draw_holders(axes, timeline, edges, factor, MIN_SHARE * plan.peak_bytes)
+    away = _steps(away_profile(plan), factor) if plan.offloads else []
+    if away:
+        axes.step(
+            edges,
+            away,
+            where="post",
+            color=AWAY_COLOR,
+            linewidth=1.6,
+            linestyle="-.",
+            label="sent away",
+            zorder=4,
+        )
     if plan.budget_bytes is not None:
         axes.axhline(
             plan.budget_bytes / factor,
@@ -106,7 +122,7 @@ def memory(plan: Plan, ax: Axes | None = None, *, over: str = "ops") -> Axes:
         )
     _draw_phases(axes, edges[timeline.forward_ticks])
     axes.set_xlim(0, edges[-1] or 1.0)
-    axes.set_ylim(0, 1.12 * max([*uncheckpointed, *total, 1e-9]))
+    axes.set_ylim(0, 1.12 * max([*uncheckpointed, *total, *away, 1e-9]))
     axes.set_xlabel(
         "ops of the step, in order" if over == "ops" else f"time, ms (cost model: {plan.cost})",
         **PLAIN_TEXT,

@@ -164,6 +164,17 @@ def uncheckpointed_profile(program: Program, order: Sequence[OpRun]) -> list[int
     return aligned(order, op_runs(program, baseline), simulate(program, baseline).profile)
 
 
+def away_profile(plan: Plan) -> list[int]:
+    """Return the bytes that are off the device at each op of a plan; empty if nothing is sent."""
+    if not plan.offloads:
+        return []
+    away = [0] * len(plan.profile)
+    for offload in plan.offloads:
+        for at in range(offload.first, offload.last + 1):
+            away[at] += offload.bytes
+    return away
+
+
 def _tick(step: GraphSnapshot, moment: OpRun, live: int, live_uncheckpointed: int) -> Tick:
     phase = "forward" if moment.is_forward else ("recompute" if moment.is_recompute else "backward")
     label = step.by_name.get(moment.op.name)

@@ -76,6 +76,21 @@ def test_data_adds_up_to_profile(curve: fxckpt.Frontier) -> None:
         assert {name for name, row in drawn["rows"].items() if row[0] == 0} == set(plan.saved)
 
 
+def test_values_sent_away_are_told_apart() -> None:
+    """The page has the values that are sent away, and the bytes that are away at every op."""
+    layers = (m for _ in range(4) for m in (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)))
+    host = fxckpt.tiers.Host("1GiB", 1e9)
+    model, x = nn.Sequential(*layers), torch.randn(512, 64)
+    plan = fxckpt.plan(model, x, budget=0.5, cost=COST, offload=host)
+    (drawn,) = html.data([plan])["plans"]
+    sent = {offload.name for offload in plan.offloads}
+    assert sent and {name for name, row in drawn["rows"].items() if row[0] == 2} == sent
+    assert max(drawn["away"]) == plan.away_bytes and len(drawn["away"]) == len(plan.profile)
+    assert drawn["away"][0] == drawn["away"][-1] == 0
+    (drawn,) = html.data([fxckpt.plan(model, x, budget=0.5, cost=COST)])["plans"]
+    assert drawn["away"] == []
+
+
 def test_one_plan_and_mixed_graphs(curve: fxckpt.Frontier, tmp_path: Path) -> None:
     """A page of one plan has no others; plans of different graphs are refused."""
     path = curve.plans[1].to_html(tmp_path / "one.html", points=0)

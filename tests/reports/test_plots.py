@@ -45,6 +45,20 @@ def test_memory_plot_has_parts_and_budget(curve: fxckpt.Frontier, over: str) -> 
     assert max(line.get_ydata()) == pytest.approx(plan.peak_bytes / 2**20)
 
 
+def test_memory_plot_shows_what_is_away(curve: fxckpt.Frontier) -> None:
+    """What is sent away has a line of its own, in a plan that sends."""
+    layers = (m for _ in range(4) for m in (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)))
+    model = nn.Sequential(*layers)
+    host = fxckpt.tiers.Host("1GiB", 1e12)
+    plan = fxckpt.plan(model, torch.randn(1024, 64), budget=0.5, offload=host)
+    assert plan.away_bytes
+    axes = plan.plot_memory()
+    (line,) = [c for c in axes.lines if c.get_label() == "sent away"]
+    assert "MiB" in axes.get_ylabel()
+    assert max(line.get_ydata()) * 2**20 == pytest.approx(plan.away_bytes)
+    assert "sent away" not in labels(curve.plans[1].plot_memory())
+
+
 def test_memory_plot_refuses_unknown_axis(curve: fxckpt.Frontier) -> None:
     """The memory is drawn over ops or time only."""
     with pytest.raises(fxckpt.InvalidOption, match="'ops' or 'time'"):

@@ -388,16 +388,17 @@ fx.Graph = class {
     const plan = this.on.plan();
     const most = Math.max(1, plan.peak);
     this.cy.edges(".across").forEach((element) => {
-      const bytes = [0, 0];
+      const bytes = [0, 0, 0];
       for (const i of element.data("from")) {
         const state = states[i];
-        bytes[state === fx.RECOMPUTED ? 1 : 0] += Math.max(1, model.nodes.bytes[i]);
+        const kind = state === fx.RECOMPUTED || state === fx.AWAY ? state : fx.SAVED;
+        bytes[kind] += Math.max(1, model.nodes.bytes[i]);
       }
-      const isAgain = bytes[1] > bytes[0];
+      const largest = bytes.indexOf(Math.max(...bytes));
       element.data({
-        color: fx.STATES[isAgain ? fx.RECOMPUTED : fx.SAVED].color,
-        dash: isAgain ? "dashed" : "solid",
-        width: 1 + 7 * Math.sqrt(Math.min(1, (bytes[0] + bytes[1]) / most)),
+        color: fx.STATES[largest].color,
+        dash: ["solid", "dashed", "dotted"][largest],
+        width: 1 + 7 * Math.sqrt(Math.min(1, (bytes[0] + bytes[1] + bytes[2]) / most)),
       });
     });
     this.cy.endBatch();

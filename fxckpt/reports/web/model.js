@@ -11,6 +11,7 @@ fx.SIZE = 4;
 fx.STATES = [
   { key: "saved", label: "saved", color: "#0072b2", text: "#ffffff" },
   { key: "recomputed", label: "recomputed", color: "#e69f00", text: "#222222" },
+  { key: "away", label: "sent away", color: "#009e73", text: "#ffffff" },
   { key: "output", label: "output", color: "#56b4e9", text: "#222222" },
   { key: "unneeded", label: "not needed in the backward", color: "#e3e7eb", text: "#2b3036" },
   { key: "gradient", label: "the backward's own", color: "#c9b8d8", text: "#2b3036" },
@@ -25,9 +26,10 @@ fx.COLORS = {
 };
 fx.SAVED = 0;
 fx.RECOMPUTED = 1;
-fx.OUTPUT = 2;
-fx.UNNEEDED = 3;
-fx.GRADIENT = 4;
+fx.AWAY = 2;
+fx.OUTPUT = 3;
+fx.UNNEEDED = 4;
+fx.GRADIENT = 5;
 
 fx.unpack = async function (base64) {
   const bytes = Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
@@ -141,7 +143,9 @@ fx.Model = class {
     for (const name of this.decidedAs(i)) {
       const row = plan.rows[name];
       if (row === undefined) continue;
-      if (!row[0]) return this.nodes.storages[i].some((s) => outputs.has(s)) ? fx.OUTPUT : fx.SAVED;
+      if (row[0] === fx.AWAY) return fx.AWAY;
+      if (row[0] === fx.SAVED)
+        return this.nodes.storages[i].some((s) => outputs.has(s)) ? fx.OUTPUT : fx.SAVED;
       best = fx.RECOMPUTED;
     }
     if (best === fx.UNNEEDED && this.nodes.storages[i].some((s) => outputs.has(s)))
@@ -154,7 +158,7 @@ fx.Model = class {
   partState(i, plan) {
     const parent = this.nodes.inputs[i][0];
     const row = parent === undefined ? undefined : plan.rows[this.name(parent)];
-    return row !== undefined && row[0] ? fx.RECOMPUTED : fx.UNNEEDED;
+    return row?.[0] === fx.RECOMPUTED ? fx.RECOMPUTED : fx.UNNEEDED;
   }
 
   // Why, in words: the plan's own for what it decides about, else what follows.
@@ -204,7 +208,22 @@ fx.Model = class {
   // Whether the backward reads a node's value, itself or through what it recomputes.
   isReadAgain(i, plan) {
     const { forward, backward } = this.readers(i);
-    return backward.length > 0 || forward.some((u) => plan.rows[this.name(u)]?.[0]);
+    return backward.length > 0 || forward.some((u) => this.isAgain(u, plan));
+  }
+
+  // Whether a plan recomputes what a node makes.
+  isAgain(i, plan) {
+    return plan.rows[this.name(i)]?.[0] === fx.RECOMPUTED;
+  }
+
+  // Whether any of the plans sends values away.
+  get sends() {
+    return this.plans.some((plan) => plan.away.length > 0);
+  }
+
+  // The states that a plan of the page may have.
+  get shownStates() {
+    return fx.STATES.filter((state, k) => k !== fx.AWAY || this.sends);
   }
 
   bytesHeld(plan, k) {

@@ -119,9 +119,10 @@ fx.start = async function () {
     const line = ([drawing, text]) =>
       `<tr><td><svg width="26" height="15" aria-hidden="true">${drawing}</svg></td>` +
       `<td>${fx.escape(text)}</td></tr>`;
+    const when = (is, entry) => (is ? [entry] : []);
     const table = (entries) => `<table class="key">${entries.map(line).join("")}</table>`;
     const ofGraph = [
-      ...fx.STATES.map((s) => [box(s.color), s.label]),
+      ...model.shownStates.map((s) => [box(s.color), s.label]),
       [bar, "a folded module; the bar has its bytes by colour"],
       [box("#f4f6f8", 'stroke-opacity="0.5"'), "an unfolded module"],
       [box("#ffffff", 'stroke-dasharray="3 2"'), "a view: no memory of its own"],
@@ -135,6 +136,10 @@ fx.start = async function () {
         arrow(fx.STATES[fx.RECOMPUTED].color, 'stroke-width="2.5" stroke-dasharray="4 3"'),
         "recomputed for the backward",
       ],
+      ...when(model.sends, [
+        arrow(fx.STATES[fx.AWAY].color, 'stroke-width="2.5" stroke-dasharray="1 3"'),
+        "sent away, and fetched for the backward",
+      ]),
       [
         box("#ffffff", `style="stroke: ${fx.COLORS.chosen}; stroke-width: 2"`),
         "selected, or its neighbour",
@@ -151,6 +156,10 @@ fx.start = async function () {
         box(fx.COLORS.uncheckpointed, `style="stroke: ${fx.COLORS.uncheckpointedLine}"`),
         "uncheckpointed, all values saved",
       ],
+      ...when(model.sends, [
+        arrow(fx.STATES[fx.AWAY].color, 'stroke-width="2"', false),
+        "bytes that are away from the device",
+      ]),
       [arrow(fx.COLORS.budget, 'stroke-width="1.5" stroke-dasharray="6 4"', false), "the budget"],
       [
         `<rect x="7" width="12" height="15" fill="${fx.COLORS.chosen}" fill-opacity="0.16"` +
@@ -194,7 +203,7 @@ fx.start = async function () {
     const { nodes } = model;
     const state = fx.STATES[states[i]];
     const readers = model.readers(i);
-    const again = readers.forward.filter((u) => plan.rows[model.name(u)]?.[0]);
+    const again = readers.forward.filter((u) => model.isAgain(u, plan));
     const pairs = [
       ["op", fx.escape(model.op(i))],
       ["value", fx.escape(model.text("type", i))],
@@ -292,10 +301,13 @@ fx.start = async function () {
       })
       .join("");
     const atPeak = plan.profile[tick] === plan.peak ? " (the peak)" : "";
+    const away = plan.away[tick]
+      ? `${swatch(fx.STATES[fx.AWAY].color)}away ${fx.formatBytes(plan.away[tick])}`
+      : "";
     const during = fx.escape(op >= 0 ? model.name(op) : "the end");
     const again = plan.again[tick] === "1" ? ", again" : "";
-    $("readout").innerHTML =
-      `<b>${fx.formatBytes(plan.profile[tick])}</b>${atPeak} during ${during}${again}${parts}`;
+    const live = `<b>${fx.formatBytes(plan.profile[tick])}</b>${atPeak}`;
+    $("readout").innerHTML = `${live} during ${during}${again}${parts}${away}`;
   }
 
   function needed(i) {
@@ -443,9 +455,9 @@ fx.start = async function () {
     graph.draw();
     select(selected);
   });
-  $("legend").innerHTML = fx.STATES.map(
-    (s) => `<span><i style="background:${s.color}"></i>${s.label}</span>`,
-  ).join("");
+  $("legend").innerHTML = model.shownStates
+    .map((s) => `<span><i style="background:${s.color}"></i>${s.label}</span>`)
+    .join("");
   new ResizeObserver(() => {
     graph.cy.resize();
     timeline.resize();

@@ -38,11 +38,13 @@ fx.Timeline = class {
     // The last op is as wide as the others.
     const close = (row) => [...row, row[row.length - 1]];
     const data = [x, close(plan.uncheckpointed), ...sums.slice().reverse().map(close)];
+    if (plan.away.length) data.push(close(plan.away));
     const top =
       1.2 *
       Math.max(
         plan.budget && plan.budget < 3 * plan.peak ? plan.budget : 0,
         ...plan.profile,
+        ...plan.away,
         ...plan.uncheckpointed,
       );
     const stepped = uPlot.paths.stepped({ align: 1 });
@@ -66,6 +68,14 @@ fx.Timeline = class {
         points: { show: false },
       })),
     ];
+    if (plan.away.length)
+      series.push({
+        label: "away",
+        stroke: fx.STATES[fx.AWAY].color,
+        width: 2,
+        paths: stepped,
+        points: { show: false },
+      });
     if (this.plot) this.plot.destroy();
     this.plot = new uPlot(
       {
