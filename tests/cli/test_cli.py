@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+import fxckpt
 from fxckpt.cli import main
+from fxckpt.reports import html
 
 STEP = """
 import torch
@@ -187,6 +189,20 @@ def test_values_are_planned_to_a_host(step: str, capsys: pytest.CaptureFixture[s
     assert 0 < two["away_bytes"] == sum(row["calls"] * row["away_bytes"] for row in two["rows"])
     assert main(["plan", f"{step}:broken", *policy]) == 2
     assert "there is no offload" in capsys.readouterr().err
+
+
+def test_page_sends_on_all_of_its_slider(
+    step: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every plan of a page with --offload may send values away."""
+    drawn: list[fxckpt.Plan] = []
+    monkeypatch.setattr(
+        html, "render", lambda plans, **options: drawn.extend(plans) or "<title></title>"
+    )
+    command = ["html", f"{step}:make", "--device", "GB200", "--offload", "1GiB", "--points", "3"]
+    assert main([*command, "--budget", "0.6", "--out", "away.html"]) == 0
+    assert "wrote away.html" in capsys.readouterr().out
+    assert len(drawn) == 4 and [bool(plan.away_bytes) for plan in drawn] == [True] * 3 + [False]
 
 
 def test_tiles_are_planned(step: str, capsys: pytest.CaptureFixture[str]) -> None:
