@@ -25,7 +25,7 @@ from fxckpt.solver.step_choice import (
     StepProgram,
     bound_seconds,
     choose_few,
-    fastest,
+    fastest_choice,
     least_peak,
 )
 from fxckpt.utils.tables import Table
@@ -83,7 +83,7 @@ class StepPlan:
         baseline_peak_bytes: int,
     ) -> StepPlan:
         """Return the plan of least time within a limit, or of least peak if nothing fits."""
-        plan = cls(graphs, calls, step, fastest(step), limit, baseline_peak_bytes)
+        plan = cls(graphs, calls, step, fastest_choice(step), limit, baseline_peak_bytes)
         return plan if limit is None else replace(plan, choice=plan._chosen(limit))
 
     def _chosen(self, limit: int) -> LevelChoice:

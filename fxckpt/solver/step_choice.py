@@ -211,7 +211,7 @@ def _chosen_of(
     return choice_of(step, [some[i] for some, i in zip(kept, found.levels, strict=True)])
 
 
-def fastest(step: StepProgram) -> LevelChoice:
+def fastest_choice(step: StepProgram) -> LevelChoice:
     """Return the levels of least extra time; of those, the ones that send the least away."""
 
     def first(levels: Sequence[Level]) -> int:
@@ -227,7 +227,7 @@ def _choose(step: StepProgram, limit: int) -> LevelChoice:
     Greedy by the price of a byte over the limit, then by seconds where bytes are left; small steps
     that end away from the bound are solved as an integer program.
     """
-    best = fastest(step)
+    best = fastest_choice(step)
     fast = best.levels
     if best.peak_bytes <= limit or not step.calls:
         return best

@@ -16,7 +16,7 @@ from fxckpt.solver.step_choice import (
     choice_of,
     choose,
     choose_few,
-    fastest,
+    fastest_choice,
     least_peak,
 )
 
@@ -131,7 +131,7 @@ def test_what_is_free_is_not_sent() -> None:
     levels = (Level(2, 10, 10, 0.0, 8), Level(10, 10, 10, 0.0))
     moments = (Moment(0, (), 0), Moment(0, (0,)), Moment(0, (), 0, True))
     step = StepProgram((levels,), moments)
-    assert fastest(step).levels == choose(step, 10).levels == (1,)
+    assert fastest_choice(step).levels == choose(step, 10).levels == (1,)
     assert choose(step, 9).levels == least_peak(step).levels == (0,)
 
 
