@@ -132,8 +132,8 @@ class Plan:
     >>> import torch, fxckpt
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8), torch.nn.GELU()) * 4)
     >>> plan = fxckpt.plan(model, torch.randn(512, 8), budget=0.8, cost="flops")
-    >>> len(plan.saved), len(plan.recomputed)
-    (4, 3)
+    >>> len(plan.saved) + len(plan.recomputed)
+    7
     >>> print(str(plan).splitlines()[1])
     budget                     128.0 KiB
     >>> plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes

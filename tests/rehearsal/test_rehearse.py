@@ -34,6 +34,25 @@ def test_calls_and_bytes_between_them() -> None:
     assert weights <= last.outside_bytes <= 2 * weights + 2 * one + 64 and last.held == ()
 
 
+class Block(nn.Module):
+    """A block of the user's own, whose code all copies share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).exp()
+
+
+def test_rehearsals_have_no_limit() -> None:
+    """Dynamo's limit of compilations is for one program, and each rehearsal is another."""
+    block, x = Block(), torch.randn(4, 8)
+    block.compile()
+    for _ in range(torch._dynamo.config.recompile_limit + 2):
+        assert len(rehearse(nn.Sequential(block), (x,), {}, PlannedDevice()).graphs) == 1
+
+
 def test_live_bytes_follow_storages() -> None:
     """A view adds nothing, what is dropped is gone, and the peak stays until the next start."""
     live = LiveBytes()

@@ -37,6 +37,8 @@ from fxckpt.torch_private.capture.sizes import _forgetting_sizes
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 """A frame of a stack trace in text."""
+UNLIMITED = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
+"""Dynamo counts the compilations of all steps that were run on fakes, and they share no code."""
 NEEDS_DATA = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -107,7 +109,7 @@ def run_on_fakes(
 
     ignored = {*config.ignore_logging_functions, *_logging_methods()}
     try:
-        with _placing(place), config.patch(ignore_logging_functions=ignored):
+        with _placing(place), config.patch(ignore_logging_functions=ignored, **UNLIMITED):
             run = _copied_to_fakes(function, mode, compiler)
             args, kwargs = pytree.tree_map(fake, (tuple(args), dict(kwargs)))
             with mode, _forgetting_sizes(), errors_told_once(), torch.enable_grad(), watched:
