@@ -76,18 +76,22 @@ def test_data_adds_up_to_profile(curve: fxckpt.Frontier) -> None:
         assert {name for name, row in drawn["rows"].items() if row[0] == 0} == set(plan.saved)
 
 
+def planned(offload: fxckpt.tiers.Host | None) -> fxckpt.Plan:
+    """A plan within half the bytes."""
+    layers = (m for _ in range(4) for m in (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)))
+    model, x = nn.Sequential(*layers), torch.randn(512, 64)
+    return fxckpt.plan(model, x, budget=0.5, cost=COST, offload=offload)
+
+
 def test_values_sent_away_are_told_apart() -> None:
     """The page has the values that are sent away, and the bytes that are away at every op."""
-    layers = (m for _ in range(4) for m in (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)))
-    host = fxckpt.tiers.Host("1GiB", 1e9)
-    model, x = nn.Sequential(*layers), torch.randn(512, 64)
-    plan = fxckpt.plan(model, x, budget=0.5, cost=COST, offload=host)
+    plan = planned(fxckpt.tiers.Host("1GiB", 1e9))
     (drawn,) = html.data([plan])["plans"]
     sent = {offload.name for offload in plan.offloads}
     assert sent and {name for name, row in drawn["rows"].items() if row[0] == 2} == sent
     assert max(drawn["away"]) == plan.away_bytes and len(drawn["away"]) == len(plan.profile)
     assert drawn["away"][0] == drawn["away"][-1] == 0
-    (drawn,) = html.data([fxckpt.plan(model, x, budget=0.5, cost=COST)])["plans"]
+    (drawn,) = html.data([planned(None)])["plans"]
     assert drawn["away"] == []
 
 
@@ -476,13 +480,16 @@ def test_point_of_frontier_chooses_plan(
 
 
 @pytest.mark.browser
-def test_key_has_every_colour(curve: fxckpt.Frontier, opened: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("offload", [None, fxckpt.tiers.Host("1GiB", 1e9)], ids=["stays", "sends"])
+def test_key_has_every_colour(opened: Any, tmp_path: Path, offload: Any) -> None:
     """The key names each colour that the graph and the timeline draw."""
-    tab = opened(curve.to_html(tmp_path / "page.html"))
+    tab = opened(planned(offload).to_html(tmp_path / "page.html", points=0))
+    assert tab.evaluate("() => fxpage.model.sends") == (offload is not None)
     shown = tab.inner_html("#panel .key >> nth=0") + tab.inner_html("#panel .key >> nth=1")
     drawn = tab.evaluate(
         """() => [
-            ...fx.STATES.map((s) => s.color), ...fxpage.model.holders.map((h) => h.color),
+            ...fxpage.model.shownStates.map((s) => s.color),
+            ...fxpage.model.holders.map((h) => h.color),
             ...Object.values(fx.COLORS),
         ]"""
     )
