@@ -37,7 +37,7 @@ from fxckpt.torch_private.capture.sizes import _forgetting_sizes
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 """A frame of a stack trace in text."""
-UNLIMITED = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
+UNLIMITED: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
 """Dynamo counts the compilations of all steps that were run on fakes, and they share no code."""
 NEEDS_DATA = (
     DataDependentOutputException,
