@@ -131,7 +131,7 @@ class Plan:
 
     >>> import torch, fxckpt
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8), torch.nn.GELU()) * 4)
-    >>> plan = fxckpt.plan(model, torch.randn(512, 8), budget=0.8, cost="flops")
+    >>> plan = fxckpt.plan(model, torch.randn(512, 8), budget="128KiB", cost="flops")
     >>> len(plan.saved) + len(plan.recomputed)
     7
     >>> print(str(plan).splitlines()[1])
