@@ -9,9 +9,6 @@ from collections.abc import Iterator
 # The workers have more threads than there are cores. A thread that spins while it waits takes the
 # core from the one that it waits for; OpenMP reads this once, when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Each process with Inductor would compile and load four programs to see what the processor can do,
-# which /proc/cpuinfo tells too.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch

@@ -201,12 +201,9 @@ def _planned(options: argparse.Namespace, target: ModelCall, policy: Any) -> Pla
                 target.model,
                 *target.args,
                 budget=options.budget,
-                policy=policy,
-                cost=options.cost,
                 max_slowdown=options.max_slowdown,
-                device=options.device,
-                offload=options.offload,
                 tile=options.tile,
+                **_pricing(options, policy),
                 **target.kwargs,
             )
     if options.max_slowdown is not None:
@@ -222,6 +219,16 @@ def _planned(options: argparse.Namespace, target: ModelCall, policy: Any) -> Pla
     return _step_of(options, target, policy, options.budget)
 
 
+def _pricing(options: argparse.Namespace, policy: Any) -> dict[str, Any]:
+    """Return what plans, steps and frontiers are all asked with."""
+    return {
+        "policy": policy,
+        "cost": options.cost,
+        "device": options.device,
+        "offload": options.offload,
+    }
+
+
 def _step_of(
     options: argparse.Namespace, target: ModelCall, policy: Any, budget: Budget
 ) -> StepPlan:
@@ -231,10 +238,7 @@ def _step_of(
             target.model,
             *target.args,
             budget=budget,
-            policy=policy,
-            cost=options.cost,
-            device=options.device,
-            offload=options.offload,
+            **_pricing(options, policy),
             **target.kwargs,
         )
 
@@ -371,10 +375,7 @@ def _frontier_of(
             target.model,
             *target.args,
             points=points,
-            policy=policy,
-            cost=options.cost,
-            device=options.device,
-            offload=options.offload,
+            **_pricing(options, policy),
             **target.kwargs,
         )
 

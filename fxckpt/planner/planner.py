@@ -481,7 +481,7 @@ def planner_of(
     if not isinstance(policy, Plan):
         policy = as_policy(policy)
         if policy is not None and policy.tiles():
-            if "tile" not in options:
+            if "tile" not in options:  # The caller plans no tiles.
                 refuse_tiles(policy)
             if options["tile"] is None:
                 options["tile"] = "auto"

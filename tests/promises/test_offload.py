@@ -252,12 +252,13 @@ def test_dynamic_sizes_move_what_there_is() -> None:
     assert host.sent
 
 
-def test_many_steps_hold_no_more() -> None:
+@pytest.mark.parametrize("steps", [150, pytest.param(1000, marks=pytest.mark.sweep)])
+def test_many_steps_hold_no_more(steps: int) -> None:
     """Blocks, copies and threads are those of the first step."""
     model, (x,) = stack()
     host = Host("1GiB", 1e9)
     forward, backend = compiled(model, host)
-    for _ in range(150):
+    for _ in range(steps):
         forward(x).square().sum().backward()
     assert host.peak_bytes == backend.plans[0].away_bytes
     assert host.used_bytes == 0 and not host.copies

@@ -127,7 +127,7 @@ def _inlined(gm: fx.GraphModule) -> fx.GraphModule:
         for call in calls:
             body, _, *operands = call.args
             with graph.inserting_before(call):
-                results = _copied_body(gm, body.target, operands)
+                results = copied_body(gm, body.target, operands)
             for item in list(call.users):
                 assert item.target is operator.getitem
                 item.replace_all_uses_with(results[item.args[1]])
@@ -137,9 +137,17 @@ def _inlined(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def _copied_body(gm: fx.GraphModule, name: str, operands: Sequence[fx.Node]) -> Sequence[fx.Node]:
-    """Copy the nodes of a region's body into a graph, and return its results."""
-    module = getattr(gm, name)
+def copied_body(
+    gm: fx.GraphModule,
+    name: str,
+    operands: Sequence[Any],
+    adapt: Callable[[fx.Node], None] = lambda copied: None,
+) -> Sequence[Any]:
+    """Copy the nodes of a region's body into a graph, and return its results.
+
+    ``adapt`` is called with each copy.
+    """
+    module = operator.attrgetter(name)(gm)
     inputs = module.graph.find_nodes(op="placeholder")
     values: dict[fx.Node, Any] = dict(zip(inputs, operands, strict=True))
     for node in module.graph.nodes:
@@ -148,6 +156,7 @@ def _copied_body(gm: fx.GraphModule, name: str, operands: Sequence[fx.Node]) -> 
         if node.op == "placeholder":
             continue
         values[node] = copied = gm.graph.node_copy(node, lambda n: values[n])
+        adapt(copied)
         if node.op == "get_attr":
             copied.target = f"{name}_{node.target}".replace(".", "_")
             setattr(gm, copied.target, operator.attrgetter(node.target)(module))

@@ -20,6 +20,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from fxckpt.torch_private.capture.dynamo import copied_body
 from fxckpt.torch_private.ops.storages import storage_id
 
 HELD_TAGS = "fxckpt_tags"
@@ -121,7 +122,7 @@ def inline_joint_regions(joint: fx.GraphModule) -> fx.GraphModule:
         for call in calls:
             body = call.args[0]
             with graph.inserting_before(call):
-                results = _copied_body(joint, call)
+                results = _copied_call(joint, call)
             for item in list(call.users):
                 assert item.target is operator.getitem
                 _replace(item, results[item.args[1]])
@@ -135,30 +136,21 @@ def inline_joint_regions(joint: fx.GraphModule) -> fx.GraphModule:
     return joint
 
 
-def _copied_body(joint: fx.GraphModule, call: fx.Node) -> Sequence[Any]:
+def _copied_call(joint: fx.GraphModule, call: fx.Node) -> Sequence[Any]:
     """Copy the ops of a call's body in front of it, and return its results."""
     body, _, *operands = call.args
     assert isinstance(body, fx.Node)
-    name = str(body.target)
-    module = operator.attrgetter(name)(joint)
-    inputs = module.graph.find_nodes(op="placeholder")
-    values: dict[fx.Node, Any] = dict(zip(inputs, operands, strict=True))
-    storages = _OwnStorages()
-    for traced, operand in values.items():
+    name, storages = str(body.target), _OwnStorages()
+    inputs = operator.attrgetter(name)(joint).graph.find_nodes(op="placeholder")
+    for traced, operand in zip(inputs, operands, strict=True):
         storages.take(traced.meta.get("val"), operand)
-    for node in module.graph.nodes:
-        if node.op == "output":
-            return fx.map_arg(node.args[0], lambda n: values[n])  # type: ignore[no-any-return]
-        if node.op == "placeholder":
-            continue
-        values[node] = copied = joint.graph.node_copy(node, lambda n: values[n])
+
+    def adapt(copied: fx.Node) -> None:
         _annotate(copied, call)
         if "val" in copied.meta:
             copied.meta["val"] = pytree.tree_map_only(torch.Tensor, storages, copied.meta["val"])
-        if node.op == "get_attr":
-            copied.target = f"{name}_{node.target}".replace(".", "_")
-            setattr(joint, copied.target, operator.attrgetter(node.target)(module))
-    raise AssertionError("a graph ends with its output")
+
+    return copied_body(joint, name, operands, adapt)
 
 
 class _OwnStorages:
