@@ -36,7 +36,7 @@ from fxckpt.cli.factory import (
 )
 from fxckpt.cli.output import OutputError, write
 from fxckpt.costs.calibration import calibrate
-from fxckpt.costs.measured import Records, cpu_figures
+from fxckpt.costs.measured import Records, calibrate_cpu
 from fxckpt.errors import (
     BudgetInfeasible,
     FxckptError,
@@ -500,18 +500,19 @@ def _verify(options: argparse.Namespace) -> Answer:
 
 
 def _calibrate(options: argparse.Namespace) -> Answer:
-    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cpu":
+    records = Records.of_machine()
+    device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
+    if device.type == "cpu":
         rates = ("FLOP/s", "bytes/s", "launch, s", "random numbers/s")
-        found = zip(rates, cpu_figures(Records.of_machine()), strict=True)
+        found = zip(rates, calibrate_cpu(records), strict=True)
         figures: dict[str, Any] = {"device": "cpu", **dict(found)}
     else:
-        figures = asdict(calibrate(torch.device("cuda", 0), Records.of_machine()))
+        figures = asdict(calibrate(device, records))
     if options.json:
         return _json_answer(figures)
     columns = (Column("figure", "figure"), Column("value", "value"))
     rows = tuple((k, v if isinstance(v, str) else f"{v:.4g}") for k, v in figures.items())
-    return Answer(f"{Table(columns, rows)}\nkept in {Records.of_machine().path}")
+    return Answer(f"{Table(columns, rows)}\nkept in {records.path}")
 
 
 def _doctor(options: argparse.Namespace) -> Answer:

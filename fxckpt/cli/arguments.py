@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+import torch
+
 from fxckpt import __version__
 from fxckpt.budgets import AUTO_MARGIN, Budget, from_text, within
 from fxckpt.cli.factory import FORM
-from fxckpt.costs.devices import DEVICES, device_named
+from fxckpt.costs.devices import DEVICES
 from fxckpt.errors import InvalidBudget, InvalidOption
+from fxckpt.planner.planned_device import device_here, planned_device
 from fxckpt.planner.tiles import check_tile
 from fxckpt.reports.explanation import KEYS
 from fxckpt.tiers import Host
@@ -118,8 +121,8 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
         "--device",
         type=_device,
         metavar="NAME",
-        help=f"the device to plan for, which need not be here: {', '.join(DEVICES)}, cuda or cpu; "
-        "by default where the model is",
+        help=f"the device to plan for, which need not be here: {', '.join(DEVICES)}, cuda, "
+        "cuda:1 or cpu; by default where the model is",
     )
 
 
@@ -249,7 +252,8 @@ def _add_fit(commands: _Subparsers) -> None:
         "--memory",
         type=_memory,
         metavar="BYTES",
-        help='"80GiB", or "auto" for what is free here; by default that of --device',
+        help='"80GiB", or "auto" for what is free here; by default that of --device, as "auto" is '
+        "for one elsewhere",
     )
     parser.add_argument(
         "--over", default="batch", metavar="NAME", help="the parameter of FACTORY (batch)"
@@ -369,7 +373,10 @@ def _add_calibrate(commands: _Subparsers) -> None:
         "fxckpt calibrate",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), help="which device (cuda where there is one)"
+        "--device",
+        type=_own_device,
+        metavar="NAME",
+        help="which device: cuda, cuda:1, cpu (cuda where there is one)",
     )
 
 
@@ -437,12 +444,25 @@ def _slowdown(text: str) -> float:
 
 def _device(text: str) -> str:
     """Return the name of a device to plan for."""
-    if text not in ("cpu", "cuda"):
-        try:
-            device_named(text)
-        except InvalidOption as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+    try:
+        planned_device(text, is_on_meta=False)
+    except InvalidOption as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def _own_device(text: str) -> torch.device:
+    """Return a device of this machine."""
+    try:
+        found = device_here(text)
+    except InvalidOption as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no device of this machine, which alone can be measured. Examples: cuda, "
+            "cuda:1, cpu"
+        )
+    return found
 
 
 def _count(text: str) -> int:

@@ -5,6 +5,7 @@ A probe that raises becomes a finding.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -25,7 +27,9 @@ from fxckpt.budgets import format_bytes, free_bytes
 from fxckpt.errors import FxckptError
 from fxckpt.memory_meter import meter_of
 from fxckpt.partitioner import OPTIONS, Partitioner
+from fxckpt.planner.planned_device import built_for
 from fxckpt.repro import Repro
+from fxckpt.torch_private import cpp_command
 from fxckpt.torch_private.inductor.options import drawing_as_eager
 from fxckpt.torch_private.versions import TESTED, is_tested
 from fxckpt.utils.cache_folder import cache_dir
@@ -33,8 +37,10 @@ from fxckpt.utils.tables import Column, Table
 
 SELF_TESTS = {"self-test": "aot_eager", "self-test, default": "inductor"}
 """The inner compilers to test, by the name of the finding."""
-COMPILER_SECONDS = 20.0
-"""Timeout of a C++ compiler's ``--version``."""
+COMPILER_SECONDS = 60.0
+"""Timeout of a C++ compiler with a small file."""
+SMALL_SOURCE = "#include <cmath>\nint fxckpt_small() { return static_cast<int>(std::sqrt(4.0)); }\n"
+"""A file that needs a compiler, its standard library and a linker."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,8 @@ class Diagnosis:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether this machine can plan and run steps."""
-        return all(
-            f.state != "missing"
-            for f in self.findings
-            if f.what in ("torch", "backend", *SELF_TESTS)
-        )
+        """Whether nothing is missing that some feature needs."""
+        return all(f.state != "missing" for f in self.findings)
 
     def table(self) -> Table:
         """Return the findings as a table."""
@@ -136,8 +138,7 @@ def _run_probe(name: str, probe: Callable[[], ProbeResult]) -> ProbeResult:
     try:
         return probe()
     except Exception as error:
-        message = next(iter(str(error).strip().splitlines()), "")
-        found = f"{type(error).__name__}: {message}"
+        found = f"{type(error).__name__}: {_first_line(str(error))}"
         return ProbeResult(name, found, "missing", "looking failed")
 
 
@@ -167,25 +168,49 @@ def _entry_point() -> ProbeResult:
 
 
 def _compiler() -> ProbeResult:
-    names = [os.environ.get("CXX"), "g++", "clang++", "c++"]
-    path = next(
-        (found for name in names if name and (found := shutil.which(name.split()[0]))), None
+    """Compile a small file with the compiler that Inductor takes."""
+    name, effect = "C++ compiler", 'inner="inductor" compiles for the CPU'
+    lacking = (
+        'inner="inductor" (the default) does not work on the CPU: '
+        'install g++ or name a compiler in $CXX, or use inner="aot_eager"'
     )
-    if path is None:
-        effect = (
-            'inner="inductor" (the default) does not work on the CPU: '
-            'install g++, or use inner="aot_eager"'
-        )
-        return ProbeResult("C++ compiler", "none ($CXX, g++, clang++, c++)", "missing", effect)
-    version = subprocess.run(
-        [path, "--version"], capture_output=True, text=True, timeout=COMPILER_SECONDS, check=False
-    ).stdout
-    return ProbeResult(
-        "C++ compiler",
-        f"{path}: {version.splitlines()[0] if version else 'says no version'}",
-        "ok",
-        'inner="inductor" works on the CPU',
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "small.cpp"), Path(folder, "small.so")
+        source.write_text(SMALL_SOURCE)
+        try:
+            command = cpp_command(source, library)
+            done = _run_compiler(command)
+            if done.returncode != 0:
+                said = _first_error(done.stderr) or f"it ended with {done.returncode}"
+                found = f"{command[0]} does not compile a small file: {said}"
+                return ProbeResult(name, found, "missing", lacking)
+            ctypes.CDLL(str(library))
+            version = _run_compiler([command[0], "--version"]).stdout
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            return ProbeResult(name, _first_line(str(error)), "missing", lacking)
+    about = _first_line(version) or "says no version"
+    return ProbeResult(name, f"{shutil.which(command[0]) or command[0]}: {about}", "ok", effect)
+
+
+def _run_compiler(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=COMPILER_SECONDS,
+        check=False,
     )
+
+
+def _first_error(text: str) -> str:
+    """Return the first line of a compiler's messages that is an error, else the first one."""
+    return _first_line("\n".join(line for line in text.splitlines() if "error" in line) or text)
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "")
 
 
 def _memory_meter() -> ProbeResult:
@@ -198,14 +223,9 @@ def _memory_meter() -> ProbeResult:
 
 def _cuda() -> ProbeResult:
     if not torch.cuda.is_available():
-        built = (
-            f"torch is built for CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else "torch is built without it"
-        )
         return ProbeResult(
             "CUDA",
-            f"no device; {built}",
+            f"no device; torch is {built_for()}",
             "note",
             "plans for GPUs can be made here: fxckpt plan --device H100",
         )
@@ -231,11 +251,20 @@ def _package(name: str, use: str) -> ProbeResult:
 
 def _cache() -> ProbeResult:
     folder = cache_dir()
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
         return ProbeResult(
-            "cache folder", str(folder), "ok", "keeps what was measured; $FXCKPT_CACHE_DIR moves it"
+            "cache folder",
+            f"{folder} cannot be written: {error.strerror or error}",
+            "missing",
+            "what is measured is lost at the end of a process; $FXCKPT_CACHE_DIR moves the folder",
         )
+    return ProbeResult(
+        "cache folder", str(folder), "ok", "keeps what was measured; $FXCKPT_CACHE_DIR moves it"
+    )
 
 
 def _self_test(name: str, inner: str) -> ProbeResult:

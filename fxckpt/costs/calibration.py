@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fxckpt.budgets import free_bytes
 from fxckpt.costs.devices import Device
-from fxckpt.costs.measured import Records, kept, known, machine
+from fxckpt.costs.measured import Records, keep_measured, known, machine, refuse_unwritable
 from fxckpt.errors import InvalidOption
 from fxckpt.torch_private import outside_trace, scaled_mm
 
@@ -56,17 +56,18 @@ def calibrate(device: torch.device, records: Records, sizes: Sizes | None = None
     """Measure a device, keep its figures, and return them.
 
     Figures that were kept before are replaced. A dtype that the device does not multiply gets the
-    rate of the next wider one. Raises :class:`InvalidOption` for a device that is not here.
+    rate of the next wider one. Raises :class:`InvalidOption` for a device that is not here, and
+    where the figures cannot be kept, before anything is measured.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidOption(
             "there is no CUDA device here to calibrate: torch.cuda.is_available() is False. Run "
             "fxckpt calibrate on the machine that has it, or name a device: --device H100."
         )
+    refuse_unwritable(records)
     with outside_trace(), torch.no_grad():
         figures = dict(_measure(device, sizes or Sizes()))
-    for name in FIGURES:
-        kept(records, f"{machine(device)} {name}", figures[name], is_replaced=True)
+    keep_measured(records, {f"{machine(device)} {name}": figures[name] for name in FIGURES})
     return _device(device, figures)
 
 

@@ -4,8 +4,9 @@ Rates are dense: half of what NVIDIA's datasheets give with 2:4 sparsity. Where 
 the figure is a guess from its PCIe generation.
 
 =========  =====================================================================================
-A100       NVIDIA's datasheet (SXM, 80 GB); link: developer forum 352186
-H100       NVIDIA's datasheet (SXM); link: NVIDIA/nvbandwidth#24
+A100       NVIDIA's datasheet (SXM, 80 GB; SXM and PCIe, 40 GB; PCIe, 80 GB); link: developer
+           forum 352186
+H100       NVIDIA's datasheets (SXM, PCIe, NVL); link: NVIDIA/nvbandwidth#24
 H200       NVIDIA's datasheet (SXM)
 B200, B300 NVIDIA's HGX sheets (https://glennklockwood.com/garden/processors/B200, .../B300);
            bandwidth of B200: pytorch/ao#4002
@@ -29,7 +30,8 @@ cuDNN.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 import torch
@@ -64,7 +66,7 @@ class Device:
     bytes_per_second: float
     """Peak memory bandwidth."""
     memory_bytes: int
-    """Memory of the device."""
+    """Memory of the device, by its datasheet in decimal gigabytes."""
     to_host: float
     """Bytes/s from the device to pinned memory of the host."""
     from_host: float
@@ -93,23 +95,51 @@ class Device:
 
 T, GB = 1e12, 10**9
 
+A100 = Device(
+    "A100",
+    19.5 * T,
+    19.5 * T,
+    156 * T,
+    312 * T,
+    312 * T,
+    2.039 * T,
+    80 * GB,
+    PCIE_4,
+    PCIE_4,
+    attention_share=0.65,
+)
+
 DEVICES = {
     device.name: device
     for device in (
-        Device(
-            "A100",
-            19.5 * T,
-            19.5 * T,
-            156 * T,
-            312 * T,
-            312 * T,
-            2.039 * T,
-            80 * GB,
-            PCIE_4,
-            PCIE_4,
-            attention_share=0.65,
-        ),
+        A100,
+        replace(A100, name="A100 40GB", bytes_per_second=1.555 * T, memory_bytes=40 * GB),
+        replace(A100, name="A100 PCIe", bytes_per_second=1.935 * T),
         Device("H100", 67 * T, 67 * T, 495 * T, 989 * T, 1979 * T, 3.35 * T, 80 * GB, 52.8e9, 35e9),
+        Device(
+            "H100 PCIe",
+            51 * T,
+            51 * T,
+            378 * T,
+            756 * T,
+            1513 * T,
+            2.0 * T,
+            80 * GB,
+            PCIE_5,
+            PCIE_5,
+        ),
+        Device(
+            "H100 NVL",
+            60 * T,
+            60 * T,
+            417.5 * T,
+            835.5 * T,
+            1671 * T,
+            3.9 * T,
+            94 * GB,
+            PCIE_5,
+            PCIE_5,
+        ),
         Device("H200", 67 * T, 67 * T, 495 * T, 989 * T, 1979 * T, 4.8 * T, 141 * GB, 52.8e9, 35e9),
         Device(
             "B200", 40 * T, 80 * T, 1100 * T, 2250 * T, 4500 * T, 7.67 * T, 180 * GB, PCIE_5, PCIE_5
@@ -188,25 +218,71 @@ REFERENCE = "H100"
 """The device that a model on the meta device is planned for where none is named or present."""
 
 
+BRANDS = {"NVIDIA", "AMD", "INSTINCT", "TESLA", "GEFORCE", "RTX", "TENSOR", "CORE", "GPU"}
+"""Words of a driver's names that tell no device from another."""
+
+FORMS = {
+    "A100": "SXM SXM4 80GB",
+    "A100 40GB": "SXM SXM4 PCIE",
+    "A100 PCIe": "80GB",
+    "H100": "SXM SXM5 80GB HBM3",
+    "H100 PCIe": "80GB HBM2E",
+    "H100 NVL": "94GB HBM3",
+    "H200": "SXM SXM5 141GB HBM3E",
+    "B200": "SXM SXM6 180GB HBM3E",
+    "B300": "SXM SXM6 AC 288GB HBM3E",
+    "GB200": "186GB HBM3E",
+    "L40S": "48GB",
+    "A10G": "24GB",
+    "RTX 4090": "24GB",
+    "RTX 5090": "32GB",
+    "MI300X": "OAM VF 192GB HBM3",
+}
+"""Words that a driver may add to the name of a device, and that leave its figures as they are.
+
+With any other word ("Laptop", "D", a size of memory, a part of a device) it is another device.
+"""
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """Return the words of a name that tell a device from others, a size of memory as one word."""
+    joined = re.sub(r"(\d)\s*GI?B\b", r"\1GB", text.upper())
+    return tuple(w for w in re.split(r"[^A-Z0-9.]+", joined) if w and w not in BRANDS)
+
+
 def find_device(text: str) -> Device | None:
     """Return the device of the table that a text names, or None.
 
-    The text is a name of the table, or a driver's name for the device.
+    The text is a name of the table, or a driver's name for the device. Every word of it has to be
+    of that device: a laptop's RTX 4090 is another one.
 
     >>> [find_device(t).name for t in ("h100", "NVIDIA GeForce RTX 4090", "4090", "NVIDIA GB200")]
     ['H100', 'RTX 4090', 'RTX 4090', 'GB200']
+    >>> find_device("NVIDIA A100-SXM4-40GB").name, find_device("NVIDIA GeForce RTX 4090 Laptop GPU")
+    ('A100 40GB', None)
     """
-    words = re.split(r"[^A-Z0-9]+", text.upper())
-    return next((d for d in DEVICES.values() if d.name.split()[-1] in words), None)
+    words = set(_words(text))
+    for name, device in DEVICES.items():
+        needed = set(_words(name))
+        if needed <= words <= needed.union(_words(FORMS[name])):
+            return device
+    return None
+
+
+def _near(text: str) -> Iterator[str]:
+    """Yield names of the table: first those with a word of the text, then those spelled alike."""
+    words = _words(text)
+    yield from (name for name in DEVICES if set(_words(name)) <= set(words))
+    known = {" ".join(_words(name)): name for name in DEVICES}
+    yield from (known[n] for n in get_close_matches(" ".join(words), known, 3, cutoff=0.4))
 
 
 def device_named(name: str) -> Device:
     """Return the device of a name; raise :class:`InvalidOption` for one that is not known."""
     found = find_device(name) if isinstance(name, str) else None
     if found is None:
-        known = {each.upper(): each for each in DEVICES}
-        near = get_close_matches(str(name).upper(), known, 3, cutoff=0.4)
-        hint = f"Did you mean {' or '.join(repr(known[n]) for n in near)}? " if near else ""
+        near = list(dict.fromkeys(_near(name)))[:3] if isinstance(name, str) else []
+        hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise InvalidOption(
             f"device={name!r} is not a device that fxckpt knows. {hint}Known: "
             f"{', '.join(DEVICES)}; 'cpu' and 'cuda' are this machine's own. Of another one: "

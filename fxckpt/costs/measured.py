@@ -11,7 +11,7 @@ import logging
 import math
 import platform
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,9 @@ import torch
 from torch import fx
 
 from fxckpt.costs.isolated_op import REFUSED, IsolatedOp, devices
+from fxckpt.errors import InvalidOption
 from fxckpt.torch_private import outside_trace
-from fxckpt.utils.cache_folder import cache_dir
+from fxckpt.utils.cache_folder import cache_dir, warn_once
 
 log = logging.getLogger("fxckpt")
 
@@ -51,20 +52,26 @@ class Records:
             row = db.execute("select figure from records where key = ?", (key,)).fetchone()
         return row[0] if row is not None and isinstance(row[0], float) and row[0] > 0 else None
 
-    def keep(self, key: str, figure: float, *, is_replaced: bool = False) -> float:
-        """Store a figure and return the stored one.
+    def keep(self, key: str, figure: float) -> float:
+        """Store a figure and return the stored one: one that another process stored first stays."""
+        self.keep_all({key: figure})
+        return self.get(key) or figure
+
+    def keep_all(self, figures: Mapping[str, float], *, is_replaced: bool = False) -> None:
+        """Store figures, all of them or, where that raises, none.
 
         A figure that another process stored first stays, unless it ``is_replaced``.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with closing(self._open()) as db, db:
-            db.execute(
+            # Takes the lock for writing, also where there is nothing to store.
+            db.execute("begin immediate")
+            db.executemany(
                 "insert into records values (?, ?) "
                 "on conflict (key) do update set figure = excluded.figure "
                 "where ? or typeof(figure) != 'real' or figure <= 0",
-                (key, float(figure), is_replaced),
+                [(key, float(figure), is_replaced) for key, figure in figures.items()],
             )
-        return self.get(key) or figure
 
     def _open(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, timeout=5)
@@ -97,16 +104,45 @@ def cpu_figures(records: Records) -> tuple[float, float, float, float]:
     They come from an fp32 matrix product, an addition of vectors, an addition of one element, and
     Bernoulli draws. The first call measures them in about a second.
     """
-    names = ("FLOP/s", "bytes/s", "launch", "draws/s")
-    prefix = machine(torch.device("cpu"))
-    found = [known(records, f"{prefix} {name}") for name in names]
+    keys = _cpu_keys()
+    found = [known(records, key) for key in keys]
     if None in found:
-        found = [
-            kept(records, f"{prefix} {name}", figure)
-            for name, figure in zip(names, _calibrate(), strict=True)
-        ]
+        measured = zip(keys, _calibrate(), strict=True)
+        found = [kept(records, key, figure) for key, figure in measured]
     flops, bandwidth, launch, draws = (float(figure or 0.0) for figure in found)
     return flops, bandwidth, launch, draws
+
+
+def calibrate_cpu(records: Records) -> tuple[float, float, float, float]:
+    """Measure the CPU's figures, keep them in place of those that were kept, and return them.
+
+    Raises :class:`InvalidOption` where they cannot be kept.
+    """
+    refuse_unwritable(records)
+    figures = _calibrate()
+    keep_measured(records, dict(zip(_cpu_keys(), figures, strict=True)))
+    return figures
+
+
+def _cpu_keys() -> list[str]:
+    prefix = machine(torch.device("cpu"))
+    return [f"{prefix} {name}" for name in ("FLOP/s", "bytes/s", "launch", "draws/s")]
+
+
+def refuse_unwritable(records: Records) -> None:
+    """Raise :class:`InvalidOption` where no figure can be stored."""
+    keep_measured(records, {})
+
+
+def keep_measured(records: Records, figures: Mapping[str, float]) -> None:
+    """Store figures in place of those that were; raise :class:`InvalidOption` where that fails."""
+    try:
+        records.keep_all(figures, is_replaced=True)
+    except (OSError, sqlite3.Error) as error:
+        raise InvalidOption(
+            f"figures cannot be kept in {records.path}: {error}. Set FXCKPT_CACHE_DIR to a folder "
+            "that can be written."
+        ) from error
 
 
 def known(records: Records, key: str) -> float | None:
@@ -114,25 +150,25 @@ def known(records: Records, key: str) -> float | None:
     try:
         return records.get(key)
     except (OSError, sqlite3.Error) as error:
-        log.warning(
-            "%s cannot be read (%s): figures are measured again. "
-            "Remove it, or set FXCKPT_CACHE_DIR.",
+        warn_once(
             records.path,
+            "cannot be read",
             error,
+            "figures are measured again. Remove it, or set FXCKPT_CACHE_DIR.",
         )
         return None
 
 
-def kept(records: Records, key: str, figure: float, *, is_replaced: bool = False) -> float:
+def kept(records: Records, key: str, figure: float) -> float:
     """Store a figure and return the stored one; warn where the records cannot be written."""
     try:
-        return records.keep(key, figure, is_replaced=is_replaced)
+        return records.keep(key, figure)
     except (OSError, sqlite3.Error) as error:
-        log.warning(
-            "%s cannot be written (%s): every process measures its own figures. "
-            "Set FXCKPT_CACHE_DIR.",
+        warn_once(
             records.path,
+            "cannot be written",
             error,
+            "every process measures its own figures. Set FXCKPT_CACHE_DIR.",
         )
         return figure
 

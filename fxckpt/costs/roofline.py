@@ -78,9 +78,9 @@ class DeviceRoofline:
     def of(cls, device: Device | str) -> DeviceRoofline:
         """Return the roofline of a device, with torch's present settings of TF32.
 
-        Raises :class:`InvalidOption` for a name that is not known.
+        Raises :class:`InvalidOption` for a name that is not known, and for anything else.
         """
-        figures = device_named(device) if isinstance(device, str) else device
+        figures = device if isinstance(device, Device) else device_named(device)
         return cls(figures, f"roofline of {figures.name}", *_takes_tf32())
 
     def flops(self, node: fx.Node) -> int:

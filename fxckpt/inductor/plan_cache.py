@@ -28,6 +28,7 @@ from fxckpt.planner.planner import Planner, device_of
 from fxckpt.plans.types import Plan
 from fxckpt.torch_private import OpOverload, kernel_switches
 from fxckpt.torch_private.inductor.options import cache_folder, configuration
+from fxckpt.utils.cache_folder import warn_once
 
 log = logging.getLogger("fxckpt")
 
@@ -63,11 +64,11 @@ class PlanCache:
             part.write_text(plan.to_json())
             part.replace(path)
         except OSError as error:
-            log.warning(
-                "%s cannot be written (%s): every process plans again. "
-                "TORCHINDUCTOR_CACHE_DIR names another folder.",
+            warn_once(
                 path,
+                "cannot be written",
                 error,
+                "every process plans again. TORCHINDUCTOR_CACHE_DIR names another folder.",
             )
 
     def _path(self, key: str) -> Path:

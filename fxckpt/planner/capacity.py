@@ -22,8 +22,8 @@ from fxckpt.budgets import AUTO_MARGIN, format_bytes
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import BudgetInfeasible, InvalidBudget, InvalidOption
 from fxckpt.optimizer_state import state_bytes
-from fxckpt.planner.capture import is_on_meta, plan
-from fxckpt.planner.planned_device import PlannedDevice, planned_device
+from fxckpt.planner.capture import is_on_meta, plan_for
+from fxckpt.planner.planned_device import PlannedDevice, planned_device, warn_beyond
 from fxckpt.plans.types import Plan
 from fxckpt.torch_private import allocated_bytes, storage_id
 from fxckpt.utils.progress import progress
@@ -208,7 +208,7 @@ def fit(
         arguments, or a dict of keyword arguments). Models on the meta device take no memory.
     memory
         Memory of the device: bytes as ``80 * 2**30`` or ``"80GiB"``, or ``"auto"`` for what is free
-        here. None is the memory of the named ``device``.
+        here. None, or ``"auto"`` with a named ``device``, is the memory of that device.
     over
         Name of the size, for the table. Where ``make_step`` has a parameter of this name, the size
         is given by name.
@@ -248,7 +248,7 @@ def fit(
     _check(make_step, over, start, multiple, reserve)
     memory_bytes = _memory_bytes(memory, device)
     usable = int(memory_bytes * (1 - reserve))
-    options = {"policy": policy, "cost": cost, "device": device}
+    options = {"policy": policy, "cost": cost}
     name = over if over in inspect.signature(make_step).parameters else None
     tried: dict[int, Trial] = {}
 
@@ -258,8 +258,9 @@ def fit(
             size = count * multiple
             shown.tick(f"{over} {size}")
             model, inputs = _step(make_step, name, size)
-            held = _resident(model, inputs, optimizer, accumulates, device)
-            tried[size] = _trial(size, model, inputs, held, usable, options)
+            target = planned_device(device, is_on_meta=is_on_meta(model, *inputs))
+            held = _resident(model, inputs, optimizer, accumulates, target)
+            tried[size] = _trial(size, model, inputs, held, usable, target, options)
             return tried[size].fits
 
         first = -(-start // multiple)
@@ -288,12 +289,12 @@ def _trial(
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     held: Resident,
     usable: int,
+    target: PlannedDevice,
     options: Mapping[str, Any],
 ) -> Trial:
-    args, kwargs = inputs
     left = usable - held.total_bytes
     try:
-        made = plan(model, *args, budget=max(1, left), **options, **kwargs)
+        made = plan_for(target, model, *inputs, budget=max(1, left), **options)
     except BudgetInfeasible as error:
         return Trial(size, held, None, error.floor_bytes)
     return Trial(size, held, made, made.peak_bytes)
@@ -320,13 +321,12 @@ def _resident(
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     make_optimizer: MakeOptimizer | None,
     accumulates: bool,
-    device: str | torch.device | None,
+    target: PlannedDevice,
 ) -> Resident:
     """Return what a step holds in memory besides the peak of its plan."""
     parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
     buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
     trained = [p for p in parameters if p.requires_grad]
-    target = planned_device(device, is_on_meta=is_on_meta(model, *inputs))
     seen: set[int] = set()
     return Resident(
         _held_bytes(parameters, seen, target),
@@ -367,23 +367,24 @@ def _optimizer_bytes(trained: list[nn.Parameter], make: MakeOptimizer | None) ->
 
 def _memory_bytes(memory: int | str | None, device: str | torch.device | None) -> int:
     """Return the memory in bytes."""
-    if memory is None:
-        named = planned_device(device, is_on_meta=True).named if device is not None else None
-        if named is None:
-            raise InvalidOption(
-                "memory=None is the memory of a named device, and none was named. "
-                "Examples: memory='24GiB', device='H100'."
-            )
-        return named.memory_bytes
+    target = PlannedDevice() if device is None else planned_device(device, is_on_meta=True)
+    named = target.named
     parsed = budgets.parse(memory)
-    if parsed == "auto":
-        place = planned_device(device, is_on_meta=False).place or torch.device("cpu")
-        return budgets.free_bytes(place)
+    if parsed is None and named is None:
+        raise InvalidOption(
+            "memory=None is the memory of a named device, and none was named. "
+            "Examples: memory='24GiB', device='H100'."
+        )
+    if parsed in (None, "auto"):
+        if named is not None:
+            return named.memory_bytes
+        return budgets.free_bytes(target.place or torch.device("cpu"))
     if not isinstance(parsed, int):
         raise InvalidBudget(
             f"memory={memory!r} is no memory: give bytes, as 80 * 2**30 or '80GiB', or 'auto' for "
             "what is free on this machine."
         )
+    warn_beyond(named, "memory", memory)
     return parsed
 
 

@@ -22,7 +22,7 @@ from fxckpt.errors import CaptureError
 from fxckpt.passes.graphs import Joint
 from fxckpt.passes.meta import DEVICE, MODEL
 from fxckpt.planner.pipeline import Place, prepare
-from fxckpt.planner.planned_device import PlannedDevice, planned_device
+from fxckpt.planner.planned_device import PlannedDevice, planned_device, warn_beyond
 from fxckpt.planner.planner import planner_of
 from fxckpt.plans.types import Plan
 from fxckpt.tiers import Tier, tier_of
@@ -148,14 +148,43 @@ def plan(
     >>> fxckpt.plan(model, torch.empty(64, 512, device="meta"), device="B200").cost
     'roofline of B200'
     """
-    # A model on the meta device may be far too large for this machine: its kernels are not run.
     on_meta = is_on_meta(model_or_fn, args, kwargs)
     target = planned_device(device, is_on_meta=on_meta)
+    if device is not None:
+        warn_beyond(target.named, "budget", budget)
+    return plan_for(
+        target,
+        model_or_fn,
+        args,
+        kwargs,
+        budget=budgets.within(budget, max_slowdown),
+        policy=policy,
+        cost=cost,
+        offload=offload,
+        tile=tile,
+    )
+
+
+def plan_for(
+    target: PlannedDevice,
+    model_or_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    budget: budgets.Budget,
+    policy: Any,
+    cost: str | CostModel,
+    offload: Tier | str | None = None,
+    tile: int | str | None = None,
+) -> Plan:
+    """Return the plan of a call for a target, as :func:`plan` does."""
+    # A model on the meta device may be far too large for this machine: its kernels are not run.
+    is_runnable = target.named is None and not is_on_meta(model_or_fn, args, kwargs)
     planner = planner_of(
-        budgets.within(budget, max_slowdown),
+        budget,
         policy,
         cost,
-        measure_workspace=not on_meta and target.named is None,
+        measure_workspace=is_runnable,
         device=target.named,
         offload=tier_of(offload),
         tile=tile,

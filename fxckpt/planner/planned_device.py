@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
 
+from fxckpt import budgets
 from fxckpt.costs.devices import REFERENCE, Device, device_named
 from fxckpt.errors import InvalidOption
 
@@ -40,7 +43,7 @@ def planned_device(device: str | torch.device | None, *, is_on_meta: bool) -> Pl
 
     None is where the model is; for one on the meta device it is the accelerator of this machine,
     else :data:`~fxckpt.costs.devices.REFERENCE`. Raises :class:`InvalidOption` for a name that is
-    not known, and for ``"cuda"`` on a machine without a CUDA device.
+    not known, and for a CUDA device that this machine lacks.
     """
     if device is None:
         if not is_on_meta or torch.accelerator.current_accelerator(check_available=True):
@@ -48,14 +51,60 @@ def planned_device(device: str | torch.device | None, *, is_on_meta: bool) -> Pl
         named = device_named(REFERENCE)
         name = f"{REFERENCE}, the reference for the meta device"
         return PlannedDevice(GPU, replace(named, name=name))
-    name = str(device)
-    if name == "cpu":
-        return PlannedDevice(torch.device("cpu"))
-    if name.partition(":")[0] == "cuda":
-        if not torch.cuda.is_available():
-            raise InvalidOption(
-                f"device={name!r}: there is no CUDA device here (torch "
-                f"{torch.__version__}). Name the one to plan for: device='H100'."
-            )
-        return PlannedDevice(GPU)
-    return PlannedDevice(GPU, device_named(name))
+    here = device_here(device)
+    return PlannedDevice(GPU, device_named(str(device))) if here is None else PlannedDevice(here)
+
+
+def device_here(device: object) -> torch.device | None:
+    """Return the device of this machine that a user means, or None for a name of another kind.
+
+    Raises :class:`InvalidOption` for what is no name, and for a CUDA device that is not here.
+    """
+    if not isinstance(device, (str, torch.device)):
+        raise InvalidOption(
+            f"device={device!r} is a {type(device).__name__}, not a device's name. "
+            "Examples: device='H100', device='cuda', device='cpu'."
+        )
+    name = str(device).strip().lower()
+    found = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", name)
+    if found is None:
+        return None
+    if found[1] == "cpu":
+        return torch.device("cpu")
+    number = int(found[2] or 0)
+    if not torch.cuda.is_available():
+        raise InvalidOption(
+            f"device={name!r}: there is no CUDA device here (torch {torch.__version__}, "
+            f"{built_for()}). Name the one to plan for: device='H100'."
+        )
+    if number >= torch.cuda.device_count():
+        raise InvalidOption(
+            f"device={name!r}: the CUDA devices here are 'cuda:0' to "
+            f"'cuda:{torch.cuda.device_count() - 1}'. Name one of them, or one elsewhere: "
+            "device='H100'."
+        )
+    return torch.device("cuda", number)
+
+
+def built_for() -> str:
+    """Return for which GPUs torch is built, in words."""
+    if torch.version.cuda:
+        return f"built for CUDA {torch.version.cuda}"
+    return f"built for ROCm {torch.version.hip}" if torch.version.hip else "built without CUDA"
+
+
+GIB_OF_GB = 2**30 / 10**9
+"""Bytes that a card may have for each byte of its datasheet, whose GB are often GiB."""
+
+
+def warn_beyond(named: Device | None, option: str, asked: budgets.Budget) -> None:
+    """Warn of bytes that a named device does not have, whatever its datasheet calls a gigabyte."""
+    nbytes = budgets.parse(asked)
+    if named is None or not isinstance(nbytes, int) or nbytes <= named.memory_bytes * GIB_OF_GB:
+        return
+    warnings.warn(
+        f"{option}={asked!r} is {budgets.format_bytes(nbytes)}, more than the memory of one "
+        f"{named.name}, {named.memory_bytes / 1e9:g} GB: what is planned within it may not fit "
+        "there.",
+        stacklevel=3,
+    )

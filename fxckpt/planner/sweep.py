@@ -16,7 +16,7 @@ from fxckpt.errors import InvalidOption
 from fxckpt.planner.build_plan import build_plan
 from fxckpt.planner.capture import capture_joint, is_on_meta
 from fxckpt.planner.pipeline import prepare
-from fxckpt.planner.planned_device import planned_device
+from fxckpt.planner.planned_device import planned_device, warn_beyond
 from fxckpt.planner.planner import Planner, refuse_tiles
 from fxckpt.plans.log import log_frontier
 from fxckpt.plans.types import Plan, snapshot_of_plan
@@ -68,12 +68,15 @@ def frontier(
             "uncheckpointed plan, or a list of budgets. "
             "Examples: points=16, points=['8GiB', '6GiB', 0.5]."
         )
-    for budget in () if isinstance(points, int) else points:
+    asked = () if isinstance(points, int) else points
+    for budget in asked:
         validate(budget)
     chosen = as_policy(policy)
     refuse_tiles(chosen)
     on_meta = is_on_meta(model_or_fn, args, kwargs)
     target = planned_device(device, is_on_meta=on_meta)
+    for budget in asked if device is not None else ():
+        warn_beyond(target.named, "budget", budget)
     planner = Planner(
         None,
         chosen,

@@ -17,7 +17,7 @@ from fxckpt.passes.meta import DEVICE
 from fxckpt.planner.build_plan import build_plan
 from fxckpt.planner.capture import is_on_meta
 from fxckpt.planner.pipeline import prepare
-from fxckpt.planner.planned_device import planned_device
+from fxckpt.planner.planned_device import planned_device, warn_beyond
 from fxckpt.planner.planner import Planner, device_of, planner_of
 from fxckpt.plans.types import Plan
 from fxckpt.rehearsal.rehearse import RehearsedGraph, RehearsedStep, rehearse
@@ -79,6 +79,8 @@ def plan_step(
         )
     on_meta = is_on_meta(model_or_fn, args, kwargs)
     target = planned_device(device, is_on_meta=on_meta)
+    if device is not None:
+        warn_beyond(target.named, "budget", budget)
     planner = planner_of(
         budget,
         policy,

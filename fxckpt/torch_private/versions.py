@@ -6,6 +6,8 @@ Must import on any version of torch, so it uses public names only.
 from __future__ import annotations
 
 import functools
+import math
+import re
 import sys
 import warnings
 
@@ -17,9 +19,13 @@ TESTED = ("2.11.0", "2.13.0", "2.15.0")
 """Tested versions, oldest first; any version below the first is refused."""
 
 
-def _minor(version: str) -> tuple[int, ...]:
-    """Return the major and minor numbers of a version."""
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+def _minor(version: str) -> tuple[float, float]:
+    """Return the major and minor numbers of a version.
+
+    A build of one's own may have none: it is taken for one newer than all that are tested.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (math.inf, math.inf) if found is None else (int(found[1]), int(found[2]))
 
 
 def is_tested() -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fxckpt.cli.arguments import USAGE, build_parser, parse
+from fxckpt.errors import InvalidOption
+from fxckpt.planner.planned_device import planned_device
 
 
 @pytest.mark.parametrize(
@@ -66,3 +69,19 @@ def test_commands_that_plan_take_a_device(name: str) -> None:
     """The commands that only plan take a device, by any of its names."""
     assert parse([name, "train.py:make", "--device", "rtx 4090"]).device == "rtx 4090"
     assert parse([name, "train.py:make", "--device", "cpu"]).device == "cpu"
+
+
+@pytest.mark.parametrize("command", [["plan", "train.py:make"], ["calibrate"]])
+def test_device_is_checked_as_by_plan(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device of this machine may have a number; one too many has the error of ``plan``."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert str(parse([*command, "--device", "cuda:1"]).device) == "cuda:1"
+    with pytest.raises(SystemExit) as stop:
+        parse([*command, "--device", "cuda:2"])
+    assert stop.value.code == USAGE
+    with pytest.raises(InvalidOption) as error:
+        planned_device("cuda:2", is_on_meta=True)
+    assert str(error.value) in capsys.readouterr().err

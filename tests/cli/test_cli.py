@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 import fxckpt
 from fxckpt.cli import main
@@ -252,6 +253,17 @@ def test_calibrate_prints_what_it_keeps(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["calibrate", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert "FLOP/s" in printed and "kept in" in printed
+
+
+def test_unkept_calibration_exits_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Figures that cannot be kept are an error, not said to be kept."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FXCKPT_CACHE_DIR", str(tmp_path / "file"))
+    assert main(["calibrate", "--device", "cpu"]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and re.search("cannot be kept in .*file", printed.err)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -507,12 +519,58 @@ def test_doctor_runs_self_tests(
         found["self-test, default"]["state"] == "ok"
         and "inductor" in found["self-test, default"]["effect"]
     )
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: 1 / 0)
+    assert main(["doctor", "--quick"]) == 3
+    assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+def lacking(what: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the doctor finds of the only thing that is missing."""
+    capsys.readouterr()
+    assert main(["doctor", "--quick", "--json"]) == 3
+    (found,) = (f for f in json.loads(capsys.readouterr().out) if f["state"] == "missing")
+    assert found["what"] == what
+    return f"{found['found']}; {found['effect']}"
+
+
+def test_doctor_finds_an_unwritable_cache(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A cache folder that can be made is made; one that cannot is a finding."""
+    monkeypatch.setenv("FXCKPT_CACHE_DIR", str(tmp_path / "new" / "folder"))
     assert main(["doctor", "--quick"]) == 0
-    printed = capsys.readouterr().out
-    assert 'use inner="aot_eager"' in printed and "ZeroDivisionError" in printed
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FXCKPT_CACHE_DIR", str(tmp_path / "file"))
+    assert "file cannot be written: " in lacking("cache folder", capsys)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (None, "No working C++ compiler found"),
+        ("exit 0", "cannot open shared object"),
+        (
+            '[ "$1" = --version ] || { echo "a.cpp: error: no" >&2; exit 1; }',
+            "a.cpp: error: no",
+        ),
+    ],
+    ids=["none", "writes nothing", "fails"],
+)
+def test_doctor_compiles_with_inductors_compiler(
+    script: str | None,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Inductor's compiler is tried on a small file; a failure is one line."""
+    compiler = tmp_path / "compiler"
+    if script is not None:
+        compiler.write_text(f"#!/bin/sh\n{script}\n")
+        compiler.chmod(0o755)
+    # As $CXX has it when Inductor is imported.
+    with inductor_config.patch({"cpp.cxx": (None, str(compiler))}):
+        found = lacking("C++ compiler", capsys)
+    assert said in found and 'use inner="aot_eager"' in found and "\n" not in found
 
 
 def test_help_of_module() -> None:

@@ -48,6 +48,16 @@ def test_settings_stay_as_they_were(records: Records) -> None:
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
+def test_unkept_figures_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute is not spent on figures that no file can keep; a file for reading keeps none."""
+    (tmp_path / "file").touch()
+    (tmp_path / "text.sqlite3").write_text("no database, but long enough to be taken for one")
+    monkeypatch.setattr(calibration, "_measure", lambda device, sizes: 1 / 0)
+    for path in (tmp_path / "file/timings.sqlite3", tmp_path / "text.sqlite3"):
+        with pytest.raises(InvalidOption, match=r"cannot be kept in .*FXCKPT_CACHE_DIR"):
+            calibration.calibrate(CPU, Records(path), calibration.SMALL)
+
+
 def test_no_device_to_calibrate(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU the error says how to plan for one all the same."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

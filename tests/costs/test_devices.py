@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch._inductor.analysis.device_info import lookup_device_info
 
-from fxckpt.costs.devices import DEVICES, Device, device_named, find_device
+from fxckpt.costs.devices import DEVICES, FORMS, Device, device_named, find_device
+from fxckpt.costs.roofline import DeviceRoofline
 from fxckpt.errors import InvalidOption
 
 
@@ -46,6 +47,22 @@ def test_rates_agree_with_torchs_table(name: str) -> None:
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("A100-PCIE-40GB", "A100 40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe"),
+        ("NVIDIA A100-SXM-64GB", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H100 96GB HBM3", None),
+        ("h100 80 GiB", "H100"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("AMD Instinct MI300X VF", "MI300X"),
+        ("A100 H100", None),
+        ("NVIDIA", None),
         ("NVIDIA GB200", "GB200"),
         ("NVIDIA B200", "B200"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
@@ -55,19 +72,44 @@ def test_rates_agree_with_torchs_table(name: str) -> None:
     ],
 )
 def test_drivers_name_finds_the_device(text: str, name: str | None) -> None:
-    """A device is found by its driver's name, by whole words."""
+    """A device is found by its driver's name, every word of which is of that device."""
     found = find_device(text)
     assert (found.name if found else None) == name
 
 
 @pytest.mark.parametrize(
-    ("asked", "near"), [("H10", "'H100'"), ("b20", "'B200'"), ("rtx 4080", "'RTX 4090'")]
+    ("asked", "near"),
+    [
+        ("H10", "'H100'"),
+        ("b20", "'B200'"),
+        ("rtx 4080", "'RTX 4090'"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "'RTX 4090'"),
+        ("NVIDIA GH200 480GB", "'H200'"),
+        ("A100 H100", "'A100' or 'H100'"),
+    ],
 )
 def test_unknown_name_gets_the_nearest(asked: str, near: str) -> None:
     """The error for an unknown name has the nearest one, and all that are known."""
     with pytest.raises(InvalidOption, match=f"device='{asked}' is not .*Did you mean.*{near}") as e:
         device_named(asked)
     assert all(name in str(e.value) for name in DEVICES)
+
+
+@pytest.mark.parametrize("device", [b"H100", ["H100"], None, 100])
+def test_what_is_no_name_is_refused(device: Any) -> None:
+    """No device is found in what is not a text."""
+    with pytest.raises(InvalidOption, match="is not a device that fxckpt knows"):
+        device_named(device)
+    with pytest.raises(InvalidOption, match="is not a device that fxckpt knows"):
+        DeviceRoofline.of(device)
+
+
+def test_forms_are_of_the_table() -> None:
+    """Each device has its forms, and is found by its own name, with each of its words."""
+    assert list(FORMS) == list(DEVICES)
+    for name, words in FORMS.items():
+        found = [find_device(f"{name} {word}") for word in ("", *words.split())]
+        assert found == [DEVICES[name]] * len(found)
 
 
 def test_name_like_no_other_gets_the_list() -> None:

@@ -129,6 +129,14 @@ def test_memory_of_a_named_device() -> None:
     )
     assert found.memory_bytes == 80 * 10**9
     assert found.best.resident.parameter_bytes % 512 == 0
+    assert fit("auto", device="H100", start=1 << 22, multiple=1 << 22).memory_bytes == 80 * 10**9
+
+
+def test_memory_beyond_the_device_warns_once() -> None:
+    """More memory than the named device has is told, once for all sizes that are tried."""
+    with pytest.warns(UserWarning, match="memory='30GiB' is 30.0 GiB.* one A10G, 24 GB") as told:
+        fit("30GiB", device="A10G", start=1 << 22, multiple=1 << 22)
+    assert len(told) == 1
 
 
 def test_least_size_that_does_not_fit() -> None:

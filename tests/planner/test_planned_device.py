@@ -185,7 +185,11 @@ def test_factories_are_on_the_device() -> None:
     [
         ({"device": "H10"}, InvalidOption, "Did you mean 'H100'"),
         ({"device": "cuda"}, InvalidOption, "no CUDA device here"),
-        ({"device": "cuda:0"}, InvalidOption, "no CUDA device here"),
+        ({"device": "cuda:3"}, InvalidOption, r"'cuda:3'.*no CUDA device here \(torch .*, built"),
+        ({"device": "cuda:x"}, InvalidOption, "'cuda:x' is not a device that fxckpt knows"),
+        ({"device": torch.device("meta")}, InvalidOption, "'meta' is not a device"),
+        ({"device": b"H100"}, InvalidOption, "b'H100' is a bytes, not a device's name"),
+        ({"device": ["H100"]}, InvalidOption, r"\['H100'\] is a list, not a device's name"),
         ({"device": "H100", "cost": "measured"}, InvalidOption, "that is H100, elsewhere"),
         ({"device": "H100", "budget": "auto"}, InvalidBudget, "H100 is named.*74.5 GiB"),
         ({"budget": "auto"}, InvalidBudget, "the reference for the meta device is named"),
@@ -196,3 +200,32 @@ def test_refusals(options: dict[str, object], error: type[Exception], text: str)
     model, x = on_meta(lambda: layers(64)), torch.empty(8, 64, device="meta")
     with pytest.raises(error, match=text):
         fxckpt.plan(model, x, **options)  # type: ignore[arg-type]
+
+
+def test_device_of_this_machine_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA device by its number is that device; one beyond the last is refused."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, number in (("cuda", 0), ("cuda:1", 1), (torch.device("cuda", 1), 1)):
+        assert planned_device(name, is_on_meta=True).place == torch.device("cuda", number)
+    with pytest.raises(InvalidOption, match=r"'cuda:2': the CUDA devices here are .* to 'cuda:1'"):
+        planned_device("cuda:2", is_on_meta=True)
+    assert planned_device("cpu:0", is_on_meta=True).place == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model, x, budget: fxckpt.plan(model, x, budget=budget, device="A10G"),
+        lambda model, x, budget: fxckpt.plan_step(model, x, budget=budget, device="A10G"),
+        lambda model, x, budget: fxckpt.frontier(model, x, points=[budget], device="A10G"),
+    ],
+    ids=["plan", "plan_step", "frontier"],
+)
+def test_budget_beyond_the_memory_warns(make: Callable[..., object]) -> None:
+    """A budget that the named device cannot have is planned with a warning of both figures."""
+    model, x = on_meta(lambda: layers(64)), torch.empty(8, 64, device="meta")
+    with pytest.warns(UserWarning, match="budget='25GiB' is 25.0 GiB.* one A10G, 24 GB") as told:
+        make(model, x, "25GiB")
+    assert len(told) == 1 and told[0].filename == __file__
+    make(model, x, "24GiB")

@@ -67,6 +67,14 @@ def test_old_torch_is_refused_in_one_line(command: list[str]) -> None:
     assert command[0] == "-c" or len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("version", ["main", "", "git1234+cpu"])
+def test_version_without_numbers_is_newer(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch built without a version is taken for a newer one, which warns."""
+    monkeypatch.setattr(torch, "__version__", version)
+    assert versions.is_newer() and not versions.is_tested()
+    versions.refuse_older()
+
+
 def test_newer_torch_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch newer than any tested one makes the first compile of a process warn."""
     monkeypatch.setattr(torch, "__version__", "99.1.0a0+git1")
