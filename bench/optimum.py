@@ -19,7 +19,7 @@ from tabulate import tabulate
 
 from fxckpt.solver.exact.milp import optimum
 from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
-from fxckpt.solver.search import PriceSearch
+from fxckpt.solver.search.price_search import PriceSearch
 
 SHARES = (0.0, 0.1, 0.3, 0.6)
 """Budgets, as positions between the floor and the uncheckpointed peak."""

@@ -18,7 +18,7 @@ from fxckpt.costs.roofline import Roofline
 from fxckpt.passes.analysis.joint import read_facts
 from fxckpt.planner.capture import capture_joint
 from fxckpt.planner.pipeline import prepare
-from fxckpt.solver.search import PriceSearch
+from fxckpt.solver.search.price_search import PriceSearch
 
 COST = Roofline(100e12, 1.5e12, 0.0)
 

@@ -22,7 +22,7 @@ from fxckpt.passes.graphs import Joint
 from fxckpt.planner.capture import capture_joint
 from fxckpt.planner.pipeline import prepare
 from fxckpt.solver.program import IN_BACKWARD, Program
-from fxckpt.solver.search import PriceSearch
+from fxckpt.solver.search.price_search import PriceSearch
 
 TORCH_BUDGETS = (1.0, 0.5, 0.2, 0.05, 0.0)
 ROUNDING = 0.0499

@@ -589,7 +589,7 @@ def _name_of(budget: budgets.Budget, **options: object) -> str:
 
 def _hashes_of(plan: Plan) -> tuple[str, str]:
     """Return a hash of the program that a plan is of, and one of its decisions."""
-    program = "unknown" if plan.step is None else structure_of(plan.step.program)
+    program = "unknown" if plan.snapshot is None else structure_of(plan.snapshot.program)
     decisions = f"{plan.saved} {plan.schedule}".encode()
     return program, hashlib.sha256(decisions).hexdigest()[:16]
 

@@ -29,7 +29,7 @@ from fxckpt.plans.types import Plan
 from fxckpt.solver.cuts.saved_limits import exceeded
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit
-from fxckpt.solver.search import Candidate, SearchResult
+from fxckpt.solver.search.candidates import Candidate, SearchResult
 from fxckpt.solver.simulate import simulate
 from fxckpt.torch_private.inductor.layouts import changes_layout
 from fxckpt.utils.progress import tick

@@ -20,7 +20,7 @@ from fxckpt.inductor.attempt import Attempt, CandidateLowerer
 from fxckpt.planner.planner import device_of, infeasible
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import Schedule
-from fxckpt.solver.search import Candidate, SearchResult
+from fxckpt.solver.search.candidates import Candidate, SearchResult
 from fxckpt.solver.simulate import simulate
 
 Attempts = tuple[Attempt, ...]

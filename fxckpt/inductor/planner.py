@@ -86,7 +86,7 @@ class InductorPlanner:
     def _applied(self, planner: Planner, joint: Joint) -> PlannedHalves:
         """Return the halves that follow a known plan."""
         facts, plan = planner.plan(joint)
-        plan = replace(plan, step=snapshot_of(joint.module.graph, facts))
+        plan = replace(plan, snapshot=snapshot_of(joint.module.graph, facts))
         emission = copied_emission(planner, joint, facts, plan)
         return (*emit_halves(emission, EMIT_INDUCTOR), plan)
 
@@ -101,7 +101,7 @@ class InductorPlanner:
 
         def choose(_: Sequence[None]) -> Plan:
             found.append(self._halves_by_search(joint, lines, given))
-            return replace(found[0][2], step=None)
+            return replace(found[0][2], snapshot=None)
 
         plan = ranks.decide("the plan of a graph", None, choose)
         if found:

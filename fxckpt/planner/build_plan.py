@@ -8,11 +8,11 @@ from fxckpt.plans.snapshot import GraphSnapshot, NodeLabel, state_name
 from fxckpt.plans.types import Offload, Plan, Recompute, RegionBudget, Row
 from fxckpt.reason import Decision, Reason
 from fxckpt.solver.program import Program, Side
-from fxckpt.solver.search import Candidate, SearchResult
+from fxckpt.solver.search.candidates import Candidate, SearchResult
 
 
 def build_plan(
-    step: GraphSnapshot,
+    snapshot: GraphSnapshot,
     found: SearchResult,
     chosen: Candidate,
     *,
@@ -20,7 +20,7 @@ def build_plan(
     cost: str,
 ) -> Plan:
     """Return the plan of a chosen schedule."""
-    program, schedule, simulation = step.program, chosen.schedule, chosen.simulation
+    program, schedule, simulation = snapshot.program, chosen.schedule, chosen.simulation
     recomputed = sorted(set(schedule.runs))
     return Plan(
         saved=tuple(state_name(program.storages[s].name) for s in chosen.schedule.saved),
@@ -44,18 +44,18 @@ def build_plan(
         step_seconds=program.step_seconds,
         step_flops=program.step_flops,
         budget_bytes=budget_bytes,
-        rows=tuple(_rows(step, chosen)),
+        rows=tuple(_rows(snapshot, chosen)),
         profile=simulation.profile,
         forward_ops=simulation.forward_ops,
         cost=cost,
         budget_binds=budget_bytes is not None and simulation.extra_seconds > found.least_seconds,
-        regions=_regions(step.program, found, chosen),
+        regions=_regions(snapshot.program, found, chosen),
         offloads=tuple(
             Offload(program.storages[s].name, program.storages[s].bytes, first, last)
             for s, first, last in schedule.away
         ),
         stall_seconds=simulation.stall_seconds,
-        step=step,
+        snapshot=snapshot,
     )
 
 
@@ -77,8 +77,8 @@ def _regions(program: Program, found: SearchResult, chosen: Candidate) -> tuple[
     )
 
 
-def _rows(step: GraphSnapshot, chosen: Candidate) -> list[Row]:
-    program = step.program
+def _rows(snapshot: GraphSnapshot, chosen: Candidate) -> list[Row]:
+    program = snapshot.program
     runs = Counter(chosen.schedule.runs)
     rows = []
     away = {s for s, _, _ in chosen.schedule.away}
@@ -86,10 +86,10 @@ def _rows(step: GraphSnapshot, chosen: Candidate) -> list[Row]:
         storage = program.storages[s]
         op = program.ops[storage.producer] if storage.producer >= 0 else None
         seconds, flops = (op.seconds, op.flops) if op else (0.0, 0)
-        reason = _why_sent(step, s) if s in away else _why_saved(step, s)
+        reason = _why_sent(snapshot, s) if s in away else _why_saved(snapshot, s)
         rows.append(
             _row(
-                step.owners[s],
+                snapshot.owners[s],
                 state_name(storage.name),
                 storage.bytes,
                 Decision.OFFLOADED if s in away else Decision.SAVED,
@@ -102,14 +102,14 @@ def _rows(step: GraphSnapshot, chosen: Candidate) -> list[Row]:
     for o in sorted(runs):
         op = program.ops[o]
         nbytes = sum(program.storages[s].bytes for s in op.writes)
-        label = step.by_name[op.name]
+        label = snapshot.by_name[op.name]
         rows.append(
             _row(
                 label,
                 op.name,
                 nbytes,
                 Decision.RECOMPUTED,
-                _why_recomputed(step, o),
+                _why_recomputed(snapshot, o),
                 runs[o],
                 op.seconds,
                 op.flops,
@@ -118,25 +118,25 @@ def _rows(step: GraphSnapshot, chosen: Candidate) -> list[Row]:
     return rows
 
 
-def _why_sent(step: GraphSnapshot, s: int) -> Reason:
-    link = step.program.link
+def _why_sent(snapshot: GraphSnapshot, s: int) -> Reason:
+    link = snapshot.program.link
     is_required = link is not None and s in link.required
     return Reason.POLICY if is_required else Reason.CHEAPER_TO_SEND
 
 
-def _why_saved(step: GraphSnapshot, s: int) -> Reason:
-    storage = step.program.storages[s]
+def _why_saved(snapshot: GraphSnapshot, s: int) -> Reason:
+    storage = snapshot.program.storages[s]
     if storage.producer < 0:
         return Reason.RNG_STATE
     if storage.is_output:
         return Reason.OUTPUT
-    return step.program.ops[storage.producer].no_recompute or Reason.CHEAPER_TO_SAVE
+    return snapshot.program.ops[storage.producer].no_recompute or Reason.CHEAPER_TO_SAVE
 
 
-def _why_recomputed(step: GraphSnapshot, o: int) -> Reason:
-    op = step.program.ops[o]
-    if op.writes and not all(step.program.storages[s].is_savable for s in op.writes):
-        return Reason.REGION if step.by_name[op.name].is_in_region else Reason.POLICY
+def _why_recomputed(snapshot: GraphSnapshot, o: int) -> Reason:
+    op = snapshot.program.ops[o]
+    if op.writes and not all(snapshot.program.storages[s].is_savable for s in op.writes):
+        return Reason.REGION if snapshot.by_name[op.name].is_in_region else Reason.POLICY
     if op.seconds == 0.0 or op.side is Side.EITHER:
         return Reason.FREE
     return Reason.CHEAPER_TO_RECOMPUTE

@@ -45,7 +45,8 @@ from fxckpt.policies import as_policy
 from fxckpt.policies.base import OFFLOAD, Policy, decide_all
 from fxckpt.solver.program import Link, Program, SavedLimit
 from fxckpt.solver.schedule import Schedule, save_all
-from fxckpt.solver.search import Candidate, PriceSearch, SearchResult, evenly_spaced
+from fxckpt.solver.search.candidates import Candidate, SearchResult
+from fxckpt.solver.search.price_search import PriceSearch, evenly_spaced
 from fxckpt.tiers import Tier
 from fxckpt.torch_private import graph_budget, unbounded_sizes
 
@@ -310,9 +311,9 @@ class Planner:
             return chosen
 
         found = self.search.frontier(facts.program, limits, tick)
-        step, lines = snapshot_of(joint.module.graph, facts), self.lines(joint.module.graph)
+        snapshot, lines = snapshot_of(joint.module.graph, facts), self.lines(joint.module.graph)
         made = (
-            build_plan(step, f, f.best, budget_bytes=f.limit, cost=cost)
+            build_plan(snapshot, f, f.best, budget_bytes=f.limit, cost=cost)
             for f in found
             if f.best is not None
         )

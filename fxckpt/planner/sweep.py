@@ -22,7 +22,7 @@ from fxckpt.plans.log import log_frontier
 from fxckpt.plans.types import Plan, snapshot_of_plan
 from fxckpt.policies import as_policy
 from fxckpt.reports.tradeoff import Frontier
-from fxckpt.solver.search import PriceSearch, evenly_spaced
+from fxckpt.solver.search.price_search import PriceSearch, evenly_spaced
 from fxckpt.tiers import Tier, tier_of
 from fxckpt.utils.progress import progress
 
@@ -103,12 +103,12 @@ def frontier_of(plan: Plan, points: int = 8) -> Frontier:
             f"points={points!r}: a frontier has at least 2 points, the floor and the "
             "uncheckpointed plan."
         )
-    step = snapshot_of_plan(plan)
+    snapshot = snapshot_of_plan(plan)
     begin = time.perf_counter()
     with progress("frontier", "budgets", points) as shown:
-        found = PriceSearch().frontier(step.program, partial(evenly_spaced, points), shown.tick)
+        found = PriceSearch().frontier(snapshot.program, partial(evenly_spaced, points), shown.tick)
     made = (
-        build_plan(step, f, f.best, budget_bytes=f.limit, cost=plan.cost)
+        build_plan(snapshot, f, f.best, budget_bytes=f.limit, cost=plan.cost)
         for f in found
         if f.best is not None
     )

@@ -33,7 +33,7 @@ from fxckpt.policies.base import TilePattern
 from fxckpt.policies.selectors import matched_module, nearest_modules
 from fxckpt.solver.exact.lower_bounds import LowerBounds
 from fxckpt.solver.program import Program
-from fxckpt.solver.search import price_range
+from fxckpt.solver.search.prices import price_range
 from fxckpt.torch_private import is_symbolic
 from fxckpt.torch_private.inductor.default_partitioner import copied
 

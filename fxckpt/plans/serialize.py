@@ -19,7 +19,9 @@ def dump(plan: Plan, *, indent: int | None = None) -> str:
     """Return a plan as JSON text."""
     # The snapshot of the graph only serves reports, and is many times larger than the decisions.
     figures = {
-        name: value for name, value in asdict(replace(plan, step=None)).items() if name != "step"
+        name: value
+        for name, value in asdict(replace(plan, snapshot=None)).items()
+        if name != "snapshot"
     }
     return json.dumps({"form": FORM, "checksum": _checksum(figures), **figures}, indent=indent)
 
@@ -83,7 +85,7 @@ def _plan(data: dict[str, Any]) -> Plan:
     if tiling is not None:
         tiling = Tiling(**{**tiling, "regions": tuple(tiling["regions"])})
     # Fields newer than the version that wrote the text have defaults.
-    names = [f.name for f in fields(Plan) if f.name in data and f.name != "step"]
+    names = [f.name for f in fields(Plan) if f.name in data and f.name != "snapshot"]
     plain: dict[str, Any] = {
         n: tuple(data[n]) if isinstance(data[n], list) else data[n] for n in names
     }

@@ -227,8 +227,8 @@ class Plan:
     """How the joint graph was tiled; None for the graph as it was traced."""
     graph: tuple[str, ...] = field(default=(), repr=False)
     """Joint graph that the plan was made for, one line per node, then one per budget region."""
-    step: GraphSnapshot | None = field(default=None, compare=False, repr=False)
-    """Snapshot of that graph for reports, plots and pages; equality of plans ignores it."""
+    snapshot: GraphSnapshot | None = field(default=None, compare=False, repr=False)
+    """That graph as reports, plots and pages read it; equality of plans ignores it."""
 
     def __str__(self) -> str:
         from fxckpt.reports.explanation import summary_of
@@ -257,7 +257,7 @@ class Plan:
         return hashlib.sha256("\n".join(decided).encode()).hexdigest()[:16]
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the plan as JSON text for :meth:`from_json`, without its snapshot (``step``)."""
+        """Return the plan as JSON text for :meth:`from_json`, without its snapshot."""
         from fxckpt.plans.serialize import dump
 
         return dump(self, indent=indent)
@@ -303,7 +303,7 @@ class Plan:
         backward are the plan's, its peak need not be.
 
         The context raises :class:`fxckpt.PlanMismatch` in a forward that does not run the planned
-        ops. Raises :class:`fxckpt.InvalidOption` for a plan without its step.
+        ops. Raises :class:`fxckpt.InvalidOption` for a plan without its snapshot.
 
         >>> import torch, fxckpt
         >>> from torch.utils.checkpoint import checkpoint
@@ -324,7 +324,7 @@ class Plan:
         ``MUST_RECOMPUTE``. The graph must be one of the model and shapes that were planned.
 
         Raises :class:`fxckpt.PlanMismatch` if the plan saves a node that the graph lacks, and
-        :class:`fxckpt.InvalidOption` for a plan without its step.
+        :class:`fxckpt.InvalidOption` for a plan without its snapshot.
         """
         from fxckpt.plans import carriers
 
@@ -337,7 +337,7 @@ class Plan:
         ``tag_sac_policy(gm, policy_fn=policy)`` takes. A node is found by its module, its op and
         the number of that op's calls in the module before it. Random ops are saved.
 
-        Raises :class:`fxckpt.InvalidOption` for a plan without its step.
+        Raises :class:`fxckpt.InvalidOption` for a plan without its snapshot.
         """
         from fxckpt.plans import carriers
 
@@ -351,7 +351,7 @@ class Plan:
         ``remat.region(self.mlp, "mlp", recompute="mlp" not in plan.saved_regions(names))``.
 
         Raises :class:`fxckpt.InvalidOption` for a name that no op of the plan is in, and for a plan
-        without its step.
+        without its snapshot.
         """
         from fxckpt.plans import carriers
 
@@ -375,7 +375,7 @@ class Plan:
     def timeline(self) -> Timeline:
         """Return the contents of the memory at each op of the step, value by value.
 
-        Raises :class:`fxckpt.InvalidOption` for a plan without its step.
+        Raises :class:`fxckpt.InvalidOption` for a plan without its snapshot.
         """
         from fxckpt.reports.timeline import timeline
 
@@ -385,7 +385,7 @@ class Plan:
         """Return plans of the same step at ``points`` budgets and this one, without a new capture.
 
         Raises :class:`fxckpt.InvalidOption` for fewer than 2 points, and for a plan without its
-        step.
+        snapshot.
         """
         from fxckpt.planner.sweep import frontier_of
 
@@ -396,7 +396,7 @@ class Plan:
 
         ``over="time"`` draws them over the step's time. It draws on ``ax``, or on a new figure.
         Needs matplotlib. Raises :class:`fxckpt.InvalidOption` for another ``over``, and for a plan
-        without its step.
+        without its snapshot.
         """
         from fxckpt.reports import plots
 
@@ -420,7 +420,7 @@ class Plan:
         points it shows only this plan. Its title is by default the name of the model.
 
         Raises :class:`fxckpt.InvalidOption` for 1 point or fewer than 0, and for a plan without its
-        step.
+        snapshot.
         """
         from fxckpt.reports import html
 
@@ -441,13 +441,13 @@ class Plan:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Return the schedule of a plan in the indices of its step's program."""
-    step = snapshot_of_plan(plan)
+    """Return the schedule of a plan in the indices of its graph's program."""
+    snapshot = snapshot_of_plan(plan)
     return Schedule(
-        tuple(sorted(step.storage_index[name] for name in plan.saved)),
-        tuple(step.op_index[run.name] for run in plan.schedule),
-        tuple(step.backward_index[run.before] for run in plan.schedule),
-        tuple(Away(step.storage_index[o.name], o.first, o.last) for o in plan.offloads),
+        tuple(sorted(snapshot.storage_index[name] for name in plan.saved)),
+        tuple(snapshot.op_index[run.name] for run in plan.schedule),
+        tuple(snapshot.backward_index[run.before] for run in plan.schedule),
+        tuple(Away(snapshot.storage_index[o.name], o.first, o.last) for o in plan.offloads),
     )
 
 
@@ -456,9 +456,9 @@ def snapshot_of_plan(plan: Plan) -> GraphSnapshot:
 
     Raises :class:`fxckpt.InvalidOption` for a plan without one.
     """
-    if plan.step is None:
+    if plan.snapshot is None:
         raise InvalidOption(
             "this plan does not carry the graph it was made for, so it cannot be drawn or "
             "explained value by value. Plan again: fxckpt.plan(model, *inputs, budget=...)."
         )
-    return plan.step
+    return plan.snapshot

@@ -111,12 +111,12 @@ def report_memory(
 
 def _modules_of_nodes(backend: Backend | None) -> dict[str, str]:
     """Return the modules of the nodes of all planned graphs, of the latest plan for each name."""
-    steps = [plan.step for plan in backend.plans] if backend is not None else []
+    snapshots = [plan.snapshot for plan in backend.plans] if backend is not None else []
     return {
         label.name: label.module
-        for step in steps
-        if step is not None
-        for label in step.labels
+        for snapshot in snapshots
+        if snapshot is not None
+        for label in snapshot.labels
         if label.module
     }
 

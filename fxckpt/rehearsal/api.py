@@ -24,7 +24,7 @@ from fxckpt.rehearsal.rehearse import RehearsedGraph, RehearsedStep, rehearse
 from fxckpt.reports.step_plan import GraphLevels, StepPlan
 from fxckpt.solver.levels import Level, LevelSearch, level_of
 from fxckpt.solver.schedule import save_all
-from fxckpt.solver.search import Candidate
+from fxckpt.solver.search.candidates import Candidate
 from fxckpt.solver.simulate import simulate
 from fxckpt.solver.step_choice import StepProgram, choice_of
 from fxckpt.tiers import Tier, tier_of

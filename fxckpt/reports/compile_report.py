@@ -56,9 +56,9 @@ class Fallback:
 
 def outputs_bytes(plan: Plan) -> int:
     """Return the bytes of the forward's outputs; 0 if the plan carries no graph snapshot."""
-    if plan.step is None:
+    if plan.snapshot is None:
         return 0
-    return sum(s.bytes for s in plan.step.program.storages if s.is_output)
+    return sum(s.bytes for s in plan.snapshot.program.storages if s.is_output)
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,8 @@ def diff(before: Plan, after: Plan) -> Difference:
             "Plan the same model with the same input sizes twice."
         )
     # A plan read from JSON carries no snapshot; the other plan's is that of the same graph.
-    step = before.step or after.step
-    before, after = replace(before, step=step), replace(after, step=step)
+    snapshot = before.snapshot or after.snapshot
+    before, after = replace(before, snapshot=snapshot), replace(after, snapshot=snapshot)
     old, new = ({row.name: row for row in plan.rows} for plan in (before, after))
     changed = [
         (old.get(n), new.get(n))

@@ -292,10 +292,10 @@ class Explanation:
         Its data, beyond the printed columns: each reason as a sentence, and the ops that read the
         value in the backward.
         """
-        has_step = self.plan.step is not None
+        has_snapshot = self.plan.snapshot is not None
 
         def backward_readers(row: Row) -> str:
-            if not has_step:
+            if not has_snapshot:
                 return ""
             readers = self._narrator.readers(row.name)
             return " ".join((*readers.recompute, *readers.backward))
@@ -363,7 +363,7 @@ def summary_of(plan: Plan) -> str:
 
 def explain(plan: Plan) -> Explanation:
     """Return the explanation of ``plan``, all rows, largest first."""
-    inputs = Narrator(plan).backward_inputs() if plan.step is not None else ()
+    inputs = Narrator(plan).backward_inputs() if plan.snapshot is not None else ()
     return Explanation(plan, tuple(sorted(plan.rows, key=lambda row: -row.bytes)), inputs)
 
 

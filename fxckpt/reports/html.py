@@ -111,20 +111,20 @@ def data(plans: Sequence[Plan], chosen: int = 0) -> dict[str, Any]:
     Raises :class:`fxckpt.InvalidOption` for plans of different graphs, and for plans that carry no
     graph snapshot.
     """
-    step = snapshot_of_plan(plans[0])
-    if any(snapshot_of_plan(plan).labels != step.labels for plan in plans):
+    snapshot = snapshot_of_plan(plans[0])
+    if any(snapshot_of_plan(plan).labels != snapshot.labels for plan in plans):
         raise InvalidOption(
             "these plans are of different graphs; a page shows plans of one, "
             "for example those of a frontier: frontier(...).to_html(path)."
         )
     return {
-        "nodes": _node_columns(step),
+        "nodes": _node_columns(snapshot),
         "holders": [
             {"name": h.value, "label": HOLDER_STYLES[h].label, "color": HOLDER_STYLES[h].color}
             for h in HOLDERS
         ],
-        "about": _about(step, plans[0]),
-        "plans": [_plan_data(step, plan) for plan in plans],
+        "about": _about(snapshot, plans[0]),
+        "plans": [_plan_data(snapshot, plan) for plan in plans],
         "chosen": chosen,
     }
 
@@ -157,9 +157,9 @@ def step_data(step: StepPlan) -> dict[str, Any]:
     }
 
 
-def _about(step: GraphSnapshot, plan: Plan) -> list[tuple[str, str]]:
+def _about(snapshot: GraphSnapshot, plan: Plan) -> list[tuple[str, str]]:
     """Return what was planned, as (name, text): the model, the device and the cost model."""
-    found = (("model", step.model), ("device", step.device), ("cost model", plan.cost))
+    found = (("model", snapshot.model), ("device", snapshot.device), ("cost model", plan.cost))
     return [(name, text) for name, text in found if text]
 
 
@@ -173,37 +173,40 @@ class _StringTable:
         return self.indices.setdefault(text, len(self.indices))
 
 
-def _node_columns(step: GraphSnapshot) -> dict[str, Any]:
+def _node_columns(snapshot: GraphSnapshot) -> dict[str, Any]:
     """Return the nodes of the joint graph, one list a column."""
     texts = _StringTable()
-    storages = step.program.storages
-    position = {label.name: i for i, label in enumerate(step.labels)}
-    work = {op.name: (op.seconds, op.flops) for op in (*step.program.ops, *step.program.backward)}
+    storages = snapshot.program.storages
+    position = {label.name: i for i, label in enumerate(snapshot.labels)}
+    work = {
+        op.name: (op.seconds, op.flops)
+        for op in (*snapshot.program.ops, *snapshot.program.backward)
+    }
 
     def own_bytes(label: NodeLabel) -> int:
         own = label.storages if label.kind is not NodeKind.VIEW else ()
-        return sum(storages[s].bytes for s in own if step.owners[s] is label)
+        return sum(storages[s].bytes for s in own if snapshot.owners[s] is label)
 
     return {
-        "name": [label.name for label in step.labels],
-        "kind": [list(NodeKind).index(label.kind) for label in step.labels],
-        "op": [texts(label.op) for label in step.labels],
-        "module": [texts(label.module) for label in step.labels],
-        "source": [texts(label.source) for label in step.labels],
+        "name": [label.name for label in snapshot.labels],
+        "kind": [list(NodeKind).index(label.kind) for label in snapshot.labels],
+        "op": [texts(label.op) for label in snapshot.labels],
+        "module": [texts(label.module) for label in snapshot.labels],
+        "source": [texts(label.source) for label in snapshot.labels],
         "type": [
             texts(format_shape(label.dtype, label.shape) if label.dtype else "")
-            for label in step.labels
+            for label in snapshot.labels
         ],
-        "inputs": [label.inputs for label in step.labels],
-        "storages": [label.storages for label in step.labels],
-        "backward": [int(label.is_backward) for label in step.labels],
-        "bytes": [own_bytes(label) for label in step.labels],
-        "seconds": [_round(work.get(label.name, (0.0, 0))[0]) for label in step.labels],
-        "flops": [work.get(label.name, (0.0, 0))[1] for label in step.labels],
+        "inputs": [label.inputs for label in snapshot.labels],
+        "storages": [label.storages for label in snapshot.labels],
+        "backward": [int(label.is_backward) for label in snapshot.labels],
+        "bytes": [own_bytes(label) for label in snapshot.labels],
+        "seconds": [_round(work.get(label.name, (0.0, 0))[0]) for label in snapshot.labels],
+        "flops": [work.get(label.name, (0.0, 0))[1] for label in snapshot.labels],
         "texts": list(texts.indices),
         "kinds": [kind.value for kind in NodeKind],
-        "owner": [position[label.name] for label in step.owners],
-        "storage_names": step.storage_names,
+        "owner": [position[label.name] for label in snapshot.owners],
+        "storage_names": snapshot.storage_names,
         "storage_bytes": [storage.bytes for storage in storages],
     }
 
@@ -213,11 +216,11 @@ def _round(seconds: float) -> float:
     return float(f"{seconds:.3g}")
 
 
-def _plan_data(step: GraphSnapshot, plan: Plan) -> dict[str, Any]:
+def _plan_data(snapshot: GraphSnapshot, plan: Plan) -> dict[str, Any]:
     """Return the figures, decisions and live intervals of one plan."""
-    program, schedule = step.program, schedule_of(plan)
+    program, schedule = snapshot.program, schedule_of(plan)
     order, intervals = op_runs(program, schedule), live_intervals(program, schedule)
-    position = {label.name: i for i, label in enumerate(step.labels)}
+    position = {label.name: i for i, label in enumerate(snapshot.labels)}
     narrator = Narrator(plan)
     budget = (
         "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"

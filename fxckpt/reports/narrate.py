@@ -63,15 +63,19 @@ class Narrator:
     plan: Plan
 
     @cached_property
-    def step(self) -> GraphSnapshot:
+    def snapshot(self) -> GraphSnapshot:
         """The plan's graph snapshot; raises :class:`fxckpt.InvalidOption` if there is none."""
         return snapshot_of_plan(self.plan)
 
     @cached_property
     def _available(self) -> frozenset[int]:
         """Storages that the backward need not recompute: saved values and outputs."""
-        outputs = (s for s, storage in enumerate(self.step.program.storages) if storage.is_output)
-        return frozenset((*(self.step.storage_index[name] for name in self.plan.saved), *outputs))
+        outputs = (
+            s for s, storage in enumerate(self.snapshot.program.storages) if storage.is_output
+        )
+        return frozenset(
+            (*(self.snapshot.storage_index[name] for name in self.plan.saved), *outputs)
+        )
 
     @cached_property
     def _recomputed(self) -> frozenset[str]:
@@ -79,7 +83,7 @@ class Narrator:
 
     def chain(self, storage: int) -> RecomputeChain:
         """Return the ops that recomputing ``storage`` takes if it is not saved."""
-        program = self.step.program
+        program = self.snapshot.program
         available, ops = self._available - {storage}, program.ops
         seen: set[int] = set()
         no_recompute_op = None
@@ -95,9 +99,9 @@ class Narrator:
 
     def sources(self, storage: int) -> tuple[str, ...]:
         """Return the saved values and outputs that ``storage`` is recomputed from."""
-        program = self.step.program
+        program = self.snapshot.program
         chain = self.chain(storage)
-        names = self.step.storage_names
+        names = self.snapshot.storage_names
         read = dict.fromkeys(
             s
             for op in chain.ops
@@ -108,25 +112,25 @@ class Narrator:
 
     def readers(self, name: str) -> Readers:
         """Return the ops that read the value of node ``name``."""
-        step = self.step
-        label = step.by_name.get(name)
-        storages = label.storages if label is not None else (step.storage_index[name],)
-        read_by = dict.fromkeys(op.name for s in storages for op in step.readers[s])
+        snapshot = self.snapshot
+        label = snapshot.by_name.get(name)
+        storages = label.storages if label is not None else (snapshot.storage_index[name],)
+        read_by = dict.fromkeys(op.name for s in storages for op in snapshot.readers[s])
         replayed = [
             op.name
-            for op in step.program.ops
+            for op in snapshot.program.ops
             if op.rng_state is not None and op.rng_state in storages
         ]
-        forward = tuple(n for n in read_by if n in step.op_index)
+        forward = tuple(n for n in read_by if n in snapshot.op_index)
         return Readers(
             forward,
             tuple(n for n in (*replayed, *forward) if n in self._recomputed),
-            tuple(n for n in read_by if n in step.backward_index),
+            tuple(n for n in read_by if n in snapshot.backward_index),
         )
 
     def why(self, row: Row) -> str:
         """Return the reason for the decision of ``row`` as a sentence."""
-        if self.plan.step is None:
+        if self.plan.snapshot is None:
             return f"{row.decision.value}: {row.reason.value}"
         if row.decision is Decision.SAVED:
             words = self._why_saved(row)
@@ -146,7 +150,7 @@ class Narrator:
             return f"{row.reason.value}; the backward reads it at no cost"
         if row.reason is not Reason.CHEAPER_TO_SAVE:
             return f"{row.reason.value}; holds {format_bytes(row.bytes)}"
-        chain = self.chain(self.step.storage_index[row.name])
+        chain = self.chain(self.snapshot.storage_index[row.name])
         size = format_bytes(row.bytes)
         if not chain.is_complete:
             return f"recomputing it needs more than {MAX_CHAIN_OPS} ops, to free {size}"
@@ -164,7 +168,7 @@ class Narrator:
 
     @cached_property
     def _order(self) -> list[OpRun]:
-        return op_runs(self.step.program, schedule_of(self.plan))
+        return op_runs(self.snapshot.program, schedule_of(self.plan))
 
     def _why_offloaded(self, row: Row) -> str:
         offload = next(o for o in self.plan.offloads if o.name == row.name)
@@ -205,7 +209,7 @@ class Narrator:
 
     def short_name(self, name: str) -> str:
         """Return the short name of the node ``name`` (``attn.softmax``), if it has a label."""
-        label = self.step.by_name.get(name)
+        label = self.snapshot.by_name.get(name)
         return name if label is None else short_name(label)
 
     def backward_inputs(self) -> tuple[NodeLabel, ...]:
@@ -213,7 +217,7 @@ class Narrator:
 
         They are allocated before the step, so they do not count towards its memory.
         """
-        labels, recomputed = self.step.labels, set(self.plan.recomputed)
+        labels, recomputed = self.snapshot.labels, set(self.plan.recomputed)
         read: set[int] = set()
         for label in labels:
             if label.is_backward or label.name in recomputed:

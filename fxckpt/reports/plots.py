@@ -322,7 +322,7 @@ def modules(
 def _module_rows(plan: Plan, depth: int | None, most: int) -> list[dict[str, Any]]:
     """Return the totals of the largest modules in the order of the model, then of the others."""
     table = plan.explain().by_module(depth).records()
-    labels = plan.step.labels if plan.step is not None else plan.rows
+    labels = plan.snapshot.labels if plan.snapshot is not None else plan.rows
     in_order = dict.fromkeys(_truncate(label.module, depth) for label in labels)
     order = {name: i for i, name in enumerate(in_order)}
     rows = sorted(table[:most], key=lambda r: order.get(r["module"], len(order)))

@@ -144,17 +144,17 @@ def timeline(plan: Plan) -> Timeline:
 
     Raises :class:`fxckpt.InvalidOption` if the plan carries no graph snapshot.
     """
-    step = snapshot_of_plan(plan)
-    program, schedule = step.program, schedule_of(plan)
+    snapshot = snapshot_of_plan(plan)
+    program, schedule = snapshot.program, schedule_of(plan)
     order = op_runs(program, schedule)
     uncheckpointed = uncheckpointed_profile(program, order)
     ticks = tuple(
-        _tick(step, moment, live, live_uncheckpointed)
+        _tick(snapshot, moment, live, live_uncheckpointed)
         for moment, live, live_uncheckpointed in zip(
             order, plan.profile, uncheckpointed, strict=True
         )
     )
-    held = tuple(_held(step, interval) for interval in live_intervals(program, schedule))
+    held = tuple(_held(snapshot, interval) for interval in live_intervals(program, schedule))
     return Timeline(ticks, held, plan.forward_ops, plan.budget_bytes)
 
 
@@ -175,19 +175,19 @@ def away_profile(plan: Plan) -> list[int]:
     return away
 
 
-def _tick(step: GraphSnapshot, moment: OpRun, live: int, live_uncheckpointed: int) -> Tick:
+def _tick(snapshot: GraphSnapshot, moment: OpRun, live: int, live_uncheckpointed: int) -> Tick:
     phase = "forward" if moment.is_forward else ("recompute" if moment.is_recompute else "backward")
-    label = step.by_name.get(moment.op.name)
+    label = snapshot.by_name.get(moment.op.name)
     module = label.module if label else ""
     return Tick(moment.op.name, phase, module, moment.op.seconds, live, live_uncheckpointed)
 
 
-def _held(step: GraphSnapshot, interval: LiveInterval) -> Held:
+def _held(snapshot: GraphSnapshot, interval: LiveInterval) -> Held:
     if interval.storage == NO_STORAGE:
         return Held(
             "(workspace)", "", interval.holder, interval.first, interval.last, interval.bytes
         )
-    name, owner = step.storage_names[interval.storage], step.owners[interval.storage]
+    name, owner = snapshot.storage_names[interval.storage], snapshot.owners[interval.storage]
     return Held(
         name, owner.module, interval.holder, interval.first, interval.last, interval.bytes, owner.op
     )

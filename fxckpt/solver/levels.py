@@ -15,14 +15,10 @@ from itertools import product
 from fxckpt.solver.exact.lower_bounds import Bound
 from fxckpt.solver.program import Link, Program
 from fxckpt.solver.schedule import Schedule
-from fxckpt.solver.search import (
-    Candidate,
-    PriceSearch,
-    Search,
-    SearchResult,
-    between,
-    search_of,
-)
+from fxckpt.solver.search.candidates import Candidate, SearchResult
+from fxckpt.solver.search.offload import OffloadSearch
+from fxckpt.solver.search.price_search import PriceSearch, search_of
+from fxckpt.solver.search.prices import between
 
 PEAK_SHARES = (0.0, 0.1, 1.0)
 """Weights of a graph's own peak against its held bytes, from many calls in flight to one."""
@@ -110,6 +106,7 @@ class LevelSearch:
         searched as thoroughly as a budget of the graph alone.
         """
         seen = search_of(search, program)
+        away = OffloadSearch(seen)
         seen.least_time()
         least_peak = seen.least_peak()
         prices = between(seen.low, seen.high, self.prices)
@@ -125,13 +122,13 @@ class LevelSearch:
             if seen.bounds.peak_bytes <= limit:
                 seen.fit(limit, search.factors)
                 seen.refine(limit, search.refined, search.perturbations, search.exact_states)
-                seen.offload(limit)
-                best = seen.with_required(seen.best(limit))
+                away.fit(limit)
+                best = away.with_required(seen.best(limit))
                 exact = [] if best is None else [best]
         chosen = self._chosen(program, seen.legal)
         if program.link is not None:
-            least_peak = seen.least_peak_away(least_peak)
-            chosen = self._with_offload(seen, program.link, chosen)
+            least_peak = away.least_peak(least_peak)
+            chosen = self._with_offload(away, program.link, chosen)
         level = {c.schedule: level_of(program, c) for c in (*chosen, *exact)}
         known = {c.schedule for c in chosen}
         chosen = sorted(
@@ -159,18 +156,20 @@ class LevelSearch:
         level = {c.schedule: level_of(program, c) for c in candidates}
         return _spread(_undominated(candidates, level), level, self.count)
 
-    def _with_offload(self, seen: Search, link: Link, chosen: list[Candidate]) -> list[Candidate]:
+    def _with_offload(
+        self, away: OffloadSearch, link: Link, chosen: list[Candidate]
+    ) -> list[Candidate]:
         """Return candidates with values sent away, and those with no more away than must be."""
         for candidate in chosen:
             for share in self.away_shares:
-                seen.sent_between(candidate, share)
+                away.send_between(candidate, share)
         if link.required:
-            chosen = _obeying(link, [seen.sent_between(candidate, 0.0) for candidate in chosen])
-            sending = _obeying(link, seen.sending)
+            chosen = _obeying(link, [away.send_between(candidate, 0.0) for candidate in chosen])
+            sending = _obeying(link, away.search.sending)
         else:
-            sending = [*seen.legal, *(c for c in seen.sending if c.schedule.away)]
+            sending = [*away.search.legal, *(c for c in away.search.sending if c.schedule.away)]
         known = {c.schedule for c in chosen}
-        more = self._chosen(seen.program, sending)
+        more = self._chosen(away.search.program, sending)
         return [*chosen, *(c for c in more if c.schedule not in known)]
 
 

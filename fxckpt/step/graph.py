@@ -17,7 +17,8 @@ from fxckpt.plans.types import Plan, schedule_of
 from fxckpt.solver.levels import Level, LevelFamily, LevelSearch, boundary_bytes, level_of
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import Schedule, save_all
-from fxckpt.solver.search import Candidate, PriceSearch, SearchResult
+from fxckpt.solver.search.candidates import Candidate, SearchResult
+from fxckpt.solver.search.price_search import PriceSearch
 from fxckpt.solver.simulate import simulate
 from fxckpt.torch_private import leave_capture
 
@@ -121,8 +122,8 @@ class StepGraph:
         run, plan = self._compile(None, True)
         assert run is not None
         if plan is not None:
-            assert plan.step is not None
-            program = plan.step.program
+            assert plan.snapshot is not None
+            program = plan.snapshot.program
             self._program = program
             self.baseline_alone = plan.baseline_peak_bytes
             if plan.budget_bytes is not None:

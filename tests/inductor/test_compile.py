@@ -104,7 +104,9 @@ def test_unbounded_plan_is_the_default_choice() -> None:
     joint, count = inductor_joint(model, *inputs)
     stored = default_saved(joint, num_fwd_outputs=count)
     plan = InductorPlanner(Planner()).partition(Joint(joint, count))[2]
-    assert set(plan.saved) <= stored | {op.name for op in plan.step.program.ops if op.no_recompute}  # type: ignore[union-attr]
+    assert set(plan.saved) <= stored | {
+        op.name for op in plan.snapshot.program.ops if op.no_recompute
+    }  # type: ignore[union-attr]
     assert plan.saved
 
 
@@ -192,10 +194,10 @@ def test_recomputations_wait_for_their_turn() -> None:
 def test_default_choice_of_unsavable_values_is_no_candidate() -> None:
     """A program that bars all storages from being saved has no default candidate."""
     plan = unbounded()
-    assert plan.step is not None
-    program = plan.step.program
+    assert plan.snapshot is not None
+    program = plan.snapshot.program
     barred = replace(
-        plan.step,
+        plan.snapshot,
         program=replace(
             program, storages=tuple(replace(s, is_savable=False) for s in program.storages)
         ),

@@ -16,7 +16,7 @@ from fxckpt.passes.graphs import Joint
 from fxckpt.planner.planner import Planner
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import save_all
-from fxckpt.solver.search import Candidate, SearchResult
+from fxckpt.solver.search.candidates import Candidate, SearchResult
 from fxckpt.solver.simulate import simulate
 from tests.passes.graphs import chain as chain_of_ops
 from tests.passes.graphs import traced

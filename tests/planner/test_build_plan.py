@@ -64,8 +64,8 @@ def test_a_policy_is_the_reason_it_recomputes(plans: dict[str, fxckpt.Plan]) -> 
 def test_figures_are_the_simulation_s(plans: dict[str, fxckpt.Plan]) -> None:
     """Peak, profile and bytes are those of the schedule, simulated again."""
     for plan in plans.values():
-        assert plan.step is not None
-        program = plan.step.program
+        assert plan.snapshot is not None
+        program = plan.snapshot.program
         index = {op.name: i for i, op in enumerate(program.ops)}
         backward = {op.name: j for j, op in enumerate(program.backward)}
         from fxckpt.solver.schedule import with_runs

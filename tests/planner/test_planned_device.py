@@ -55,7 +55,7 @@ def test_gpu_bytes_are_whole_blocks(width: int) -> None:
     model, x = on_meta(lambda: layers(width)), torch.empty(33, width, device="meta")
     away, here = (fxckpt.plan(model, x, device=d) for d in ("H100", "cpu"))
     held = [
-        [storage.bytes for storage in plan.step.program.storages]  # type: ignore[union-attr]
+        [storage.bytes for storage in plan.snapshot.program.storages]  # type: ignore[union-attr]
         for plan in (away, here)
     ]
     assert held[0] == [-(-n // 512) * 512 for n in held[1]]

@@ -60,8 +60,8 @@ def held_bytes(step: Callable[[Tensor], Tensor], x: Tensor) -> int:
 
 def unplanned_results(plan: fxckpt.Plan) -> int:
     """Return the bytes of results that torch keeps beside a saved one of the same op."""
-    assert plan.step is not None
-    program = plan.step.program
+    assert plan.snapshot is not None
+    program = plan.snapshot.program
     saved = {i for i, storage in enumerate(program.storages) if storage.name in plan.saved}
     return sum(
         program.storages[s].bytes
@@ -126,7 +126,7 @@ def test_torch_partitioner_follows_the_tags() -> None:
     found = gradients(compiled, compiled, x)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert set(plan.saved) - saved == set()
-    extra = {label.op for label in plan.step.labels if label.name in saved - set(plan.saved)}
+    extra = {label.op for label in plan.snapshot.labels if label.name in saved - set(plan.saved)}
     assert extra <= {"native_layer_norm"}
 
 

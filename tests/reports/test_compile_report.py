@@ -36,7 +36,7 @@ def test_break_names_graph_source_and_bytes() -> None:
 
 def test_outputs_bytes(plan: fxckpt.Plan) -> None:
     """The bytes of outputs are those of the snapshot's output storages."""
-    assert plan.step is not None
-    outputs = [s.bytes for s in plan.step.program.storages if s.is_output]
+    assert plan.snapshot is not None
+    outputs = [s.bytes for s in plan.snapshot.program.storages if s.is_output]
     assert outputs_bytes(plan) == sum(outputs) > 0
     assert outputs_bytes(replace(plan, step=None)) == 0

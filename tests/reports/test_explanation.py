@@ -110,13 +110,13 @@ def test_module_names_with_special_characters() -> None:
 def test_pickled_plan_explains_itself(plan: fxckpt.Plan) -> None:
     """A pickled plan keeps its graph snapshot and its reasons."""
     copied = pickle.loads(pickle.dumps(plan))
-    assert copied == plan and copied.step == plan.step
+    assert copied == plan and copied.snapshot == plan.snapshot
     assert copied.explain().why("_softmax") == plan.explain().why("_softmax")
 
 
 def test_plan_without_snapshot(plan: fxckpt.Plan) -> None:
     """A plan without a snapshot is explained by rows alone, and has no timeline."""
-    bare = replace(plan, step=None)
+    bare = replace(plan, snapshot=None)
     assert bare == plan
     assert str(bare.explain()) == str(plan.explain())
     assert (
@@ -135,7 +135,7 @@ def test_convolutional_model() -> None:
     timeline = plan.timeline()
     assert [sum(live) for live in zip(*timeline.stack.values(), strict=True)] == list(plan.profile)
     assert all(
-        row.source and row.name in plan.step.by_name
+        row.source and row.name in plan.snapshot.by_name
         for row in plan.rows
         if row.reason is not fxckpt.Reason.RNG_STATE
     )
@@ -145,7 +145,7 @@ def test_convolutional_model() -> None:
 def test_plan_json_has_no_snapshot(plan: fxckpt.Plan) -> None:
     """The JSON of a plan leaves out the graph snapshot."""
     text = plan.to_json()
-    assert fxckpt.Plan.from_json(text) == plan and '"step"' not in text
+    assert fxckpt.Plan.from_json(text) == plan and '"snapshot"' not in text
 
 
 def test_filter_by_reason() -> None:

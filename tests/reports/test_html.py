@@ -26,7 +26,7 @@ from fxckpt.reports import html
 from fxckpt.solver.exact.lower_bounds import Bound
 from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.solver.schedule import save_all
-from fxckpt.solver.search import Candidate, SearchResult
+from fxckpt.solver.search.candidates import Candidate, SearchResult
 from fxckpt.solver.simulate import simulate
 
 COST = Roofline(2e11, 1e10, 0.0)
@@ -59,7 +59,7 @@ def test_page_is_self_contained(curve: fxckpt.Frontier, tmp_path: Path) -> None:
     assert "default-src 'none'" in text
     data = embedded(text)
     assert data["chosen"] == 1 and len(data["plans"]) == 5
-    assert len(data["nodes"]["name"]) == len(curve.plans[0].step.labels)
+    assert len(data["nodes"]["name"]) == len(curve.plans[0].snapshot.labels)
 
 
 def test_data_adds_up_to_profile(curve: fxckpt.Frontier) -> None:
@@ -176,10 +176,10 @@ def chain(length: int) -> fxckpt.Plan:
             False,
         )
 
-    step = GraphSnapshot(program, tuple(label(at) for at in range(2 * half)))
+    snapshot = GraphSnapshot(program, tuple(label(at) for at in range(2 * half)))
     candidate = Candidate(save_all(program), simulate(program, save_all(program)))
     found = SearchResult(None, candidate, candidate, candidate, Bound(0.0, 0.0), Bound(0.0, 0.0), 0)
-    return build_plan(step, found, candidate, budget_bytes=None, cost="none")
+    return build_plan(snapshot, found, candidate, budget_bytes=None, cost="none")
 
 
 @pytest.fixture(scope="module")
@@ -540,5 +540,5 @@ def test_page_names_model_device_and_costs(curve: fxckpt.Frontier, tmp_path: Pat
     with torch.device("meta"):
         layers = nn.Sequential(nn.Linear(8, 8), nn.GELU())
         away = fxckpt.plan(lambda x: layers(x).sum(), torch.empty(2, 8), device="B200")
-    assert away.step.device == "B200"
-    assert away.step.model.startswith("lambda at test_html.py:")
+    assert away.snapshot.device == "B200"
+    assert away.snapshot.model.startswith("lambda at test_html.py:")

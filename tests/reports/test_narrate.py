@@ -32,7 +32,7 @@ def test_chain_ends_at_saved_values() -> None:
     plan = fxckpt.plan(step, x, w, cost=COST, budget=1.0)
     reasons = Narrator(plan)
     assert plan.saved == ("exp", "exp_1", "exp_2")
-    chain = reasons.chain(reasons.step.storage_index["exp_1"])
+    chain = reasons.chain(reasons.snapshot.storage_index["exp_1"])
     assert [op.name for op in chain.ops] == ["mm_1", "exp_1"]
     assert chain.flops == 2 * 64**3 and chain.no_recompute_op is None
     assert reasons.readers("exp_1") == (("mm_2",), (), ("mm_3", "mul_1"))

@@ -130,4 +130,4 @@ def test_frontier_of_plan_contains_it(curve: fxckpt.Frontier) -> None:
     own = plan.frontier(points=4)
     assert plan in own.plans
     assert [p.peak_bytes for p in own.plans] == sorted(p.peak_bytes for p in own.plans)
-    assert all(p.step is plan.step for p in own.plans)
+    assert all(p.snapshot is plan.snapshot for p in own.plans)

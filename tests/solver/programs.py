@@ -11,7 +11,7 @@ from fxckpt.reason import Reason
 from fxckpt.solver.cuts.stages import StageBoundaries
 from fxckpt.solver.program import FORWARD_ONLY, IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.solver.schedule import Schedule, StageAssignment
-from fxckpt.solver.search import PriceSearch
+from fxckpt.solver.search.price_search import PriceSearch
 
 STATE_BYTES = 3
 QUICK_SEARCH = PriceSearch(

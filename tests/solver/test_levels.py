@@ -10,7 +10,8 @@ import pytest
 from fxckpt.solver.levels import LevelSearch, level_of
 from fxckpt.solver.program import Link
 from fxckpt.solver.schedule import save_all
-from fxckpt.solver.search import Candidate, PriceSearch
+from fxckpt.solver.search.candidates import Candidate
+from fxckpt.solver.search.price_search import PriceSearch
 from fxckpt.solver.simulate import simulate
 from tests.solver.programs import chain
 

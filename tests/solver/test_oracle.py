@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fxckpt.solver.exact.milp import in_forward, optimum
 from fxckpt.solver.program import Program
-from fxckpt.solver.search import PriceSearch
+from fxckpt.solver.search.price_search import PriceSearch
 from tests.solver.oracle import exhaustive
 from tests.solver.programs import interpret, programs, two_values
 

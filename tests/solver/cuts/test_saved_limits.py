@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fxckpt.errors import BudgetInfeasible
 from fxckpt.solver.cuts.saved_limits import exceeded, least_bytes, least_bytes_together
 from fxckpt.solver.program import IN_BACKWARD, Program, SavedLimit
-from fxckpt.solver.search import PriceSearch
+from fxckpt.solver.search.price_search import PriceSearch
 from tests.solver.oracle import exhaustive
 from tests.solver.programs import QUICK_SEARCH, interpret, programs, two_values
 

@@ -17,7 +17,7 @@ from fxckpt.solver.cuts.stages import StageBoundaries
 from fxckpt.solver.moves.heuristics import Heuristics
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import save_all
-from fxckpt.solver.search import evenly_spaced
+from fxckpt.solver.search.price_search import evenly_spaced
 from tests.solver.programs import QUICK_SEARCH, interpret, programs
 
 

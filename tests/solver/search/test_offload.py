@@ -9,7 +9,7 @@ import pytest
 
 from fxckpt.reason import Reason
 from fxckpt.solver.program import Link, Storage
-from fxckpt.solver.search import PriceSearch
+from fxckpt.solver.search.price_search import PriceSearch
 from tests.solver.programs import chain
 from tests.solver.test_link_use import clock, with_link
 

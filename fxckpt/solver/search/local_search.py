@@ -1,0 +1,355 @@
+"""Local search: cuts at prices per byte, and repairs of the most promising schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain, product
+from random import Random
+
+from fxckpt.solver.cuts.saved_limits import exceeded
+from fxckpt.solver.cuts.staged_cut import Layout
+from fxckpt.solver.cuts.stages import StageBoundaries
+from fxckpt.solver.exact.dynamic_program import DynamicProgram
+from fxckpt.solver.exact.link_bound import bound_with_link
+from fxckpt.solver.exact.lower_bounds import Bound, LowerBounds
+from fxckpt.solver.exact.milp import Optimum, in_forward, optimum
+from fxckpt.solver.moves.evict import Evict
+from fxckpt.solver.moves.heuristics import Heuristics
+from fxckpt.solver.moves.retain import Retain
+from fxckpt.solver.program import Program
+from fxckpt.solver.schedule import Schedule, StageAssignment, emit, save_all, with_runs
+from fxckpt.solver.search.candidates import NEXT_BYTES, Candidate, SearchResult
+from fxckpt.solver.search.options import SearchOptions
+from fxckpt.solver.search.prices import between, price_range
+from fxckpt.solver.simulate import simulate
+from fxckpt.utils.progress import tick
+
+PRICE_STEP = 1.1
+"""Ratio of neighboring prices in the grid of prices tried."""
+
+
+class LocalSearch:
+    """All candidates seen for one program."""
+
+    def __init__(self, options: SearchOptions, program: Program) -> None:
+        self.options = options
+        self.program = program
+        self.boundaries = StageBoundaries(program)
+        self.layouts: dict[int, Layout] = {}
+        self.seen: dict[Schedule, Candidate] = {}
+        self.legal: list[Candidate] = []
+        """Candidates that save what may be saved; the uncheckpointed schedule may save more."""
+        self.sending: list[Candidate] = []
+        """Legal candidates with values sent away: see :mod:`~fxckpt.solver.search.offload`."""
+        self.low, self.high = price_range(program)
+        self.bounds = LowerBounds(program, self.low, self.high)
+        self.tried: set[int] = set()
+        """Prices tried, in steps of the price grid."""
+        self.bound_at: dict[int, Bound] = {}
+        self.baseline = self.evaluate(save_all(program))
+        for schedule in Heuristics(program, self.boundaries)():
+            self.evaluate(schedule)
+
+    @cached_property
+    def exact(self) -> DynamicProgram:
+        """The dynamic program, solved if it is small."""
+        return DynamicProgram(in_forward(self.program))
+
+    def evaluate(self, schedule: Schedule) -> Candidate:
+        """Return the candidate of ``schedule``, and remember it."""
+        if schedule not in self.seen:
+            tick()
+            candidate = self.seen[schedule] = Candidate(schedule, simulate(self.program, schedule))
+            if self.program.tables.is_savable[list(schedule.saved)].all() and not exceeded(
+                self.program, schedule.saved
+            ):
+                self.legal.append(candidate)
+        return self.seen[schedule]
+
+    def within(self, limit: int) -> Iterator[Candidate]:
+        """Yield the legal candidates within ``limit`` bytes."""
+        return (c for c in self.legal if c.simulation.peak_bytes <= limit)
+
+    def least_within(self, most_seconds: float) -> Candidate | None:
+        """Return the legal candidate of least peak of at most ``most_seconds``, if any is."""
+        return min(
+            (
+                c
+                for c in chain(self.legal, self.sending)
+                if c.simulation.extra_seconds <= most_seconds
+            ),
+            key=lambda c: (c.simulation.peak_bytes, c.rank),
+            default=None,
+        )
+
+    def best(self, limit: int | None) -> Candidate | None:
+        """Return the legal candidate of least rank within ``limit`` bytes, if any is.
+
+        Bytes below the limit buy nothing, so that the least peak among the fastest does no harm.
+        """
+        if limit is None:
+            return min(self.legal, key=lambda c: c.rank, default=None)
+        sending = (c for c in self.sending if c.simulation.peak_bytes <= limit)
+        return min(chain(self.within(limit), sending), key=lambda c: c.rank, default=None)
+
+    def result(
+        self, limit: int | None, best: Candidate | None, least_peak: Candidate
+    ) -> SearchResult:
+        """Return the result of the best candidate within ``limit`` bytes, with its bounds."""
+        bound = next_bound = Bound(0.0, 0.0)
+        if best is not None and best.simulation.extra_seconds > 0:
+            bound = self.bound_away(limit)
+            next_bound = bound if limit is None else self.bound_away(limit + NEXT_BYTES)
+        return SearchResult(
+            limit,
+            best,
+            least_peak,
+            self.baseline,
+            bound,
+            next_bound,
+            self.bounds.peak_bytes,
+            self.binds(bound),
+            min((c.simulation.extra_seconds for c in self.legal), default=0.0),
+        )
+
+    def binds(self, bound: Bound) -> tuple[bool, ...]:
+        """Return whether each limit of the program binds at the price of a bound."""
+        return ()
+
+    def layout(self, count: int) -> Layout:
+        """Return the layout of about ``count`` stages."""
+        if count not in self.layouts:
+            starts = self.boundaries.stages(count)
+            self.layouts[count] = self.options.cut.lay_out(self.program, starts)
+        return self.layouts[count]
+
+    def cut(
+        self, count: int, prices: Sequence[tuple[float, float]], sweeps: int | None = None
+    ) -> list[list[StageAssignment]]:
+        """Return the assignments to about ``count`` stages at each of some prices.
+
+        Each is given as the price at the end of the forward, and the share of it at every stage.
+        """
+        cut = self.options.cut if sweeps is None else replace(self.options.cut, sweeps=sweeps)
+        layout = self.layout(count)
+        return cut(
+            layout, [[price, *[price * share] * len(layout.starts)] for price, share in prices]
+        )
+
+    def evaluate_all(self, assignments: Iterable[Iterable[StageAssignment]]) -> None:
+        """Evaluate the schedules of all assignments."""
+        for assignment in chain.from_iterable(assignments):
+            self.evaluate(emit(self.program, assignment))
+
+    def least_time(self) -> Candidate:
+        """Return the candidate of least extra time, and of least peak among those."""
+        self.evaluate_all(self.cut(self.options.stage_counts[0], [(self.low * 1e-6, 1.0)]))
+        return min(self.legal, key=lambda c: c.rank)
+
+    def least_peak(self) -> Candidate:
+        """Return the candidate of least peak: at high prices, then evicted further.
+
+        There one sweep mostly has a lower peak than two.
+        """
+        prices = between((self.low * self.high) ** 0.5, self.high, self.options.least_peak_prices)
+        for count in self.options.stage_counts:
+            self.evaluate_all(
+                self.cut(count, list(product(prices, self.options.least_peak_shares)), sweeps=1)
+            )
+        least = self.lowest_peak()
+        for _ in range(self.options.descents):
+            peak = least.simulation.peak_bytes
+            self.evaluate(
+                Evict(max(self.bounds.peak_bytes, peak * 19 // 20))(
+                    self.program, least.schedule, least.simulation
+                )
+            )
+            least = self.lowest_peak()
+            if least.simulation.peak_bytes >= peak:
+                break
+        return least
+
+    def lowest_peak(self) -> Candidate:
+        """Return the legal candidate of least peak seen so far."""
+        return min(self.legal, key=lambda c: (c.simulation.peak_bytes, c.rank))
+
+    def fit(self, limit: int, factors: Sequence[float]) -> None:
+        """Cut at prices around that of the lower bound at ``limit``."""
+        price = self.bound(limit).price or self.low
+        factors = (
+            factors
+            if len(self.program.ops) > self.options.small_ops
+            else self.options.small_factors
+        )
+        self._try_prices(price * factor for factor in factors)
+
+    def _try_prices(self, prices: Iterable[float]) -> None:
+        """Cut at every number of stages, with total prices rounded to a grid.
+
+        The total price is that of a value saved through half of the stages. Near budgets share the
+        points of the grid.
+        """
+        steps = [
+            s
+            for s in dict.fromkeys(
+                round(math.log(price) / math.log(PRICE_STEP)) for price in prices
+            )
+            if s not in self.tried
+        ]
+        self.tried.update(steps)
+        if steps:
+            share = self.options.share
+            assignments = [
+                self.cut(n, [(PRICE_STEP**step / (1 + share * n / 2), share) for step in steps])
+                for n in self.options.stage_counts
+            ]
+            # All stage counts of a price before the next price: of equal candidates the first wins.
+            self.evaluate_all(chain.from_iterable(zip(*assignments, strict=True)))
+
+    def refine(
+        self, limit: int, count: int, perturbations: Sequence[float], exact_states: int | None
+    ) -> None:
+        """Repair the most promising schedules, then perturb the best, up to near the bound.
+
+        Small programs are solved exactly, or have random restarts; with ``exact_states`` of None
+        they have restarts alone.
+        """
+        target = (1 + self.options.tolerance) * self.bound(limit).seconds
+        for candidate in self._promising(limit, count):
+            if self.least_seconds(limit) <= target:
+                return
+            self._repair(candidate, limit, limit)
+        for share in perturbations:
+            best = self.best(limit)
+            if best is None or best.simulation.extra_seconds <= target:
+                return
+            self._repair(best, int(limit * share), limit)
+        if self.least_seconds(limit) <= target:
+            return
+        if exact_states is None:
+            self._restart(limit, target)
+        elif self.exact.size <= exact_states:
+            self.evaluate_exact(limit)
+        elif len(self.program.ops) * len(self.program.backward) <= self.options.exact_size:
+            nodes = self.options.exact_nodes
+            self.evaluate_optimum(optimum(self.exact.program, limit, seconds=math.inf, nodes=nodes))
+        else:
+            self._restart(limit, target)
+
+    def evaluate_exact(self, limit: int) -> None:
+        """Evaluate the schedule of the dynamic program.
+
+        It is solved for a bound first, whose schedule is the best there is if it fits.
+        """
+        if any(self.program.forward_takes):
+            found = self.evaluate_optimum(replace(self.exact, takes_saved=True).optimum(limit))
+            if found is None or found.simulation.peak_bytes <= limit:
+                return
+        self.evaluate_optimum(self.exact.optimum(limit))
+
+    def evaluate_optimum(self, optimum: Optimum) -> Candidate | None:
+        """Evaluate and return the schedule of an exact solver, if it has one."""
+        schedule = optimum.schedule
+        if schedule is None:
+            return None
+        # An op on either side takes no extra time if the forward does not depend on it.
+        return self.evaluate(with_runs(self.program, schedule.runs, schedule.before))
+
+    def _restart(self, limit: int, target: float) -> None:
+        """Repair with randomized seconds, beyond the reach of single moves.
+
+        Compare GRASP (Feo and Resende 1995).
+        """
+        options, random, ops = self.options, Random(0), max(len(self.program.ops), 1)
+        if ops > options.small_ops:
+            return
+        # Ops of no time have a little weight too, so that their order varies.
+        plain = [
+            s + self.program.step_seconds / 1000
+            for s in self.program.tables.seconds[: len(self.program.ops)]
+        ]
+        for k in range(min(options.restarts, options.restart_ops // ops)):
+            best = self.best(limit)
+            if best is None or best.simulation.extra_seconds <= target:
+                return
+            start = random.choice(self.legal) if k % 3 == 0 else best
+            if k % 2:
+                seconds = list(plain)
+                for o in random.choices(range(ops), k=random.randint(1, 3)):
+                    seconds[o] *= random.choice((1e-3, 1e3))
+            else:
+                seconds = [s * random.lognormvariate(0, options.noise) for s in plain]
+            depth = options.depths[k % len(options.depths)]
+            self._repair(start, int(limit * depth), limit, seconds)
+
+    def least_seconds(self, limit: int) -> float:
+        """Return the least extra time within ``limit`` bytes, infinite if nothing fits."""
+        return min((c.simulation.extra_seconds for c in self.within(limit)), default=math.inf)
+
+    def bound(self, limit: int | None) -> Bound:
+        """Return the lower bound on the extra time within ``limit`` bytes."""
+        if limit is None:
+            return Bound(0.0, 0.0)
+        if limit not in self.bound_at:
+            self.bound_at[limit] = self.bounds.seconds(limit)
+        return self.bound_at[limit]
+
+    def bound_away(self, limit: int | None) -> Bound:
+        """Return the lower bound on the extra time if saved values may be sent away."""
+        if limit is None or self.program.link is None:
+            return self.bound(limit)
+        return bound_with_link(self.program, lambda more: self.bound(limit + more))
+
+    def _promising(self, limit: int, count: int) -> list[Candidate]:
+        """Return the candidates of least Lagrangian at the bound's price and at four times it."""
+        price = self.bound(limit).price or self.low
+        chosen: dict[Schedule, Candidate] = {}
+        for times in (1.0, 4.0):
+            scores: dict[float, Candidate] = {}
+            for c in self.legal:
+                scores.setdefault(
+                    c.simulation.extra_seconds + times * price * (c.simulation.peak_bytes - limit),
+                    c,
+                )
+            chosen.update(
+                (scores[score].schedule, scores[score])
+                for score in sorted(scores)[: count // 2 or 1]
+            )
+        return list(chosen.values())
+
+    def _repair(
+        self, candidate: Candidate, low: int, limit: int, seconds: Sequence[float] | None = None
+    ) -> None:
+        """Evict to at most ``low`` bytes, as far as possible, then retain up to ``limit`` bytes.
+
+        ``seconds`` perturbs the order of the moves; the last pass retains by the true seconds.
+        """
+        program = self.program
+        while candidate.simulation.peak_bytes > low:
+            evicted = self.evaluate(
+                Evict(low, seconds)(program, candidate.schedule, candidate.simulation)
+            )
+            if evicted.simulation.peak_bytes >= candidate.simulation.peak_bytes:
+                break
+            candidate = evicted
+        if candidate.simulation.peak_bytes <= limit and seconds is not None:
+            candidate = self.retained(candidate, limit, seconds)
+        if candidate.simulation.peak_bytes <= limit:
+            self.retained(candidate, limit, None)
+
+    def retained(
+        self, candidate: Candidate, limit: int, seconds: Sequence[float] | None
+    ) -> Candidate:
+        """Retain within ``limit`` bytes until nothing more is gained."""
+        while True:
+            retained = self.evaluate(
+                Retain(limit, seconds)(self.program, candidate.schedule, candidate.simulation)
+            )
+            if retained.simulation.peak_bytes > limit or len(retained.schedule.runs) >= len(
+                candidate.schedule.runs
+            ):
+                return candidate
+            candidate = retained

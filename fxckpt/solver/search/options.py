@@ -1,0 +1,71 @@
+"""Options of the search: how many prices, cuts, repairs and restarts it tries.
+
+The defaults are empirical; ``bench/planner.py`` prints their time and their quality.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fxckpt.solver.cuts.staged_cut import StagedCut
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How much a search tries."""
+
+    stage_counts: tuple[int, ...] = (32, 64)
+    """Numbers of stages that each price is tried with."""
+    share: float = 0.01
+    """Price at each stage as a share of that at the end of the forward."""
+    factors: tuple[float, ...] = (1.0, 1.5, 2.5, 4.0)
+    """Prices tried for one budget, in multiples of its lower bound's price."""
+    factors_along: tuple[float, ...] = (1.5,)
+    """``factors`` for each budget of a frontier of more than ``short_frontier`` points."""
+    small_ops: int = 150
+    """Most forward ops of a small program."""
+    small_factors: tuple[float, ...] = (1.0, 1.5, 2.5, 4.0, 0.5, 0.25, 8.0, 16.0, 64.0)
+    """``factors`` for small programs."""
+    least_peak_shares: tuple[float, ...] = (0.01, 0.001)
+    """Shares tried for the least peak."""
+    least_peak_prices: int = 3
+    """Number of prices tried for the least peak."""
+    descents: int = 6
+    """Most evictions that lower the least peak further."""
+    refined: int = 6
+    """Number of schedules repaired for one budget."""
+    refined_along: int = 2
+    """``refined`` for each budget of a frontier of more than ``short_frontier`` points."""
+    short_frontier: int = 8
+    """Most points of a frontier that is searched as thoroughly as a single budget."""
+    perturbations: tuple[float, ...] = (0.9, 0.9, 0.97, 0.98)
+    """Shares of the budget that the best schedule is evicted to before it is repaired."""
+    restarts: int = 200
+    """Number of random restarts for small programs."""
+    restart_ops: int = 1500
+    """Most restarts times forward ops."""
+    noise: float = 1.5
+    """Standard deviation of the logarithm of the random factors on the ops' seconds."""
+    depths: tuple[float, ...] = (0.9, 0.7, 0.5, 0.97)
+    """Shares of the budget that restarts evict to, in turn."""
+    exact_states: int = 2**24
+    """Most states for which a dynamic program is solved: about half a second and 100 MB."""
+    exact_states_along: int = 2**22
+    """``exact_states`` for each of many limits: those of a long frontier, or of a given time."""
+    exact_size: int = 320
+    """Most forward ops times backward ops for which an integer program is solved otherwise."""
+    exact_nodes: int = 2000
+    """Most nodes of the integer program's search tree."""
+    offload_shares: tuple[float, ...] = (0.1, 0.25, 0.45, 0.7)
+    """Peaks at which schedules are searched that send values away to fit a budget, as shares of
+    the way from the budget to the uncheckpointed peak."""
+    offload_depths: tuple[float, ...] = (0.85, 0.7)
+    """Shares of the budget that values are sent away to fit, before recomputes are removed."""
+    offload_rounds: int = 2
+    """Number of times that peaks near that of the best such schedule are searched."""
+    bisections: int = 10
+    """Most limits tried for the least peak within a given time."""
+    tolerance: float = 0.005
+    """Relative distance to the lower bound at which the search stops."""
+    cut: StagedCut = field(default_factory=StagedCut)
+    """Solver of one choice of prices."""

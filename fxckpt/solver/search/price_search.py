@@ -1,0 +1,138 @@
+"""The search: the least extra time whose simulated peak fits a budget in bytes.
+
+Multi-start local search on Lagrange multipliers. The peak constraint is dualized into prices per
+byte: one at the end of the forward, where all saved values are live, and a share of it at every
+stage. A few prices and shares around the price of the lower bound are cut at several numbers of
+stages. Cuts flip whole classes of identical layers at once, so the most promising schedules, over
+the budget or under it, are then repaired by single moves: :mod:`~fxckpt.solver.moves.evict` lowers
+the peak until it fits, :mod:`~fxckpt.solver.moves.retain` removes recomputes that the slack pays
+for. The best schedule is perturbed a few times: evicted to less than the budget and repaired. Small
+programs have random restarts too, and the smallest are solved exactly, by a dynamic program over
+sets of live values or by an integer program. The simulator evaluates every schedule. A program with
+limits on saved values is searched in parts, one for each choice of values within the limits
+(:mod:`~fxckpt.solver.search.limited`), and one with a link by values sent away as well
+(:mod:`~fxckpt.solver.search.offload`). The search ends after a fixed number of steps and reads
+neither a clock nor true randomness, so that the same graph always has the same plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fxckpt.solver.program import Program
+from fxckpt.solver.search.candidates import Candidate, SearchResult
+from fxckpt.solver.search.limited import LimitedSearch
+from fxckpt.solver.search.local_search import LocalSearch
+from fxckpt.solver.search.offload import OffloadSearch
+from fxckpt.solver.search.options import SearchOptions
+from fxckpt.solver.search.prices import between
+
+
+@dataclass(frozen=True)
+class PriceSearch(SearchOptions):
+    """Multi-start local search on Lagrange multipliers."""
+
+    def __call__(self, program: Program, budget: Callable[[int], int | None]) -> SearchResult:
+        """Return the best schedule within ``budget(baseline_peak_bytes)`` bytes.
+
+        A budget of None asks for no extra time.
+        """
+        search = search_of(self, program)
+        away = OffloadSearch(search)
+        limit = budget(search.baseline.simulation.peak_bytes)
+        fastest = search.least_time()
+        # The least peak is searched before the budget's schedules and without the budget, so that a
+        # budget of exactly that peak always succeeds; the search may find a lower one too.
+        least_peak = search.least_peak()
+        if limit is not None and search.bounds.peak_bytes <= limit < fastest.simulation.peak_bytes:
+            search.fit(limit, self.factors)
+            search.refine(limit, self.refined, self.perturbations, self.exact_states)
+            away.fit(limit)
+        return away.result(limit, away.least_peak(least_peak))
+
+    def least_memory(self, program: Program, most_seconds: float) -> SearchResult:
+        """Return the schedule of least peak whose extra time is at most ``most_seconds``.
+
+        Its limit is that peak. With ``math.inf`` it is the fastest of the least peak. If even the
+        fastest takes longer, the fastest is returned.
+        """
+        search = search_of(self, program)
+        away = OffloadSearch(search)
+        fastest = search.least_time()
+        least_peak = search.least_peak()
+        if math.isinf(most_seconds):  # as a limit of the least peak is searched
+            least_peak = away.least_peak(least_peak)
+            limit = least_peak.simulation.peak_bytes
+            search.fit(limit, self.factors)
+            search.refine(limit, self.refined, self.perturbations, self.exact_states)
+            away.fit(limit)
+            return away.result(limit, least_peak)
+        low = search.bounds.peak_bytes - 1  # the greatest limit known, or found, to take too long
+        limit = away.least_peak(least_peak).simulation.peak_bytes
+        for _ in range(self.bisections):
+            if search.bound_away(limit).seconds <= most_seconds:
+                search.fit(limit, self.factors_along)
+                search.refine(limit, self.refined, self.perturbations, self.exact_states_along)
+                away.fit(limit)
+            found = search.least_within(most_seconds)
+            if found is None:
+                return away.result(fastest.simulation.peak_bytes, least_peak)
+            peak = found.simulation.peak_bytes
+            if peak > limit:
+                low = limit
+            # Halfway from the limit that takes too long to the peak that does not.
+            limit = min(round((max(low, 1) * peak) ** 0.5), peak - 1)
+            if limit <= low or peak <= (1 + self.tolerance) * low:
+                break
+        found = search.least_within(most_seconds)
+        assert found is not None
+        return away.result(found.simulation.peak_bytes, least_peak)
+
+    def frontier(
+        self,
+        program: Program,
+        limits: Callable[[Candidate, Candidate], Sequence[int]],
+        tick: Callable[[], object] = lambda: None,
+    ) -> tuple[SearchResult, ...]:
+        """Return the best schedules at ``limits(least_peak, baseline)``, ascending.
+
+        All limits choose among all schedules seen, so that the time never rises with the limit.
+        ``tick`` is called once per limit.
+        """
+        search = search_of(self, program)
+        away = OffloadSearch(search)
+        search.least_time()
+        least_peak = away.least_peak(search.least_peak())
+        chosen = sorted(limits(least_peak, search.baseline))
+        # The plan of one limit is a good start for the next.
+        refined, perturbations, factors = self.refined, self.perturbations, self.factors
+        exact_states = self.exact_states
+        if len(chosen) > self.short_frontier:
+            refined, factors = self.refined_along, self.factors_along
+            perturbations, exact_states = self.perturbations[:1], self.exact_states_along
+        for limit in reversed(chosen):
+            search.fit(limit, factors)
+            search.refine(limit, refined, perturbations, exact_states)
+            away.fit(limit)
+            tick()
+        return tuple(away.result(limit, least_peak) for limit in chosen)
+
+
+def search_of(options: SearchOptions, program: Program) -> LocalSearch:
+    """Return the search of a program; limits that nothing can exceed are none."""
+    nbytes = program.tables.bytes
+    can_exceed = any(nbytes[list(limit.storages)].sum() > limit.bytes for limit in program.limits)
+    return (LimitedSearch if can_exceed else LocalSearch)(options, program)
+
+
+def evenly_spaced(count: int, least_peak: Candidate, baseline: Candidate) -> tuple[int, ...]:
+    """Return ``count`` limits from the least peak to the uncheckpointed one, evenly in logarithm.
+
+    There is only one if the two peaks are equal.
+    """
+    low, high = least_peak.simulation.peak_bytes, baseline.simulation.peak_bytes
+    if high <= low:
+        return (low,)
+    return (low, *(round(p) for p in between(max(low, 1), high, count)[1:-1]), high)
