@@ -108,8 +108,8 @@ def microseconds_a_call(model: Model, backend: fxckpt.Backend) -> tuple[float, f
         return call
 
     graphs = backend._graphs
-    for entry in (e for graph in graphs for e in graph.entries if e.run is not None):
-        entry.run = timed("run", entry.run)
+    for plan in (e for graph in graphs for e in graph.plans if e.run is not None):
+        plan.run = timed("run", plan.run)
     with ExitStack() as stack:
         for name in ("forward", "_settle", "_position"):
             function = timed(name, getattr(tracker, name))

@@ -434,7 +434,7 @@ class Backend:
         )
         if (misfit := step.misfit(graph)) is not None:
             raise through_dynamo(misfit)
-        if not graph.entries:
+        if not graph.plans:
             return run  # No output has a gradient, or the graph could not be planned.
         self._graphs.append(graph)
         return lambda *args: step.forward(graph, args)

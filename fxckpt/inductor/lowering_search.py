@@ -17,7 +17,8 @@ import torch
 
 from fxckpt import budgets
 from fxckpt.inductor.attempt import Attempt, CandidateLowerer
-from fxckpt.planner.planner import device_of, infeasible
+from fxckpt.planner.planner import device_of
+from fxckpt.planner.refusals import infeasible
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import Schedule
 from fxckpt.solver.search.candidates import Candidate, SearchResult

@@ -27,8 +27,9 @@ from fxckpt.passes.graphs import Joint
 from fxckpt.passes.inductor.fusion_model import FusionModel, is_extern_kernel
 from fxckpt.passes.meta import ORDER
 from fxckpt.planner.pipeline import EMIT_INDUCTOR, PREPARE_INDUCTOR, emit_halves, prepare
-from fxckpt.planner.planner import Planner, device_of, is_of_graph, warn_of_unbounded_sizes
+from fxckpt.planner.planner import Planner, device_of, is_of_graph
 from fxckpt.planner.ranks import Ranks
+from fxckpt.planner.refusals import warn_of_unbounded_sizes
 from fxckpt.plans.log import log_plan
 from fxckpt.plans.types import Plan
 from fxckpt.torch_private.inductor.default_partitioner import default_saved, fuses

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +17,7 @@ from fxckpt import budgets
 from fxckpt.costs.devices import Device
 from fxckpt.costs.models import CostModel, FlopCost, checked, resolve
 from fxckpt.costs.workspace import MeasuredWorkspace
-from fxckpt.errors import BudgetInfeasible, InvalidBudget, InvalidOption, SlowdownInfeasible
+from fxckpt.errors import BudgetInfeasible, InvalidBudget, InvalidOption
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.autograd_liveness import held_by_nodes
 from fxckpt.passes.analysis.budget_regions import (
@@ -33,22 +32,29 @@ from fxckpt.passes.analysis.graph_snapshot import snapshot_of
 from fxckpt.passes.analysis.joint import Facts, Workspace, no_workspace, read_facts
 from fxckpt.passes.analysis.policy_values import values_of
 from fxckpt.passes.graphs import Joint
-from fxckpt.passes.transforms.move import movable_storages
 from fxckpt.planner.build_plan import build_plan
+from fxckpt.planner.offload import offload_hint, with_link
 from fxckpt.planner.pipeline import Emission, emit_halves, prepare
 from fxckpt.planner.ranks import Ranks
+from fxckpt.planner.refusals import (
+    infeasible,
+    infeasible_region,
+    refuse_tiles,
+    too_slow,
+    warn_of_unbounded_sizes,
+)
 from fxckpt.planner.tiles import TilePricer, check_tile, offering_tiles, reach, tiled
 from fxckpt.planner.together import searched_together
 from fxckpt.plans.log import log_frontier, log_known, log_plan
 from fxckpt.plans.types import Plan
 from fxckpt.policies import as_policy
 from fxckpt.policies.base import OFFLOAD, Policy, decide_all
-from fxckpt.solver.program import Link, Program, SavedLimit
+from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import Schedule, save_all
 from fxckpt.solver.search.candidates import Candidate, SearchResult
 from fxckpt.solver.search.price_search import PriceSearch, evenly_spaced
 from fxckpt.tiers import Tier
-from fxckpt.torch_private import graph_budget, unbounded_sizes
+from fxckpt.torch_private import graph_budget
 
 log = logging.getLogger("fxckpt")
 
@@ -256,7 +262,7 @@ class Planner:
                 found.limit,
                 found.least_peak.simulation.peak_bytes,
                 found.baseline.simulation.peak_bytes,
-                self.offload_hint(device, facts, found),
+                offload_hint(self.offload, device, facts, found),
             )
         return found
 
@@ -352,61 +358,15 @@ class Planner:
         if self.is_eager:
             facts = replace(facts, program=held_by_nodes(facts))
         sending = OFFLOAD if bind_preferences else (CheckpointPolicy.MUST_CPU_OFFLOAD,)
-        required = frozenset(
-            s
-            for op in facts.program.ops
-            if decided.get(facts.op_node[op.name]) in sending
-            for s in op.writes
-        )
+        sent = frozenset(node for node, answer in decided.items() if answer in sending)
         if self.offload is not None:
-            link = self.link(self.offload, facts, device, required)
-            facts = replace(facts, program=replace(facts.program, link=link))
+            facts = with_link(facts, self.offload, sent, device, self.policy, self.device)
         elif CheckpointPolicy.MUST_CPU_OFFLOAD in decided.values():
             raise InvalidOption(
                 f"the policy {self.policy!r} sends values away, and there is no offload=. Give the "
                 "backend a tier: fxckpt.Backend(policy=..., offload=fxckpt.tiers.Host(...))."
             )
         return facts, cost.name
-
-    def link(
-        self, tier: Tier, facts: Facts, device: torch.device, required: frozenset[int]
-    ) -> Link:
-        """Return the link of a program to a tier, with the storages that a policy sends away.
-
-        Raises :class:`InvalidOption` where these do not fit the tier.
-        """
-        if self.device is not None and not tier.has_given_rates:
-            rates = self.device.to_host, self.device.from_host
-        else:
-            rates = tier.rates()
-        movable = movable_storages(facts, device)
-        required &= movable
-        needed = sum(facts.program.storages[s].bytes for s in required)
-        if needed > tier.limit_bytes:
-            raise InvalidOption(
-                f"the policy {self.policy!r} sends {budgets.format_bytes(needed)} away, and "
-                f"{tier!r} holds {budgets.format_bytes(tier.limit_bytes)}. Raise its limit, or let "
-                "the policy prefer what it demands (PREFER_CPU_OFFLOAD)."
-            )
-        return Link(*rates, tier.limit_bytes, movable, required)
-
-    def offload_hint(self, device: torch.device, facts: Facts, found: SearchResult) -> str:
-        """Return what the error for a budget below the floor says of sending values away."""
-        storages = movable_storages(facts, device)
-        needed, peak = found.reach_away(facts.program, storages)
-        if peak >= found.least_peak.simulation.peak_bytes:
-            return ""
-        reach = budgets.format_bytes(peak)
-        held = budgets.format_bytes(needed)
-        if self.offload is None:
-            return (
-                f" With offload=fxckpt.tiers.Host(...) and {held} there it could reach about "
-                f"{reach}."
-            )
-        return (
-            f" {self.offload!r} holds {budgets.format_bytes(self.offload.limit_bytes)}; with "
-            f"{held} it could reach about {reach}."
-        )
 
     def limit(
         self, budget: budgets.Budget, baseline_peak_bytes: int, device: torch.device
@@ -508,76 +468,12 @@ def planner_of(
     return Planner(cost=cost, known=(policy,), is_fixed=True, **options)
 
 
-def refuse_tiles(policy: Policy | None) -> None:
-    """Raise :class:`InvalidOption` for a policy with tiles, where there can be none."""
-    if policy is not None and policy.tiles():
-        raise InvalidOption(
-            f"policy={policy!r} runs modules in tiles, which are for models that are one graph: "
-            "fxckpt.Backend, fxckpt.Partitioner, fxckpt.plan, and fxckpt.rewrite of a module. "
-            "Leave tile(...) out here."
-        )
-
-
-def warn_of_unbounded_sizes(graph: fx.Graph, budget: budgets.Budget) -> None:
-    """Warn of sizes that only the step knows, planned as 1, under which no budget is certain."""
-    if unbounded := unbounded_sizes(graph):
-        warnings.warn(
-            f"budget={budget!r} cannot be promised: {', '.join(unbounded)} are known only when the "
-            "step runs, and were planned as 1. Give them an upper bound: torch._check(size <= n) "
-            "in the model, or mark_unbacked(x, dim, max=n).",
-            stacklevel=2,
-        )
-
-
-def infeasible(
-    budget: budgets.Budget,
-    budget_bytes: int,
-    floor_bytes: int,
-    baseline_peak_bytes: int,
-    hint: str = "",
-) -> BudgetInfeasible:
-    """Return the error for a budget below the floor."""
-    asked, floor = budgets.format_apart(budget_bytes, floor_bytes)
-    fraction = budgets.least_fraction(budget, floor_bytes, baseline_peak_bytes)
-    enough = f"'{floor_bytes}B'" if fraction is None else f"{fraction} ('{floor_bytes}B')"
-    return BudgetInfeasible(
-        f"budget={budget!r} is {asked}, below the least peak found for this graph, {floor}; its "
-        f"uncheckpointed peak is {budgets.format_bytes(baseline_peak_bytes)}. Raise the budget to "
-        f"at least {enough}, or make the batch smaller.{hint}",
-        floor_bytes=floor_bytes,
-        budget_bytes=budget_bytes,
-    )
-
-
-def infeasible_region(limit: SavedLimit) -> BudgetInfeasible:
-    """Return the error for a region with a budget below the fewest bytes that can be saved."""
-    asked, least = budgets.format_apart(limit.bytes, limit.least_bytes)
-    return BudgetInfeasible(
-        f"the budget of region {limit.name!r} is {asked}, below the least that can be saved of its "
-        f"values, {least}: they may not be recomputed, or are what others are recomputed from. "
-        f"Raise it to at least '{limit.least_bytes}B', or leave them out of the region.",
-        floor_bytes=limit.least_bytes,
-        budget_bytes=limit.bytes,
-    )
-
-
 def is_of_graph(plan: Plan, lines: tuple[str, ...]) -> bool:
     """Return whether a plan was made for a graph, given as :meth:`Planner.lines`.
 
     A plan that is given, and a graph that was stored, have lost the annotations of regions.
     """
     return plan.graph == lines or without_regions(plan.graph) == lines
-
-
-def too_slow(max_slowdown: float, least: float) -> SlowdownInfeasible:
-    """Return the error for a target in time that even the fastest plan exceeds."""
-    at_least = math.ceil(least * 1e4) / 1e4
-    return SlowdownInfeasible(
-        f"max_slowdown={max_slowdown!r} cannot be kept: the policy alone has values recomputed for "
-        f"{least:.2%} of the step's time. Raise it to at least {at_least}, or let the policy "
-        "prefer what it demands (PREFER_RECOMPUTE in place of MUST_RECOMPUTE).",
-        least_slowdown=least,
-    )
 
 
 def device_of(graph: fx.Graph) -> torch.device:

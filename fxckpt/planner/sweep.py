@@ -17,7 +17,8 @@ from fxckpt.planner.build_plan import build_plan
 from fxckpt.planner.capture import capture_joint, is_on_meta
 from fxckpt.planner.pipeline import prepare
 from fxckpt.planner.planned_device import planned_device, warn_beyond
-from fxckpt.planner.planner import Planner, refuse_tiles
+from fxckpt.planner.planner import Planner
+from fxckpt.planner.refusals import refuse_tiles
 from fxckpt.plans.log import log_frontier
 from fxckpt.plans.types import Plan, snapshot_of_plan
 from fxckpt.policies import as_policy

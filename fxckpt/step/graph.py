@@ -41,7 +41,7 @@ Sizes = tuple[int, ...]
 
 
 @dataclass
-class Entry:
+class LevelPlan:
     """One plan that a graph may run by."""
 
     program: Program
@@ -77,7 +77,7 @@ class StepGraph:
         """Position among the graphs of the backend, from 1."""
         self.name = name
         """Line of the user's code that called it."""
-        self.entries: list[Entry] = []
+        self.plans: list[LevelPlan] = []
         """Plans: that of the graph alone if there is one, then the family if it is known."""
         self.baseline_alone = 0
         """Uncheckpointed peak of the plan for the whole budget, if it was compiled for that."""
@@ -103,7 +103,7 @@ class StepGraph:
         self._baselines: dict[Sizes, Level] = {}
         """Bytes and seconds of the uncheckpointed graph at each size."""
         self._levels: dict[Sizes, list[Level]] = {}
-        """Planned bytes and seconds of the entries at each size."""
+        """Planned bytes and seconds of the plans at each size."""
         self._compile, self._search = compile_graph, search
         self._family: LevelFamily | None = None
 
@@ -115,7 +115,7 @@ class StepGraph:
     @property
     def is_alone(self) -> bool:
         """Whether the graph was compiled as if it were the whole step."""
-        return bool(self.entries) and self.entries[0].index is None
+        return bool(self.plans) and self.plans[0].index is None
 
     def compile_alone(self) -> Callable[..., Any]:
         """Compile the graph for the whole budget, as if it were the step."""
@@ -130,7 +130,7 @@ class StepGraph:
                 self.room = plan.budget_bytes - boundary_bytes(program)
             candidate = _candidate(program, schedule_of(plan))
             ratios = _ratios(program, candidate, plan)
-            self.entries = [Entry(program, candidate, None, ratios, run, plan)]
+            self.plans = [LevelPlan(program, candidate, None, ratios, run, plan)]
         return run
 
     def compile_cautiously(self, limit_of: Callable[[StepGraph], int | None]) -> Callable[..., Any]:
@@ -147,7 +147,7 @@ class StepGraph:
         run, plan = self._compile(least, True)
         assert run is not None
         if position is not None:
-            self._compiled(self.entries[position], run, plan)
+            self._compiled(self.plans[position], run, plan)
         return run
 
     def learn_levels(self, room: int | None = None) -> None:
@@ -209,7 +209,7 @@ class StepGraph:
         halves allocate is the same at every level, copies of incoming gradients that are not
         contiguous, for one.
         """
-        forward, backward = self.entries[position].measured.get(sizes, (0, 0))
+        forward, backward = self.plans[position].measured.get(sizes, (0, 0))
         level = _raised(self._planned(sizes)[position], *self.excess)
         return replace(
             level,
@@ -219,7 +219,7 @@ class StepGraph:
 
     def levels(self, sizes: Sizes = ()) -> tuple[Level, ...]:
         """Return the bytes and seconds of every plan at some sizes."""
-        return tuple(self.level(i, sizes) for i in range(len(self.entries)))
+        return tuple(self.level(i, sizes) for i in range(len(self.plans)))
 
     def away_bytes(self, position: int, sizes: Sizes) -> int:
         """Return the bytes that a plan sends away."""
@@ -232,18 +232,18 @@ class StepGraph:
     def _planned(self, sizes: Sizes) -> list[Level]:
         """Return the planned bytes and seconds of every plan at some sizes."""
         levels = self._levels.setdefault(sizes, [])
-        if len(levels) < len(self.entries):
+        if len(levels) < len(self.plans):
             if len(self._levels) > SIZES:
                 self._levels = {sizes: levels}
             at: dict[int, Program] = {}
-            for entry in self.entries[len(levels) :]:
-                program, candidate = entry.program, entry.candidate
+            for each in self.plans[len(levels) :]:
+                program, candidate = each.program, each.candidate
                 if sizes:
                     if id(program) not in at:
                         at[id(program)] = self._at(program, sizes)
                     program = at[id(program)]
                     candidate = _candidate(program, candidate.schedule)
-                levels.append(_scaled(level_of(program, candidate), entry.ratios))
+                levels.append(_scaled(level_of(program, candidate), each.ratios))
         return levels
 
     def _at(self, program: Program, sizes: Sizes) -> Program:
@@ -267,17 +267,17 @@ class StepGraph:
 
     def run(self, position: int) -> Callable[..., Any]:
         """Return the compiled function of a plan; compile it if it is new."""
-        entry = self.entries[position]
-        if entry.run is None:
+        level_plan = self.plans[position]
+        if level_plan.run is None:
 
             def chosen(program: Program) -> SearchResult:
                 return self._result(position, program)
 
             run, plan = self._compile(chosen, False)
             assert run is not None
-            self._compiled(entry, run, plan)
-        assert entry.run is not None
-        return entry.run
+            self._compiled(level_plan, run, plan)
+        assert level_plan.run is not None
+        return level_plan.run
 
     def measured(
         self,
@@ -291,7 +291,7 @@ class StepGraph:
         It does if it is above what was known of the plan, or well below.
         """
         known = self.level(position, sizes)
-        found, planned = self.entries[position].measured, self._planned(sizes)[position]
+        found, planned = self.plans[position].measured, self._planned(sizes)[position]
         before = found.get(sizes, (0, 0))
         if sizes not in found and len(found) > SIZES:
             found.clear()
@@ -312,13 +312,13 @@ class StepGraph:
             )
         )
 
-    def _compiled(self, entry: Entry, run: Callable[..., Any], plan: Plan | None) -> None:
-        entry.run, entry.plan = run, plan
+    def _compiled(self, level_plan: LevelPlan, run: Callable[..., Any], plan: Plan | None) -> None:
+        level_plan.run, level_plan.plan = run, plan
         if plan is not None and plan.compiled_peak_bytes is not None:
-            entry.ratios = _ratios(entry.program, entry.candidate, plan)
-            if max(entry.ratios) > self.model_error:
-                self.model_error = max(entry.ratios)
-                for other in self.entries:
+            level_plan.ratios = _ratios(level_plan.program, level_plan.candidate, plan)
+            if max(level_plan.ratios) > self.model_error:
+                self.model_error = max(level_plan.ratios)
+                for other in self.plans:
                     if other.run is None:
                         other.ratios = (self.model_error, self.model_error)
             self._levels.clear()
@@ -336,13 +336,13 @@ class StepGraph:
             )
         self._family, self._program = family, self._program or program
         # Positions of plans stay as they are.
-        self.entries += [
-            Entry(program, candidate, i) for i, candidate in enumerate(family.candidates)
+        self.plans += [
+            LevelPlan(program, candidate, i) for i, candidate in enumerate(family.candidates)
         ]
         log.debug("graph %d has %d levels", self.number, len(family.candidates))
 
     def _result(self, position: int, program: Program | None = None) -> SearchResult:
-        family, index = self._family, self.entries[position].index
+        family, index = self._family, self.plans[position].index
         assert family is not None and index is not None
         if program is not None and len(program.ops) != family.ops:
             raise PlanningFailed(

@@ -116,7 +116,7 @@ class StepLevels:
 
     def compile(self, call: RecordedCall) -> None:
         """Compile the plan of a call if it is new."""
-        if call.graph.entries[call.position].run is None:
+        if call.graph.plans[call.position].run is None:
             self.version += 1
         call.graph.run(call.position)
 
@@ -284,7 +284,7 @@ class StepLevels:
                 )
                 if fixed is None
             )
-            new = [RecordedCall(g, i) for g, i in used if g.entries[i].run is None]
+            new = [RecordedCall(g, i) for g, i in used if g.plans[i].run is None]
             if not new:
                 return choice
             for call in new:
@@ -321,8 +321,8 @@ def _choose(
     ready = [
         (key, i)
         for key, graph in graphs.items()
-        for i, entry in enumerate(graph.entries)
-        if entry.run is not None
+        for i, plan in enumerate(graph.plans)
+        if plan.run is not None
     ]
     calls, spare = [id(graph) for graph in learned.calls], _spare(learned)
     return choose_few(learned.program(sizes), limit, calls, ready, most=most, spare=spare)

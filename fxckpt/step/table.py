@@ -54,7 +54,7 @@ def _rows(record: StepRecord) -> Iterator[StepRow]:
             graph.name,
             count,
             faster + 1,
-            len(graph.entries),
+            len(graph.plans),
             level.held_bytes,
             level.forward_bytes,
             level.backward_bytes,

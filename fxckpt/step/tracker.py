@@ -14,8 +14,8 @@ from typing import Any
 
 from fxckpt import budgets
 from fxckpt.errors import BudgetInfeasible, InvalidOption
-from fxckpt.planner.planner import infeasible
 from fxckpt.planner.ranks import Ranks
+from fxckpt.planner.refusals import infeasible
 from fxckpt.reports.step_report import StepReport
 from fxckpt.solver.step_choice import Moment
 from fxckpt.step.begin import StepBegin

@@ -169,7 +169,7 @@ def test_floats_that_vary_have_levels() -> None:
         assert peak <= limit and all(map(torch.equal, found, step(model, x)[1]))
     report = backend.report().step
     assert report is not None and report.settled_at == 2
-    assert max(sum(entry.run is not None for entry in g.entries) for g in backend._graphs) > 1
+    assert max(sum(plan.run is not None for plan in g.plans) for g in backend._graphs) > 1
 
 
 @pytest.mark.parametrize("budget", ["min", 1.0, "10KiB"])

@@ -1,0 +1,69 @@
+"""Offload: the link of a program to a tier, and what sending values there would reach."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from fxckpt.budgets import format_bytes
+from fxckpt.costs.devices import Device
+from fxckpt.errors import InvalidOption
+from fxckpt.passes.analysis.joint import Facts
+from fxckpt.passes.transforms.move import movable_storages
+from fxckpt.policies.base import Policy
+from fxckpt.solver.program import Link
+from fxckpt.solver.search.candidates import SearchResult
+from fxckpt.tiers import Tier
+
+
+def with_link(
+    facts: Facts,
+    tier: Tier,
+    sent: frozenset[fx.Node],
+    device: torch.device,
+    policy: Policy | None,
+    named: Device | None,
+) -> Facts:
+    """Return the facts with the link of their program to a tier.
+
+    ``sent`` are the nodes whose values ``policy`` sends away; ``named`` is the device elsewhere
+    that is planned for. Raises :class:`InvalidOption` where these values do not fit the tier.
+    """
+    program = facts.program
+    rates = tier.rates() if named is None or tier.has_given_rates else link_rates(named)
+    movable = movable_storages(facts, device)
+    written = (s for op in program.ops if facts.op_node[op.name] in sent for s in op.writes)
+    required = movable.intersection(written)
+    needed = sum(program.storages[s].bytes for s in required)
+    if needed > tier.limit_bytes:
+        raise InvalidOption(
+            f"the policy {policy!r} sends {format_bytes(needed)} away, and {tier!r} holds "
+            f"{format_bytes(tier.limit_bytes)}. Raise its limit, or let the policy prefer what it "
+            "demands (PREFER_CPU_OFFLOAD)."
+        )
+    link = Link(*rates, tier.limit_bytes, movable, required)
+    return replace(facts, program=replace(program, link=link))
+
+
+def link_rates(device: Device) -> tuple[float, float]:
+    """Return the bytes/s from a device to its host, and back."""
+    return device.to_host, device.from_host
+
+
+def offload_hint(tier: Tier | None, device: torch.device, facts: Facts, found: SearchResult) -> str:
+    """Return what the error for a budget below the floor says of sending values away."""
+    storages = movable_storages(facts, device)
+    needed, peak = found.reach_away(facts.program, storages)
+    if peak >= found.least_peak.simulation.peak_bytes:
+        return ""
+    reach, held = format_bytes(peak), format_bytes(needed)
+    if tier is None:
+        return (
+            f" With offload=fxckpt.tiers.Host(...) and {held} there it could reach about {reach}."
+        )
+    return (
+        f" {tier!r} holds {format_bytes(tier.limit_bytes)}; with {held} it could reach about "
+        f"{reach}."
+    )

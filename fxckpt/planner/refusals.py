@@ -1,0 +1,78 @@
+"""Errors and warnings of the planner: what was asked, what was found, what to do."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+from torch import fx
+
+from fxckpt import budgets
+from fxckpt.errors import BudgetInfeasible, InvalidOption, SlowdownInfeasible
+from fxckpt.policies.base import Policy
+from fxckpt.solver.program import SavedLimit
+from fxckpt.torch_private import unbounded_sizes
+
+
+def refuse_tiles(policy: Policy | None) -> None:
+    """Raise :class:`InvalidOption` for a policy with tiles, where there can be none."""
+    if policy is not None and policy.tiles():
+        raise InvalidOption(
+            f"policy={policy!r} runs modules in tiles, which are for models that are one graph: "
+            "fxckpt.Backend, fxckpt.Partitioner, fxckpt.plan, and fxckpt.rewrite of a module. "
+            "Leave tile(...) out here."
+        )
+
+
+def infeasible(
+    budget: budgets.Budget,
+    budget_bytes: int,
+    floor_bytes: int,
+    baseline_peak_bytes: int,
+    hint: str = "",
+) -> BudgetInfeasible:
+    """Return the error for a budget below the floor."""
+    asked, floor = budgets.format_apart(budget_bytes, floor_bytes)
+    fraction = budgets.least_fraction(budget, floor_bytes, baseline_peak_bytes)
+    enough = f"'{floor_bytes}B'" if fraction is None else f"{fraction} ('{floor_bytes}B')"
+    return BudgetInfeasible(
+        f"budget={budget!r} is {asked}, below the least peak found for this graph, {floor}; its "
+        f"uncheckpointed peak is {budgets.format_bytes(baseline_peak_bytes)}. Raise the budget to "
+        f"at least {enough}, or make the batch smaller.{hint}",
+        floor_bytes=floor_bytes,
+        budget_bytes=budget_bytes,
+    )
+
+
+def infeasible_region(limit: SavedLimit) -> BudgetInfeasible:
+    """Return the error for a region with a budget below the fewest bytes that can be saved."""
+    asked, least = budgets.format_apart(limit.bytes, limit.least_bytes)
+    return BudgetInfeasible(
+        f"the budget of region {limit.name!r} is {asked}, below the least that can be saved of its "
+        f"values, {least}: they may not be recomputed, or are what others are recomputed from. "
+        f"Raise it to at least '{limit.least_bytes}B', or leave them out of the region.",
+        floor_bytes=limit.least_bytes,
+        budget_bytes=limit.bytes,
+    )
+
+
+def too_slow(max_slowdown: float, least: float) -> SlowdownInfeasible:
+    """Return the error for a target in time that even the fastest plan exceeds."""
+    at_least = math.ceil(least * 1e4) / 1e4
+    return SlowdownInfeasible(
+        f"max_slowdown={max_slowdown!r} cannot be kept: the policy alone has values recomputed for "
+        f"{least:.2%} of the step's time. Raise it to at least {at_least}, or let the policy "
+        "prefer what it demands (PREFER_RECOMPUTE in place of MUST_RECOMPUTE).",
+        least_slowdown=least,
+    )
+
+
+def warn_of_unbounded_sizes(graph: fx.Graph, budget: budgets.Budget) -> None:
+    """Warn of sizes that only the step knows, planned as 1, under which no budget is certain."""
+    if unbounded := unbounded_sizes(graph):
+        warnings.warn(
+            f"budget={budget!r} cannot be promised: {', '.join(unbounded)} are known only when the "
+            "step runs, and were planned as 1. Give them an upper bound: torch._check(size <= n) "
+            "in the model, or mark_unbacked(x, dim, max=n).",
+            stacklevel=2,
+        )
