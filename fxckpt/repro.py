@@ -16,7 +16,7 @@ from torch import fx
 
 from fxckpt.errors import InvalidOption
 from fxckpt.ops.properties import tensors
-from fxckpt.planner.graph_json import NotWritable, from_json, to_json
+from fxckpt.plans.graph_json import NotWritable, from_json, to_json
 from fxckpt.torch_private import size_hint
 from fxckpt.torch_private.inductor.options import draws_as_eager
 from fxckpt.utils.cache_folder import cache_dir
@@ -48,7 +48,7 @@ class Repro:
     inner: str | None
     """Inner compiler, if it is Inductor."""
     nodes: list[dict[str, Any]]
-    """The graph in the form of :mod:`fxckpt.planner.graph_json`; empty if it has none."""
+    """The graph in the form of :mod:`fxckpt.plans.graph_json`; empty if it has none."""
     no_nodes: str
     """Parts of the graph that have no such form."""
     fallback_random: bool = False

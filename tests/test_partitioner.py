@@ -23,7 +23,7 @@ from torch._inductor.utils import fresh_cache
 import fxckpt
 from fxckpt import repro
 from fxckpt.cli import main
-from fxckpt.planner.graph_json import from_json
+from fxckpt.plans.graph_json import from_json
 from fxckpt.policies import save_matmuls
 from fxckpt.torch_private.inductor.default_partitioner import copied
 

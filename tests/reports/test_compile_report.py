@@ -39,4 +39,4 @@ def test_outputs_bytes(plan: fxckpt.Plan) -> None:
     assert plan.snapshot is not None
     outputs = [s.bytes for s in plan.snapshot.program.storages if s.is_output]
     assert outputs_bytes(plan) == sum(outputs) > 0
-    assert outputs_bytes(replace(plan, step=None)) == 0
+    assert outputs_bytes(replace(plan, snapshot=None)) == 0
