@@ -45,6 +45,10 @@ def budget(limit: int | float | str, name: str = "") -> AbstractContextManager[A
     >>> [(region.name, region.saved_bytes, region.binds) for region in plan.regions]
     [('head', 1024, True)]
     """
+    if annotates():
+        # A number that Dynamo follows as a symbol breaks the graph; as an element of a set it is
+        # the number it stands for, which is guarded.
+        (limit,) = {limit}
     if problem := _problem(limit):
         # Not raised by what Dynamo calls as it traces, which would be an internal error of Dynamo.
         raise InvalidBudget(problem)

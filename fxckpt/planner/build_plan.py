@@ -7,6 +7,7 @@ from collections import Counter
 from fxckpt.plans.snapshot import GraphSnapshot, NodeLabel, state_name
 from fxckpt.plans.types import Offload, Plan, Recompute, RegionBudget, Row
 from fxckpt.reason import Decision, Reason
+from fxckpt.solver.cuts.saved_limits import binding
 from fxckpt.solver.program import Program, Side
 from fxckpt.solver.search.candidates import Candidate, SearchResult
 
@@ -62,7 +63,7 @@ def build_plan(
 def _regions(program: Program, found: SearchResult, chosen: Candidate) -> tuple[RegionBudget, ...]:
     """Return what the schedule saves of each region with a budget of its own."""
     saved = frozenset(chosen.schedule.saved)
-    binds = found.binds or (False,) * len(program.limits)
+    binds = binding(program, chosen.schedule, found.bound.price)
     return tuple(
         RegionBudget(
             limit.name,
@@ -71,7 +72,7 @@ def _regions(program: Program, found: SearchResult, chosen: Candidate) -> tuple[
             sum(program.storages[s].bytes for s in limit.storages if s in saved),
             limit.least_bytes,
             limit.default_bytes,
-            does_bind,
+            does_bind and limit.bytes < limit.default_bytes,
         )
         for limit, does_bind in zip(program.limits, binds, strict=True)
     )

@@ -121,6 +121,22 @@ def test_peak_and_region_budgets_hold_together() -> None:
     assert all(plan.regions[2].saved_bytes == 0 for plan in both.frontier(3).plans)
 
 
+@pytest.mark.parametrize("scope", ["step", "graph"])
+def test_report_names_the_inner_of_two_limits(scope: str) -> None:
+    """Of limits that overlap the one that costs time is named, beside a budget of either scope."""
+
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        with fxckpt.budget(3 * VALUE, name="outer"), fxckpt.budget(0.0, name="inner"):
+            for _ in range(3):
+                x = (x @ w).sin()
+        return x.square().sum()
+
+    backend = fxckpt.Backend(inner="aot_eager", budget="1GiB", scope=scope)
+    x, w = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
+    torch.compile(model, backend=backend)(x, w).backward()
+    assert backend.plans[0].explain().binding() == "region inner"
+
+
 def test_region_below_its_least_is_named() -> None:
     """What a policy has saved is the least, and less is refused with the region's name."""
 
@@ -148,6 +164,23 @@ def test_invalid_limits_are_refused(limit: Any) -> None:
         model(x)
     with pytest.raises(fxckpt.InvalidBudget, match=r"fraction in \[0, 1\]"):
         torch.compile(model, backend=fxckpt.Backend(inner="aot_eager"))(x)
+
+
+def test_limit_may_be_an_argument() -> None:
+    """A number that Dynamo would follow as a symbol is a limit: neither a break nor lost."""
+
+    def model(x: Tensor, limit: float, rows: int) -> Tensor:
+        with fxckpt.budget(limit):
+            x = x.sin().exp()
+        with fxckpt.budget(4 * rows * x.shape[0]):
+            return x.cos().exp().sum()
+
+    backend = fxckpt.Backend(inner="aot_eager")
+    compiled = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
+    for size, limit, rows in ((64, 0.5, 1), (64, 0.25, 1), (32, 0.25, 1)):
+        compiled(torch.randn(size, requires_grad=True), limit, rows)
+    found = [[region.budget for region in plan.regions] for plan in backend.plans]
+    assert found == [["0.5", "256 B"], ["0.25", "256 B"], ["0.25", "128 B"]]
 
 
 @pytest.mark.parametrize("inner", INNERS)

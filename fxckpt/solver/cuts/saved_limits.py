@@ -148,13 +148,26 @@ def least_bytes_together(program: Program, groups: Sequence[Sequence[int]]) -> l
     return [int(program.tables.bytes[list(g)][saved[list(g)]].sum()) for g in groups]
 
 
-@dataclass(frozen=True, eq=False)
-class Allowance:
-    """A choice of saved values within all limits."""
+def binding(program: Program, schedule: Schedule, price: float) -> tuple[bool, ...]:
+    """Return whether each limit binds: a schedule recomputes a value for lack of room within it.
 
-    choice: SavedChoice
-    prices: tuple[float, ...]
-    """Price of each limit, in seconds per byte."""
+    The value would be saved at ``price`` per saved byte without any limit. Of several limits that
+    lack room for it one binds: one that binds for another value too, else the innermost.
+    """
+    binds: set[int] = set()
+    if program.limits:
+        kept, runs = frozenset(schedule.saved), frozenset(schedule.runs)
+        wanted = SavedCut(program).least(np.full(len(program.storages), price)).saved
+        rooms = SavedRooms(program, kept)
+        lacking = [
+            [i for i, nbytes in rooms.needed([s]).items() if nbytes > rooms.left[i]]
+            for s in np.flatnonzero(wanted).tolist()
+            if s not in kept and program.storages[s].producer in runs
+        ]
+        for limits in sorted(filter(None, lacking), key=len):
+            if binds.isdisjoint(limits):
+                binds.add(min(limits, key=lambda i: len(program.limits[i].storages)))
+    return tuple(i in binds for i in range(len(program.limits)))
 
 
 class SavedLimits:
@@ -174,26 +187,26 @@ class SavedLimits:
         self.bounds: list[tuple[float, float]] = []
         """Prices of all saved values, each with the Lagrangian's bound there, for any room."""
 
-    def choose(self, price: float) -> Allowance | None:
+    def choose(self, price: float) -> SavedChoice | None:
         """Return the choice of about the least time, at ``price`` per byte of all saved values.
 
         None if none was found.
         """
         choice = self._least(price, np.zeros(len(self.limits)))
         if not self._over(choice).any():
-            return Allowance(choice, (0.0,) * len(self.limits))
+            return choice
         lows, highs = (np.full(len(self.limits), p) for p in (self.low, self.high))
-        best: Allowance | None = None
+        best: SavedChoice | None = None
         for _ in range(STEPS):
             prices = np.sqrt(lows * highs)
             choice = self._least(price, prices)
             over = self._over(choice)
-            best = self._better(price, best, choice, prices)
+            best = self._better(price, best, choice)
             lows, highs = np.where(over, prices, lows), np.where(over, highs, prices)
         prices = highs
         for _ in range(RAISES):
             choice = self._least(price, prices)
-            best = self._better(price, best, choice, prices)
+            best = self._better(price, best, choice)
             over = self._over(choice)
             if not over.any():
                 break
@@ -203,15 +216,6 @@ class SavedLimits:
     def fewest(self) -> SavedChoice:
         """Return the choice that saves the fewest bytes of all limits."""
         return self.cut.least(self.member.sum(axis=0).astype(np.float64), time=0.0)
-
-    def binding(self, price: float, prices: Sequence[float]) -> tuple[bool, ...]:
-        """Return whether each limit binds: without its price, more is saved than it allows."""
-        result = []
-        for i, own in enumerate(prices):
-            without = np.asarray(prices, dtype=np.float64)
-            without[i] = 0.0
-            result.append(own > 0 and bool(self._over(self._least(price, without))[i]))
-        return tuple(result)
 
     def restricted(self, saved: BoolArray) -> Program:
         """Return the program in which no storage of a limit may be saved but the ``saved`` ones."""
@@ -244,14 +248,14 @@ class SavedLimits:
         return over
 
     def _better(
-        self, price: float, best: Allowance | None, choice: SavedChoice, prices: FloatArray
-    ) -> Allowance | None:
+        self, price: float, best: SavedChoice | None, choice: SavedChoice
+    ) -> SavedChoice | None:
         """Return the better of two choices; None if neither is within the limits."""
         if self._over(choice).any():
             return best
-        if best is not None and self._cost(price, best.choice) <= self._cost(price, choice):
+        if best is not None and self._cost(price, best) <= self._cost(price, choice):
             return best
-        return Allowance(choice, tuple(prices.tolist()))
+        return choice
 
     def _cost(self, price: float, choice: SavedChoice) -> float:
         return choice.seconds + price * float(self.nbytes[choice.saved].sum())

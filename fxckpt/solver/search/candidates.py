@@ -51,8 +51,6 @@ class SearchResult:
     """Lower bound for a limit that is greater by ``NEXT_BYTES``."""
     peak_bound_bytes: int
     """Lower bound on the peak of any plan."""
-    binds: tuple[bool, ...] = ()
-    """Whether each limit of the program on saved values binds."""
     least_seconds: float = 0.0
     """Least extra time of the plans seen, whatever their peak."""
 

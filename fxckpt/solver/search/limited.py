@@ -28,18 +28,16 @@ class LimitedSearch(LocalSearch):
         super().__init__(options, program)
         self.limits = SavedLimits(program, self.low, self.high)
         self.parts: dict[frozenset[int], LocalSearch] = {}
-        self.prices: dict[float, tuple[float, ...]] = {}
-        """Prices of the limits found, by the price of all saved values."""
+        self.opened: set[float] = set()
+        """Prices of all saved values that have a part."""
 
     def _open(self, price: float) -> None:
         """Add the part of the choice at a price of all saved values."""
-        if price in self.prices:
+        if price in self.opened:
             return
-        allowed = self.limits.choose(price)
-        self.prices[price] = (0.0,) * len(self.program.limits)
-        if allowed is not None:
-            self.prices[price] = allowed.prices
-            self._add(allowed.choice)
+        self.opened.add(price)
+        if (choice := self.limits.choose(price)) is not None:
+            self._add(choice)
 
     def _add(self, choice: SavedChoice) -> None:
         """Add the part of a choice, with what else its recomputes leave room for."""
@@ -129,11 +127,6 @@ class LimitedSearch(LocalSearch):
             outputs = int(self.program.tables.bytes[self.program.tables.is_output].sum())
             room = limit - outputs - self.program.tangent_bytes
         return Bound(max(by_peak.seconds, self.limits.bound(room)), by_peak.price)
-
-    def binds(self, bound: Bound) -> tuple[bool, ...]:
-        """Return whether each limit of the program binds at the price of a bound."""
-        self._open(bound.price)
-        return self.limits.binding(bound.price, self.prices[bound.price])
 
 
 def infeasible_together(program: Program, fewest: SavedChoice) -> BudgetInfeasible:

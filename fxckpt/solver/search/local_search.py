@@ -111,13 +111,8 @@ class LocalSearch:
             bound,
             next_bound,
             self.bounds.peak_bytes,
-            self.binds(bound),
             min((c.simulation.extra_seconds for c in self.legal), default=0.0),
         )
-
-    def binds(self, bound: Bound) -> tuple[bool, ...]:
-        """Return whether each limit of the program binds at the price of a bound."""
-        return ()
 
     def layout(self, count: int) -> Layout:
         """Return the layout of about ``count`` stages."""

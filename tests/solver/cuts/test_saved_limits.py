@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fxckpt.errors import BudgetInfeasible
-from fxckpt.solver.cuts.saved_limits import exceeded, least_bytes, least_bytes_together
+from fxckpt.solver.cuts.saved_limits import binding, exceeded, least_bytes, least_bytes_together
 from fxckpt.solver.program import IN_BACKWARD, Program, SavedLimit
 from fxckpt.solver.search.price_search import PriceSearch
 from tests.solver.oracle import exhaustive
@@ -94,10 +94,13 @@ def test_limit_recomputes_the_cheap_value() -> None:
     program = two_values()
     both = PriceSearch()(limited(program, ([0, 1], 10)), lambda peak: None)
     assert both.best is not None and both.best.schedule.saved == (1,)
-    assert both.best.simulation.extra_seconds == 1.0 and both.binds == (True,)
+    assert both.best.simulation.extra_seconds == 1.0
+    assert binding(limited(program, ([0, 1], 10)), both.best.schedule, 0.0) == (True,)
     dear = PriceSearch()(limited(program, ([1], 0), ([0], 10)), lambda peak: None)
     assert dear.best is not None and dear.best.schedule.saved == (0,)
-    assert dear.best.simulation.extra_seconds == 9.0 and dear.binds == (True, False)
+    assert dear.best.simulation.extra_seconds == 9.0
+    limits = limited(program, ([1], 0), ([0], 10))
+    assert binding(limits, dear.best.schedule, 0.0) == (True, False)
 
 
 def test_nested_limits_count_inner_values_outside() -> None:
@@ -105,6 +108,13 @@ def test_nested_limits_count_inner_values_outside() -> None:
     program = two_values()
     found = PriceSearch()(limited(program, ([0, 1], 0), ([1], 10)), lambda peak: None)
     assert found.best is not None and found.best.schedule.saved == ()
+    for limits, expected in (
+        ([([0, 1], 0), ([1], 10)], (True, False)),
+        ([([0, 1], 10), ([0, 1], 0)], (False, True)),
+        ([([0, 1], 10), ([1], 0), ([0], 0)], (False, True, True)),
+        ([([0, 1], 0), ([1], 0)], (True, False)),
+    ):
+        assert binding(limited(program, *limits), found.best.schedule, 0.0) == expected
 
 
 def test_frontier_keeps_the_limits() -> None:
