@@ -17,7 +17,6 @@ import torch._inductor.config as inductor_config
 from functorch.compile import aot_function, aot_module, make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import fresh_cache
 
 import fxckpt
@@ -307,27 +306,58 @@ def test_repro_has_data_dependent_sizes(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert (again.saved, again.recomputed) == (plan.saved, plan.recomputed)
 
 
-def test_repro_of_inductors_random_region(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+class Keeping(fxckpt.Partitioner):
+    """A partitioner that keeps the joint graph, and plans nothing."""
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **given: Any) -> Any:
+        """Keep the graph and leave."""
+        self.joint, self.count = copied(gm), given["num_fwd_outputs"]
+        raise RuntimeError("the joint graph is known")
+
+
+def random_region(x: Tensor, w: Tensor) -> Tensor:
+    return fxckpt.checkpoint(lambda y: nn.functional.dropout(y.sin(), 0.3).cos() @ w, x)
+
+
+def selected_rows(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).sin()[x.sum(1) > 0]
+
+
+def one_of_two(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda a: (a @ w).sin(), lambda a: (a @ w).cos(), (x,))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("function", "config"),
+    [
+        (random_region, {"fallback_random": True}),
+        (random_region, {}),
+        (selected_rows, {}),
+        (one_of_two, {}),
+    ],
+)
+def test_repro_is_planned_again_for_inductor(
+    function: Callable[..., Tensor],
+    config: dict[str, bool],
+    dynamic: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A graph with eager's random ops in a checkpoint region is planned again for Inductor."""
+    """Random ops in a region, sizes that vary or depend on data, and branches."""
     monkeypatch.setenv("FXCKPT_CACHE_DIR", str(tmp_path))
-    joints: list[fx.GraphModule] = []
-
-    def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **given: Any) -> Any:
-        joints.append(copied(joint))
-        return fxckpt.Partitioner()(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
-
-    def step(x: Tensor) -> Tensor:
-        return fxckpt.checkpoint(lambda y: torch.nn.functional.dropout(y.sin(), 0.3).cos(), x)
-
     torch._dynamo.reset()
-    with inductor_config.patch(fallback_random=True):
-        backend = aot_autograd(
-            fw_compiler=run, partition_fn=partition, decompositions=select_decomp_table()
-        )
-        torch.compile(step, backend=backend)(torch.randn(8, 8, requires_grad=True))
-        path = repro.save(joints[0], 1, "", ValueError(), settings={}, inner="inductor")
+    kept = Keeping()
+    with (
+        inductor_config.patch(custom_partitioner_fn=kept, **config),
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+    ):
+        with pytest.raises(Exception, match="the joint graph is known"):
+            torch.compile(function, fullgraph=True, dynamic=dynamic)(
+                torch.randn(8, 16), torch.randn(16, 16, requires_grad=True)
+            )
+        path = repro.save(kept.joint, kept.count, "", ValueError(), settings={}, inner="inductor")
     assert main(["doctor", str(path)]) == 0
     assert "the graph is planned" in capsys.readouterr().out
 

@@ -19,6 +19,7 @@ from fxckpt.torch_private import (
     OpOverload,
     ShapeEnv,
     bindings_of,
+    has_hint,
     size_hint,
 )
 
@@ -37,8 +38,8 @@ class NotWritable(Exception):
 def to_json(graph: fx.Graph) -> list[Json]:
     """Return the nodes of a joint graph as JSON values.
 
-    Symbolic sizes become the numbers that they stood for. Raises :class:`NotWritable` for a graph
-    that holds a subgraph, a tensor subclass or Python objects.
+    Symbolic sizes become the numbers that they stood for, also where an op takes them. Raises
+    :class:`NotWritable` for a graph that holds a tensor subclass or Python objects.
     """
     return [_node(node) for node in graph.nodes]
 
@@ -49,38 +50,53 @@ def from_json(nodes: list[Json]) -> fx.GraphModule:
     The ops run on fake tensors of the written shapes, so that views share storages again. Raises
     :class:`~fxckpt.errors.InvalidOption` for an op that is not registered here.
     """
+    sizes = ShapeEnv()
+    # Sizes that depend on data are symbols again, which nobody is to bind but the nodes here.
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes),
+        sizes.ignore_fresh_unbacked_symbols(),
+    ):
+        return _read(nodes)
+
+
+def _read(nodes: list[Json]) -> fx.GraphModule:
+    """Read a graph, or one inside another, where fake tensors are made."""
     graph, root = fx.Graph(), torch.nn.Module()
     made: dict[str, fx.Node] = {}
-    # Sizes that depend on data are symbols again.
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
-        for item in nodes:
-            args, kwargs = _decode(item["args"], made), _decode(item["kwargs"], made)
-            target = _function(item["target"]) if item["op"] == "call_function" else item["target"]
-            if item["op"] == "get_attr":
-                setattr(root, target, _decode(item["val"], made))
-            node = graph.create_node(item["op"], target, tuple(args), kwargs, item["name"])
-            made[item["name"]] = node
-            if item["op"] == "call_function":
-                values = fx.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
-                node.meta["val"] = target(*values[0], **values[1])
-                if bindings := bindings_of(node):
-                    node.meta[BINDINGS] = bindings
-            elif item["op"] != "output":
-                node.meta["val"] = _decode(item["val"], made)
-            node.meta.update({key: item[key] for key in KEPT if key in item})
-            if "recompute" in item:
-                node.meta["recompute"] = CheckpointPolicy[item["recompute"]]
+    values: dict[fx.Node, Any] = {}
+    for item in nodes:
+        args, kwargs = _decode(item["args"], made), _decode(item["kwargs"], made)
+        target = _function(item["target"]) if item["op"] == "call_function" else item["target"]
+        node = graph.create_node(item["op"], target, tuple(args), kwargs, item["name"])
+        made[item["name"]] = node
+        if item["op"] == "call_function":
+            given = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.meta["val"] = target(*given[0], **given[1])
+            if bindings := bindings_of(node):
+                node.meta[BINDINGS] = bindings
+        elif item["op"] != "output":
+            values[node] = _decode(item["val"], made)
+            if not isinstance(values[node], fx.GraphModule):
+                node.meta["val"] = values[node]
+        if item["op"] == "get_attr":
+            setattr(root, target, values[node])
+        node.meta.update({key: item[key] for key in KEPT if key in item})
+        if "recompute" in item:
+            node.meta["recompute"] = CheckpointPolicy[item["recompute"]]
     return fx.GraphModule(root, graph)
 
 
 def _node(node: fx.Node) -> Json:
     target = _name(node.target) if node.op == "call_function" else str(node.target)
+    args, kwargs = node.args, node.kwargs
+    if node.op == "call_function":
+        args, kwargs = fx.map_arg((args, kwargs), _number_of)
     found: Json = {
         "op": node.op,
         "name": node.name,
         "target": target,
-        "args": _encode(list(node.args)),
-        "kwargs": _encode(dict(node.kwargs)),
+        "args": _encode(list(args)),
+        "kwargs": _encode(dict(kwargs)),
     }
     if node.op in ("placeholder", "get_attr"):
         value = node.meta.get("val")
@@ -90,6 +106,12 @@ def _node(node: fx.Node) -> Json:
     found |= {key: node.meta[key] for key in KEPT if isinstance(node.meta.get(key), (int, str))}
     policy = node.meta.get("recompute")
     return {**found, "recompute": policy.name} if isinstance(policy, CheckpointPolicy) else found
+
+
+def _number_of(node: fx.Node) -> Any:
+    """Return the number that a symbolic size stood for, and any other node as it is."""
+    value = node.meta.get("val")
+    return size_hint(value) if isinstance(value, torch.SymInt) and has_hint(value) else node
 
 
 def _name(target: Any) -> str:
@@ -140,6 +162,8 @@ def _encode(value: Any) -> Any:
         return {"torch": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {"device": str(value)}
+    if isinstance(value, fx.GraphModule):
+        return {"graph": to_json(value.graph)}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, (OpOverload, HigherOrderOperator)):
@@ -183,6 +207,8 @@ def _decode(value: Any, made: Mapping[str, fx.Node]) -> Any:
         return {key: _decode(item, made) for key, item in held}
     if kind == "op":
         return _function(held)
+    if kind == "graph":
+        return _read(held)
     return {"slice": lambda: slice(*_decode(held, made)), "complex": lambda: complex(*held)}.get(
         kind, lambda: torch.device(held)
     )()

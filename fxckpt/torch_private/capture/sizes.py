@@ -35,6 +35,11 @@ def size_hint(value: Any) -> int:
     return int(hint) if isinstance(hint, int) else 1
 
 
+def has_hint(size: torch.SymInt) -> bool:
+    """Return whether a size was known when it was traced: it does not depend on data."""
+    return bool(size.node.has_hint())
+
+
 @dataclass(frozen=True)
 class SymbolicSize:
     """A size as an expression of symbols."""
