@@ -18,6 +18,7 @@ from functorch.compile import aot_function, aot_module, make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import fresh_cache
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxckpt
 from fxckpt import repro
@@ -498,6 +499,25 @@ def test_effects_writes_and_sizes_are_taken(
             compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
             assert equal(outcome(compiled), outcome(function))
         assert len(partitioner.plans) == (function is not without_gradient)
+
+
+@pytest.mark.parametrize("budget", [None, "min", 1.0])
+def test_joint_graph_without_tangents(budget: Any) -> None:
+    """Gradients of a loss that is inside the graph need none: both halves give those of eager."""
+
+    def step(primals_1: Tensor, primals_2: Tensor) -> list[Tensor]:
+        loss = ((primals_1 @ primals_2).sin() @ primals_2).sin().square().sum()
+        return [loss, *torch.autograd.grad(loss, (primals_1, primals_2))]
+
+    given = torch.randn(8, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    joint = make_fx(step, tracing_mode="fake")(*given)
+    assert not any("tangents" in str(node.target) for node in joint.graph.nodes)
+    partitioner = fxckpt.Partitioner(budget=budget)
+    forward, backward = partitioner(joint, given, num_fwd_outputs=1)
+    loss, *saved = forward(*given)
+    assert equal([loss, *backward(*saved)], step(*given))
+    (plan,) = partitioner.plans
+    assert str(partitioner.report()) and plan.recomputed == ()
 
 
 def test_wrong_arguments_are_named() -> None:
