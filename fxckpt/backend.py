@@ -26,6 +26,7 @@ from fxckpt.costs.models import CostModel
 from fxckpt.errors import BudgetInfeasible, CaptureError, FxckptError, InvalidOption
 from fxckpt.partitioner import NO_TILES, Partitioner, source_digest
 from fxckpt.passes.meta import ORDER
+from fxckpt.passes.transforms.in_place import write_where_dead
 from fxckpt.planner.planner import LevelChooser, device_of
 from fxckpt.planner.ranks import Neighbour, Ranks, group_of
 from fxckpt.plans.types import Plan
@@ -50,6 +51,7 @@ from fxckpt.torch_private import (
     inline_regions,
     is_cut_short,
     is_in_a_forward,
+    is_in_compiled_backward,
     is_recompile,
     keep_saved_values,
     make_boxed,
@@ -497,10 +499,15 @@ class Backend:
                     else boxed(half, inputs, record=record_runs)
                 )
 
+            def compile_whole(whole: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+                if self.inner == "aot_eager" and is_in_compiled_backward():
+                    write_where_dead(whole.graph)
+                return compiler(whole, inputs)
+
             compile_graph = aot_autograd(
                 fw_compiler=compiler,
                 bw_compiler=compile_backward,
-                inference_compiler=compiler,
+                inference_compiler=compile_whole,
                 partition_fn=split,
                 keep_inference_input_mutations=True,
             )

@@ -23,6 +23,7 @@ from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from fxckpt.torch_private.autograd.compiled_backward import (
     backward_node,
     has_saved_values,
+    is_in_compiled_backward,
     keeps_graph,
     watch_backward,
 )
@@ -253,6 +254,7 @@ __all__ = [
     "is_faking",
     "is_in_a_forward",
     "is_in_checkpoint",
+    "is_in_compiled_backward",
     "is_jit_traced",
     "is_recompile",
     "is_recording",

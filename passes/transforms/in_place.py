@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from torch import fx
 
 from fxckpt.ops.in_place import in_place_form
-from fxckpt.ops.properties import tensors
-from fxckpt.passes.analysis.storage_table import fills_apart
+from fxckpt.ops.properties import is_mutating, tensors
+from fxckpt.passes.analysis.placement import written_storages
+from fxckpt.passes.analysis.storage_table import Writable, fills_apart
 from fxckpt.passes.meta import RECOMPUTE_OF
 from fxckpt.torch_private import is_symbolic, storage_id
 
@@ -39,6 +40,16 @@ def write_in_place(graph: fx.Graph, positions: Mapping[str, tuple[int, ...]]) ->
             if all(filler in own and last_use[filler, sid] is node for sid, filler in held):
                 _write_into(node, operand)
                 break
+
+
+def write_where_dead(graph: fx.Graph) -> None:
+    """Write results of a graph that has no plan into operands that die, as in a half.
+
+    Compiled autograd traces the backward of a plan into such a graph, without what it wrote so.
+    """
+    mutated = written_storages(node for node in graph.nodes if is_mutating(node))
+    writable = Writable.of(graph, mutated)
+    write_in_place(graph, {node.name: writable.operands(node) for node in graph.nodes})
 
 
 def _fillers(graph: fx.Graph) -> dict[fx.Node, dict[int, fx.Node]]:

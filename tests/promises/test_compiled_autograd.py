@@ -42,6 +42,14 @@ def break_backward(net: nn.Module) -> None:
         p.register_hook(hook)
 
 
+class Double(nn.Module):
+    """An op chain of which a result may be written into its operand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the chain's result."""
+        return x.sin().exp() + x
+
+
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Compile anew."""
@@ -86,3 +94,24 @@ def test_hooks_of_parameters_run(inner: str, hooks: Callable[[nn.Module], None])
         [p.grad for p in net.parameters()], [p.grad for p in twin.parameters()]
     )
     assert [plan.digest for plan in backend.plans] == [plan.digest for plan in plain.plans]
+
+
+@pytest.mark.parametrize("hooks", [lambda net: None, double_gradients, halve_accumulated])
+def test_peak_is_that_of_the_plan(hooks: Callable[[nn.Module], None]) -> None:
+    """Results that the backward writes in place are written so in the graph that it becomes."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), Double()) for _ in range(6)))
+    hooks(net)
+    x = torch.randn(1024, 64)
+    backend = fxckpt.Backend(inner="aot_eager", budget=0.6, scope="graph")
+    compiled = torch.compile(lambda x: net(x).square().sum(), backend=backend)
+
+    def step() -> None:
+        net.zero_grad()
+        with compiled_autograd._enable(lambda gm: torch.compile(gm, backend=backend)):
+            compiled(x).backward()
+
+    step()
+    net.zero_grad()
+    (plan,) = backend.plans
+    assert fxckpt.measure_peak(step) == plan.peak_bytes

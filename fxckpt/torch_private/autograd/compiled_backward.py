@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+from torch._dynamo import compiled_autograd
 
 from fxckpt.torch_private.capture.dynamo import not_compiled
 
@@ -24,6 +25,11 @@ class BackwardWatcher(Protocol):
 
     def unseen(self) -> None:
         """Note that compiled autograd runs it as a part of a graph of its own."""
+
+
+def is_in_compiled_backward() -> bool:
+    """Return whether a graph that compiled autograd made is being run, or compiled for its run."""
+    return bool(compiled_autograd.in_compiled_autograd_region)
 
 
 def backward_node(outputs: Any) -> Any:
