@@ -53,6 +53,7 @@ from fxckpt.torch_private.inductor.default_partitioner import (
     partition_by_default,
     remembered,
 )
+from fxckpt.torch_private.inductor.known_sizes import write_known_sizes
 from fxckpt.torch_private.inductor.lowering import Lowerings
 from fxckpt.torch_private.inductor.options import CustomPartitionerFn
 from fxckpt.torch_private.versions import is_newer
@@ -325,6 +326,10 @@ class Partitioner(CustomPartitionerFn):
             guard_sizes(growing, spare=1)
             return self._fall_back(original(), joint_inputs, failed, num_fwd_outputs, inner, given)
         self._plans.append(plan)
+        if lowerings is not None:
+            # The lowerings that judged the plan may have found symbols to be numbers.
+            write_known_sizes(forward)
+            write_known_sizes(backward)
         return forward, backward
 
     def replan(self, joint: fx.GraphModule, *, num_fwd_outputs: int, inner: str | None) -> Plan:
@@ -417,6 +422,9 @@ class Partitioner(CustomPartitionerFn):
             halves = partition_by_default(
                 copied(joint), joint_inputs, num_fwd_outputs=num_fwd_outputs, inner=inner, **given
             )
+            if inner is not None:
+                for half in halves:
+                    write_known_sizes(half)
             peak = emitted_peak(*halves, num_fwd_outputs=num_fwd_outputs)
             limit = self._limit(joint, joint_inputs, num_fwd_outputs)
         except Exception as error:

@@ -151,3 +151,26 @@ def test_recomputed_as_strided_reads_the_traced_layout() -> None:
         strict=True,
     ):
         torch.testing.assert_close(ours, eager)
+
+
+def test_symbol_that_lowering_finds_to_be_a_number() -> None:
+    """The size of an image is a symbol until its convolution's backward is lowered."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.0),
+        nn.Linear(512, 10),
+    )
+
+    def step(x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(net(x), torch.arange(4))
+
+    x = torch.randn(4, 3, 8, 8)
+    expected = torch.autograd.grad(step(x), list(net.parameters()))
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend=fxckpt.Backend(), dynamic=True)
+    found = torch.autograd.grad(compiled(x), list(net.parameters()))
+    torch.testing.assert_close(found, expected)

@@ -19,6 +19,7 @@ from fxckpt.torch_private.capture.dynamo import outside_trace
 from fxckpt.torch_private.inductor.cpp_outer_loops import whole_rows
 from fxckpt.torch_private.inductor.default_partitioner import copied
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
+from fxckpt.torch_private.inductor.known_sizes import write_known_sizes
 from fxckpt.torch_private.inductor.layouts import wants_channels_last
 from fxckpt.torch_private.inductor.lowered import LoweredHalf, _Counted, _Kept
 from fxckpt.torch_private.inductor.options import inductor_configuration, no_compiler
@@ -84,6 +85,7 @@ class Lowerings:
         from torch._inductor import compile_fx, config
 
         gm = copied(half)
+        write_known_sizes(gm)
         mode = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
         inputs = _laid_out(gm, strides)
         assert mode is not None, "a captured graph has fake values"
