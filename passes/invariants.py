@@ -36,6 +36,7 @@ def verify(forward: fx.GraphModule, backward: fx.GraphModule, plan: Plan) -> Non
 
 
 def _verify_random(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Raise :class:`VerifyError` for a random op recomputed under another generator state."""
     op_of_state = {
         user.name: node.meta.get(FIRST_RUN_OF)
         for node in forward.graph.nodes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -93,21 +93,34 @@ def compare(
         ways.append(
             Run(name, peak, plans[0].peak_bytes if len(plans) == 1 else None, None, None, verdict)
         )
-    seconds: dict[str, list[float]] = {way.name: [] for way in ways if way.infeasible is None}
-    # torch.utils.benchmark times one way in a block; in turns, load on the machine falls on all.
-    for _ in range(steps):
-        for name, call in zip(names, calls, strict=True):
-            if name in seconds:
-                tick(name)
-                seconds[name].append(_seconds(target, call, leaves))
-    _clear(leaves)
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    feasible = {way.name for way in ways if way.infeasible is None}
+    timed = {name: call for name, call in zip(names, calls, strict=True) if name in feasible}
+    medians = _medians(target, timed, leaves, steps=steps, tick=tick)
     return tuple(
         replace(way, seconds=medians[way.name], times=medians[way.name] / medians[names[0]])
         if way.name in medians
         else way
         for way in ways
     )
+
+
+def _medians(
+    target: ModelCall,
+    calls: Mapping[str, Callable[..., Any]],
+    leaves: Sequence[torch.Tensor],
+    *,
+    steps: int,
+    tick: Callable[[str], object],
+) -> dict[str, float]:
+    """Return the median seconds of each way to run the step, by its name."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    # torch.utils.benchmark times one way in a block; in turns, load on the machine falls on all.
+    for _ in range(steps):
+        for name, call in calls.items():
+            tick(name)
+            seconds[name].append(_seconds(target, call, leaves))
+    _clear(leaves)
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def table(runs: Sequence[Run]) -> Table:

@@ -132,6 +132,7 @@ def load_attribute(text: str, form: str = FORM) -> Any:
 
 
 def _import_file(path: Path) -> ModuleType:
+    """Import a file as a module; raise :class:`TargetError` if that fails."""
     if not path.is_file():
         raise TargetError(f"there is no file {str(path)!r}. {_siblings(path)}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -160,6 +161,7 @@ def _siblings(path: Path) -> str:
 
 
 def _import_name(name: str, form: str) -> ModuleType:
+    """Import a module by its name; raise :class:`TargetError` if that fails."""
     if not all(name.split(".")):
         absolute = ".".join(filter(None, name.split("."))) or "module"
         raise TargetError(

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxckpt.budgets import Budget
-from fxckpt.eager.plan_region import region_plan_of
 from fxckpt.eager.recorder import Kept, Recorder
 from fxckpt.eager.region_plan import CallKey, RegionPlan, call_key, unplanned
+from fxckpt.eager.region_planning import region_plan_of
 from fxckpt.eager.replay import make
 from fxckpt.eager.tape import Call, TensorVersion
 from fxckpt.errors import CaptureError

@@ -109,24 +109,29 @@ def traits_of(op: Any) -> Traits:
     return _traits(op, registered(op).recompute)
 
 
+UNKNOWN_OP = Traits(
+    is_random=False,
+    dropout=None,
+    generator=None,
+    writes=(),
+    reads=True,
+    opacity=Opacity.OPAQUE,
+    never_twice=True,
+    overwrites=False,
+    is_out=False,
+    fills=None,
+    asks_geometry=False,
+    is_arrival=False,
+    is_plain=False,
+)
+"""Traits of an op without a schema: its results are kept."""
+
+
 @cache
 def _traits(op: Any, recompute: bool | None) -> Traits:
+    """Return the traits of an op, of which a registration says ``recompute``."""
     if not isinstance(op, OpOverload):
-        return Traits(
-            is_random=False,
-            dropout=None,
-            generator=None,
-            writes=(),
-            reads=True,
-            opacity=Opacity.OPAQUE,
-            never_twice=True,
-            overwrites=False,
-            is_out=False,
-            fills=None,
-            asks_geometry=False,
-            is_arrival=False,
-            is_plain=False,
-        )
+        return UNKNOWN_OP
     arguments = op._schema.arguments
     declared = [
         a.name if a.kwarg_only else i

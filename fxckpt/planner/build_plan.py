@@ -79,6 +79,7 @@ def _regions(program: Program, found: SearchResult, chosen: Candidate) -> tuple[
 
 
 def _rows(snapshot: GraphSnapshot, chosen: Candidate) -> list[Row]:
+    """Return a row for each saved value, then for each recomputed op."""
     program = snapshot.program
     runs = Counter(chosen.schedule.runs)
     rows = []

@@ -405,6 +405,7 @@ def _check(make_step: object, over: object, start: object, multiple: object, res
 
 
 def _too_large(trial: Trial, over: str, memory_bytes: int, usable: int) -> BudgetInfeasible:
+    """Return the error for a least size that does not fit, with the parts of its bytes."""
     held = trial.resident
     parts = ", ".join(
         f"{name} {format_bytes(count)}"

@@ -11,7 +11,7 @@ from fxckpt.budgets import format_bytes
 from fxckpt.costs.devices import Device
 from fxckpt.errors import InvalidOption
 from fxckpt.passes.analysis.joint import Facts
-from fxckpt.passes.transforms.move import movable_storages
+from fxckpt.passes.transforms.offload_ops import movable_storages
 from fxckpt.policies.base import Policy
 from fxckpt.solver.program import Link
 from fxckpt.solver.search.candidates import SearchResult

@@ -35,7 +35,7 @@ from fxckpt.passes.invariants import verify
 from fxckpt.passes.transforms.bind_sizes import bind_sizes
 from fxckpt.passes.transforms.in_place import write_in_place
 from fxckpt.passes.transforms.merge_common_subexpressions import merge_common_subexpressions
-from fxckpt.passes.transforms.move import move
+from fxckpt.passes.transforms.offload_ops import insert_offload_ops
 from fxckpt.passes.transforms.partition import partition
 from fxckpt.passes.transforms.place import place
 from fxckpt.passes.transforms.raise_getitems import raise_getitems
@@ -156,10 +156,10 @@ class InsertChecks:
 
 
 @dataclass(frozen=True)
-class Move:
+class InsertOffloadOps:
     """Sends saved values away from the device, where the plan says so."""
 
-    name: str = "move"
+    name: str = "insert_offload_ops"
 
     def __call__(self, state: Emission, /) -> Emission:
         """Rewrite the joint graph in place."""
@@ -168,7 +168,7 @@ class Move:
         if tier is None:
             return state
         module, facts, plan = state.joint.module, state.facts, state.plan
-        result = move(module, result, facts, plan, tier, exact=state.exact)
+        result = insert_offload_ops(module, result, facts, plan, tier, exact=state.exact)
         return replace(state, rematerialized=result)
 
 
@@ -293,7 +293,7 @@ PREPARE_INDUCTOR: tuple[Pass[Joint], ...] = (
 EMIT: tuple[Pass[Emission], ...] = (
     Rematerialize(),
     InsertChecks(),
-    Move(),
+    InsertOffloadOps(),
     Partition(),
     OnHalves(raise_getitems),
     OnHalves(bind_sizes),

@@ -78,7 +78,7 @@ class Ranks:
         return self._exchange(Message(subject, value), choose)  # type: ignore[no-any-return]
 
     def fail(self, error: Exception) -> None:
-        """Say that this rank cannot go on: the others raise the error when they next decide.
+        """Report that this rank cannot go on: the others raise the error when they next decide.
 
         It is no news if all ranks raised it together.
         """

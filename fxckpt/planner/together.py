@@ -43,6 +43,7 @@ def searched_together(
     """
 
     def choose(proposals: Sequence[Proposal]) -> tuple[Figures, Found]:
+        """Search the program of the greatest figures; raise if two programs differ."""
         first = proposals[0]
         for rank, each in enumerate(proposals):
             if each.structure != first.structure:

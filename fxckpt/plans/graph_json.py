@@ -87,6 +87,7 @@ def _read(nodes: list[Json]) -> fx.GraphModule:
 
 
 def _node(node: fx.Node) -> Json:
+    """Return a node as JSON, with the metadata that planning reads."""
     target = _name(node.target) if node.op == "call_function" else str(node.target)
     args, kwargs = node.args, node.kwargs
     if node.op == "call_function":
@@ -115,6 +116,7 @@ def _number_of(node: fx.Node) -> Any:
 
 
 def _name(target: Any) -> str:
+    """Return the name of a call's target; raise :class:`NotWritable` if it has none."""
     if isinstance(target, OpOverload):
         return f"ops.{target}"
     if isinstance(target, HigherOrderOperator):
@@ -127,6 +129,7 @@ def _name(target: Any) -> str:
 
 
 def _function(name: str) -> Any:
+    """Return the target of a name; raise :class:`InvalidOption` for one that is unknown here."""
     root, *path = name.split(".")
     found: Any = torch.ops if root == "ops" else MODULES.get(root)
     try:

@@ -59,7 +59,7 @@ class GatherAgain(Policy):
 
 @dataclass(frozen=True)
 class SaveCollectives(Policy):
-    """What comes from other ranks is saved; the rest is left open."""
+    """Saves what comes from other ranks, and leaves the rest open."""
 
     def decide(self, value: Value) -> CheckpointPolicy | None:
         """Return MUST_SAVE for the results of collectives."""

@@ -141,6 +141,7 @@ class Narrator:
         return f"{row.decision.value}: {words}"
 
     def _why_saved(self, row: Row) -> str:
+        """Return the reason for saving a value, with what recomputing it would need and cost."""
         if row.reason is Reason.RNG_STATE:
             return (
                 f"the generator's state before {row.op} draws, "
@@ -183,6 +184,7 @@ class Narrator:
         )
 
     def _why_recomputed(self, row: Row) -> str:
+        """Return the reason for recomputing a value, with its cost."""
         runs = "once" if row.runs == 1 else f"{row.runs} times"
         if row.reason is Reason.FREE:
             return f"{row.reason.value}; saving it would hold {format_bytes(row.bytes)}"

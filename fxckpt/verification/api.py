@@ -111,6 +111,7 @@ def _verdict(
     tolerance: float | None,
     steps: int,
 ) -> Verdict:
+    """Run both steps, and return the findings about the checkpointed one."""
     reference.start_like(checkpointed)
     # The first steps of all: caches that they fill are full from then on.
     usage = _usage(checkpointed, reference, run, steps)

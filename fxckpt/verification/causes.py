@@ -68,6 +68,7 @@ class _Judge:
             self._compare_choices(call)
 
     def _root(self, call: OpCall, reads_the_same: bool) -> Finding | None:
+        """Return why a call of the recompute differs; None if its inputs or results do not."""
         if reads_the_same and call.is_random:
             return Finding(
                 "random",

@@ -132,6 +132,7 @@ def _outputs(
 def _gradients(
     reference: Observation, again: Observation, seen: Observation, tolerance: float | None
 ) -> tuple[list[Finding], str]:
+    """Return the gradients that differ, the most first, and a line about all of them."""
     tally, findings = _Tally(tolerance), []
     known = [g for g in reference.gradients.values() if g is not None]
     mean = _root_mean_square(known)
@@ -175,6 +176,7 @@ def _missing(name: str, is_missing: bool) -> Finding:
 def _statistics(
     reference: Observation, again: Observation, seen: Observation, tolerance: float | None
 ) -> tuple[list[Finding], str]:
+    """Return the buffers that differ after the step, and a line about all of them."""
     tally, findings = _Tally(tolerance), []
     for name, expected in reference.buffers.items():
         if name not in seen.buffers:

@@ -148,7 +148,7 @@ class OpRecorder(TorchDispatchMode):
         return result
 
     def _note_uninitialized(self, func: Any, made: list[Tensor]) -> None:
-        """Remember which storages hold whatever the memory held."""
+        """Note the storages whose bytes are uninitialized."""
         addresses = {_address(tensor) for tensor in made}
         if func._opname in UNINITIALIZED:
             self._uninitialized |= addresses

@@ -47,6 +47,7 @@ def modules_run_by(step: Any) -> dict[str, nn.Module]:
 
 
 def _reached(step: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that a step can reach, by name: arguments, attributes and closures."""
     if isinstance(step, nn.Module):
         yield "", step
     elif isinstance(step, functools.partial):
@@ -206,7 +207,7 @@ class CheckedStep:
         self._start = dict(other._start)
 
     def reset(self) -> None:
-        """Go back to the state at the start, without gradients."""
+        """Restore the state at the start, without gradients."""
         self._write(self._start)
         for parameter in self._all_parameters():
             parameter.grad = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,16 +52,9 @@ def snapshot_of(graph: fx.Graph, facts: Facts) -> GraphSnapshot:
         inputs = tuple([position[arg] for arg in node.all_input_nodes])
         value = meta.get("val")
         first = value if isinstance(value, torch.Tensor) else next(tensors(value), None)
-        storages: tuple[int, ...]
-        if node.op != "call_function":
-            kind, storages = NodeKind.SIZE if is_symbolic(node) else NodeKind.INPUT, ()
-        elif node.name in writes:
-            kind, storages = NodeKind.OP, writes[node.name]
-        elif node.target is operator.getitem and node.name in storage_index:
-            kind, storages = NodeKind.PART, (storage_index[node.name],)
-        else:
-            kind = NodeKind.SIZE if first is None else NodeKind.VIEW
-            storages = _aliased(node, [labels[i] for i in inputs])
+        kind, storages = _kind_and_storages(
+            node, first, [labels[i] for i in inputs], writes, storage_index
+        )
         if node.target not in op_of or node.target is operator.getitem:
             op_of[node.target] = "" if kind is NodeKind.INPUT else op_name(node)
         position[node] = len(labels)
@@ -87,6 +80,26 @@ def snapshot_of(graph: fx.Graph, facts: Facts) -> GraphSnapshot:
         model=noted.get(MODEL, ""),
         device=noted.get(DEVICE) or _device_of(graph),
     )
+
+
+def _kind_and_storages(
+    node: fx.Node,
+    tensor: torch.Tensor | None,
+    inputs: list[NodeLabel],
+    writes: Mapping[str, tuple[int, ...]],
+    storage_index: Mapping[str, int],
+) -> tuple[NodeKind, tuple[int, ...]]:
+    """Return the kind of a node, and the storages that it fills or aliases.
+
+    ``tensor`` is its first tensor; ``writes`` are the storages that each op fills.
+    """
+    if node.op != "call_function":
+        return NodeKind.SIZE if is_symbolic(node) else NodeKind.INPUT, ()
+    if node.name in writes:
+        return NodeKind.OP, writes[node.name]
+    if node.target is operator.getitem and node.name in storage_index:
+        return NodeKind.PART, (storage_index[node.name],)
+    return NodeKind.SIZE if tensor is None else NodeKind.VIEW, _aliased(node, inputs)
 
 
 def _device_of(graph: fx.Graph) -> str:

@@ -48,11 +48,11 @@ class Cost(Protocol):
         ...
 
     def seconds(self, node: fx.Node) -> float:
-        """Seconds of one call of ``node``."""
+        """Return the seconds of one call of ``node``."""
         ...
 
     def flops(self, node: fx.Node) -> int:
-        """FLOPs of one call of ``node``."""
+        """Return the FLOPs of one call of ``node``."""
         ...
 
 
@@ -228,6 +228,7 @@ class _ProgramReader:
         )
 
     def _read_backward_op(self, node: fx.Node, value: Any) -> None:
+        """Add an op of the backward, and the storages that it fills."""
         reads = self.table.reads(node)
         writes = self.table.fill(
             node,
@@ -251,6 +252,7 @@ class _ProgramReader:
         )
 
     def _read_forward_op(self, node: fx.Node, value: Any) -> None:
+        """Add an op of the forward, its storages and, if it is random, its generator state."""
         reads = self.table.reads(node)
         no_recompute, is_savable = self._rule_for(node)
         writes = self.table.fill(

@@ -11,6 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 OF_EACH_TRAINER = {"FxckptCallback"}
 """Classes that the packages of two trainers call alike."""
+PRIVATE_OF_TORCH = re.compile(r"torch\b.*\._[a-zA-Z]")
+"""A private name of torch."""
+SHARED_PRIVATE = ("torch.utils._pytree", "torch.utils._python_dispatch.TorchDispatchMode")
+"""Private names that all packages may import, as ``fxckpt/torch_private/README.md`` says."""
 VERBS = {"checked", "load", "parse", "resolve", "save", "verify", "write"}
 """Functions whose module says of what."""
 
@@ -37,6 +41,31 @@ def test_no_function_name_twice() -> None:
     """A function name stands for one function, but for verbs that read with their module."""
     found = definitions("fxckpt", "passes")
     assert repeated(n.name for n in found if isinstance(n, ast.FunctionDef)) == VERBS
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Yield the full names that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_private_names_of_torch_have_one_place() -> None:
+    """Only ``torch_private`` imports private names of torch, but for two that everybody uses."""
+    place = ROOT / "fxckpt" / "torch_private"
+    found = {
+        (str(path.relative_to(ROOT)), name)
+        for folder in ("fxckpt", "passes")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if place not in path.parents
+        for name in imported_names(path)
+        if PRIVATE_OF_TORCH.match(name) and name not in SHARED_PRIVATE
+    }
+    assert not found
+    inside = (name for path in place.rglob("*.py") for name in imported_names(path))
+    assert any(map(PRIVATE_OF_TORCH.match, inside))
 
 
 def test_test_names_are_short() -> None:

@@ -32,9 +32,29 @@ def programs(draw: st.DrawFn, max_ops: int = 8, *, in_place: bool = True) -> Pro
     With ``in_place``, ops may write their results into operands.
     """
     storages: list[Storage] = []
+    ops = _forward_ops(draw, storages, max_ops, in_place=in_place)
+    backward, own = _backward_ops(draw, storages, max_ops, in_place=in_place)
+    tangents = []
+    for i in range(draw(st.sampled_from([0, 1, 1, 2]))):
+        tangents.append(len(storages))
+        storages.append(Storage(f"t{i}", draw(st.integers(0, 20)), IN_BACKWARD))
+    returned = draw(st.sets(st.sampled_from([*own, *tangents])))
+    for t in tangents:
+        readers = draw(st.sets(st.integers(0, len(backward) - 1)))
+        for j in readers:
+            backward[j] = replace(backward[j], reads=(*backward[j].reads, t))
+        if not readers:
+            returned.add(t)
+    backward.append(Op("output", Side.BACKWARD, 0.0, 0, tuple(sorted(returned)), ()))
+    return Program(tuple(ops), tuple(backward), tuple(storages), tuple(tangents))
+
+
+def _forward_ops(
+    draw: st.DrawFn, storages: list[Storage], max_ops: int, *, in_place: bool
+) -> list[Op]:
+    """Draw the ops of a forward, and add what they write to the storages."""
     ops: list[Op] = []
-    count = draw(st.integers(1, max_ops))
-    for i in range(count):
+    for i in range(draw(st.integers(1, max_ops))):
         reads = (
             tuple(sorted(draw(st.sets(st.integers(0, len(storages) - 1), max_size=3))))
             if storages
@@ -75,10 +95,16 @@ def programs(draw: st.DrawFn, max_ops: int = 8, *, in_place: bool = True) -> Pro
                 takes,
             )
         )
+    _draw_sides(draw, storages, ops)
+    return ops
+
+
+def _draw_sides(draw: st.DrawFn, storages: list[Storage], ops: list[Op]) -> None:
+    """Let ops that the forward does not need run in either half."""
     is_needed = {s for op in ops if op.side is Side.FORWARD for s in op.reads} | {
         i for i, s in enumerate(storages) if s.is_output
     }
-    for i in reversed(range(count)):
+    for i in reversed(range(len(ops))):
         if (
             not is_needed & set(ops[i].writes)
             and ops[i].no_recompute is None
@@ -88,6 +114,12 @@ def programs(draw: st.DrawFn, max_ops: int = 8, *, in_place: bool = True) -> Pro
             ops[i] = replace(ops[i], side=Side.EITHER, workspace_bytes=0)
         elif ops[i].side is Side.FORWARD:
             is_needed |= set(ops[i].reads)
+
+
+def _backward_ops(
+    draw: st.DrawFn, storages: list[Storage], max_ops: int, *, in_place: bool
+) -> tuple[list[Op], list[int]]:
+    """Draw the ops of a backward; return them, and the storages that they write."""
     values = [i for i, s in enumerate(storages) if s.producer >= 0]
     backward: list[Op] = []
     own: list[int] = []
@@ -110,19 +142,7 @@ def programs(draw: st.DrawFn, max_ops: int = 8, *, in_place: bool = True) -> Pro
                 takes=takes,
             )
         )
-    tangents = []
-    for i in range(draw(st.sampled_from([0, 1, 1, 2]))):
-        tangents.append(len(storages))
-        storages.append(Storage(f"t{i}", draw(st.integers(0, 20)), IN_BACKWARD))
-    returned = draw(st.sets(st.sampled_from([*own, *tangents])))
-    for t in tangents:
-        readers = draw(st.sets(st.integers(0, len(backward) - 1)))
-        for j in readers:
-            backward[j] = replace(backward[j], reads=(*backward[j].reads, t))
-        if not readers:
-            returned.add(t)
-    backward.append(Op("output", Side.BACKWARD, 0.0, 0, tuple(sorted(returned)), ()))
-    return Program(tuple(ops), tuple(backward), tuple(storages), tuple(tangents))
+    return backward, own
 
 
 def _takes(draw: st.DrawFn, storages: list[Storage], reads: tuple[int, ...]) -> tuple[int, ...]:

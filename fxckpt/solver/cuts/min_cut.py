@@ -91,8 +91,8 @@ class Cut:
 Solver = Callable[[CutProblem], Cut]
 
 
-class Unbounded(Exception):
-    """A needed value that can be neither kept nor recomputed; ``value`` is its position."""
+class InfeasibleCut(Exception):
+    """Error for a needed value that can be neither kept nor recomputed, at position ``value``."""
 
     def __init__(self, value: int) -> None:
         super().__init__(f"value {value} can be neither kept nor recomputed")
@@ -135,11 +135,11 @@ def _infeasible_value(problem: CutProblem) -> int | None:
 def solve_networkx(problem: CutProblem) -> Cut:
     """Return a least cut by ``networkx.minimum_cut``, the reference solver.
 
-    Raises :class:`Unbounded` if a needed value has no choice of finite cost.
+    Raises :class:`InfeasibleCut` if a needed value has no choice of finite cost.
     """
     infeasible = _infeasible_value(problem)
     if infeasible is not None:
-        raise Unbounded(infeasible)
+        raise InfeasibleCut(infeasible)
     if not problem.needed:
         return Cut(frozenset(), frozenset())
     graph = problem.network()
@@ -155,7 +155,7 @@ def solve_networkx(problem: CutProblem) -> Cut:
 def solve_scipy(problem: CutProblem) -> Cut:
     """Return a least cut by :class:`Network`, the fast solver.
 
-    Raises :class:`Unbounded` if a needed value has no choice of finite cost.
+    Raises :class:`InfeasibleCut` if a needed value has no choice of finite cost.
     """
     network = Network.disjoint_union([problem])
     kept, runs = network.solve(np.asarray(problem.recompute_cost), np.asarray(problem.keep_cost))
@@ -254,7 +254,7 @@ class Network:
             infinite,
         )
 
-    def tile(self, count: int) -> Network:
+    def copies(self, count: int) -> Network:
         """Return the network of ``count`` copies of the same problems.
 
         The copies share the source and the sink.
@@ -311,7 +311,7 @@ class Network:
 
         Of equal cuts it is the one of smallest sink side: fewest recomputes and fewest kept values.
         Costs are rounded to about 1e-9 of their problem's sum (Dinic's algorithm on int32). Raises
-        :class:`Unbounded` if a needed value has no choice of finite cost.
+        :class:`InfeasibleCut` if a needed value has no choice of finite cost.
         """
         n_ops, n_values = len(recompute_cost), len(keep_cost)
         if not len(self.needed):
@@ -384,7 +384,7 @@ class Network:
         recompute_cost: FloatArray,
         keep_cost: FloatArray,
     ) -> None:
-        """Raise :class:`Unbounded` if the cut contains an infinite arc."""
+        """Raise :class:`InfeasibleCut` if the cut contains an infinite arc."""
         if (
             wanted[self.needed].all()
             and np.isfinite(keep_cost[kept]).all()
@@ -401,7 +401,7 @@ class Network:
             )
             infeasible = _infeasible_value(priced)
             if infeasible is not None:
-                raise Unbounded(first_value + infeasible)
+                raise InfeasibleCut(first_value + infeasible)
             first_op, first_value = first_op + n_ops, first_value + n_values
         raise AssertionError(
             "an infinite arc was cut although every needed value has a finite choice"

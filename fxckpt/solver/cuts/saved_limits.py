@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from fxckpt.solver.cuts.min_cut import Network, Unbounded
+from fxckpt.solver.cuts.min_cut import InfeasibleCut, Network
 from fxckpt.solver.cuts.staged_cut import no_finite_cut, stage_cut
 from fxckpt.solver.program import BoolArray, FloatArray, IntArray, Program, SavedLimit
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit
@@ -116,7 +116,7 @@ class SavedCut:
         keep_cost = np.where(may_keep, nbytes * prices[values], np.inf)
         try:
             kept, runs = network.solve(recompute_cost, keep_cost)
-        except Unbounded as error:
+        except InfeasibleCut as error:
             raise no_finite_cut(self.program, int(values[error.value])) from error
         saved = np.zeros(len(tables.bytes), dtype=bool)
         saved[values[kept]] = True

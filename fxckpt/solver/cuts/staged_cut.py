@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fxckpt.errors import FxckptError
-from fxckpt.solver.cuts.min_cut import CutProblem, Network, Unbounded
+from fxckpt.solver.cuts.min_cut import CutProblem, InfeasibleCut, Network
 from fxckpt.solver.program import BoolArray, FloatArray, IntArray, Program
 from fxckpt.solver.schedule import StageAssignment, stage_ranges
 
@@ -65,7 +65,7 @@ class StagedCut:
         """
         # One network for all rows: a solve of a small network is mostly overhead.
         price, count = np.asarray(prices, dtype=np.float64), len(prices)
-        networks = {group: group.network.tile(count) for group in layout.groups}
+        networks = {group: group.network.copies(count) for group in layout.groups}
         kept = np.zeros((count, len(layout.storage)), dtype=bool)
         runs = np.zeros((count, len(layout.op)), dtype=bool)
         decided: list[list[StageAssignment]] = [[] for _ in prices]
@@ -78,7 +78,7 @@ class StagedCut:
                     keeps, recomputes = networks[group].solve(
                         recompute_cost.ravel(), keep_cost.ravel()
                     )
-                except Unbounded as error:
+                except InfeasibleCut as error:
                     value = group.values.start + error.value % keep_cost.shape[1]
                     raise no_finite_cut(layout.program, int(layout.storage[value])) from error
                 kept[:, group.values] = keeps.reshape(keep_cost.shape)

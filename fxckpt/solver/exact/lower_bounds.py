@@ -21,7 +21,7 @@ from itertools import chain
 
 import numpy as np
 
-from fxckpt.solver.cuts.min_cut import Network, Unbounded
+from fxckpt.solver.cuts.min_cut import InfeasibleCut, Network
 from fxckpt.solver.cuts.staged_cut import no_finite_cut, stage_cut
 from fxckpt.solver.program import FloatArray, IntArray, Program
 from fxckpt.solver.schedule import save_all
@@ -98,7 +98,7 @@ class SuffixCuts:
         keep_cost = np.where(may_keep, nbytes * prices[network.problem_of_value], math.inf)
         try:
             kept, runs = network.solve(recompute_cost, keep_cost)
-        except Unbounded as error:
+        except InfeasibleCut as error:
             raise no_finite_cut(self.program, int(values[error.value])) from error
         for suffix, rounding in enumerate(
             network.rounding_errors(recompute_cost, keep_cost).tolist()

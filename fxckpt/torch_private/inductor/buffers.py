@@ -197,6 +197,7 @@ class _Schedule:
                 return name
 
     def _write(self, i: int, buffer: Any, pool: _Pool) -> None:
+        """Account for a buffer that kernel ``i`` writes: new, of the pool, or part of another."""
         name, made = buffer.get_name(), buffer.node
         root = self._root(name)
         if (

@@ -18,7 +18,7 @@ from unittest import mock
 
 @contextlib.contextmanager
 def whole_rows() -> Iterator[None]:
-    """Within this context, fused loops with a buffer of one row step by one row."""
+    """Provide a context in which fused loops with a buffer of one row step by one row."""
     from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
     from torch._inductor.virtualized import V
 

@@ -75,7 +75,7 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
 
     Raises :class:`~fxckpt.errors.InvalidOption`.
     """
-    from torch._inductor import config, list_mode_options
+    from torch._inductor import list_mode_options
 
     modes = list_mode_options()
     if mode is not None and (not isinstance(mode, str) or mode not in modes):
@@ -91,6 +91,15 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
             "Example: options={'epilogue_fusion': True}."
         )
     given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    _check_names(given)
+    _check_types(given)
+    return {**(modes[mode] if mode is not None else {}), **given}
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    """Raise :class:`InvalidOption` for options that Inductor lacks, or that fxckpt takes itself."""
+    from torch._inductor import config
+
     if taken := [name for name in PLUGS if given.get(name) is not None]:
         raise InvalidOption(
             f"option {taken[0]!r} is where fxckpt itself is plugged into Inductor: "
@@ -108,6 +117,12 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
                 else " torch._inductor.config lists Inductor's."
             )
         )
+
+
+def _check_types(given: Mapping[str, Any]) -> None:
+    """Raise :class:`InvalidOption` for values of other types than Inductor's options have."""
+    from torch._inductor import config
+
     for name, value in given.items():
         kind = config.get_type(name)  # type: ignore[attr-defined]
         if get_origin(kind) is Literal and value not in get_args(kind):
@@ -121,7 +136,6 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
                 f"option {name!r} is {value!r}, a {type(value).__name__}: "
                 f"Inductor takes {kind.__name__}."
             )
-    return {**(modes[mode] if mode is not None else {}), **given}
 
 
 def _detect_instructions_early(options: Mapping[str, Any]) -> None:

@@ -47,6 +47,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
+    """Return attention by the kernel that a CUDA device would choose."""
     aten = torch.ops.aten
     is_batched = query.dim() == key.dim() == value.dim() == 4 and query.shape[-2] > 0
     repeats_heads = is_batched and query.shape[1] != key.shape[1]

@@ -191,7 +191,7 @@ def fake_twin(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def move_fake(tensor: FakeTensor, device: torch.device) -> None:
-    """Say that a fake tensor is on a device, which need not be here."""
+    """Move a fake tensor to a device, which need not be here."""
     tensor.fake_device = device
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from fxckpt.solver.cuts.min_cut import (
     Cut,
     CutProblem,
+    InfeasibleCut,
     Solver,
-    Unbounded,
     solve_networkx,
     solve_scipy,
 )
@@ -78,6 +78,6 @@ def test_op_of_two_values_costs_once(solver: Solver) -> None:
 def test_unbounded_names_the_value(solver: Solver) -> None:
     """The error holds the value that can be neither kept nor recomputed."""
     problem = CutProblem((1.0, 1.0), ((), (0,)), (math.inf, math.inf), (-1, 1), (1,))
-    with pytest.raises(Unbounded) as error:
+    with pytest.raises(InfeasibleCut) as error:
         solver(problem)
     assert error.value.value == 1

@@ -1,4 +1,4 @@
-"""Move: saved values leave the device in the forward, and come back in the backward."""
+"""Offload ops: saved values leave the device in the forward, and come back in the backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxckpt.errors import OffloadMismatch
 from fxckpt.passes.analysis.joint import Facts
-from fxckpt.passes.transforms.move import arrived, movable_storages, move
+from fxckpt.passes.transforms.offload_ops import arrived, insert_offload_ops, movable_storages
 from fxckpt.passes.transforms.recompute_checks import checksum
 from fxckpt.passes.transforms.rematerialize import Rematerialized, rematerialize
 from fxckpt.plans.types import Offload, Plan
@@ -38,7 +38,7 @@ def test_moves_a_value_of_a_layer() -> None:
     """It is sent once it is computed, freed after its last reader, and fetched for the next."""
     joint = traced(layer, torch.ones(4), torch.ones(4))
     facts, plan, result = sending_the_sine(joint)
-    result = move(joint, result, facts, plan, 7)
+    result = insert_offload_ops(joint, result, facts, plan, 7)
     assert [node.name for node in result.saved] == ["sin_sent"]
     assert_expected_inline(
         text_of(joint.graph),
@@ -63,7 +63,7 @@ def test_checks_what_comes_back() -> None:
     """Under ``exact`` the forward saves a checksum too, and the backward compares."""
     joint = traced(layer, torch.ones(4), torch.ones(4))
     facts, plan, result = sending_the_sine(joint)
-    result = move(joint, result, facts, plan, 7, exact=True)
+    result = insert_offload_ops(joint, result, facts, plan, 7, exact=True)
     assert [node.name for node in result.saved] == ["sin_sent", "sin_sent_checksum"]
     value = torch.arange(4.0)
     assert arrived(value, checksum(value), "sin") is value
@@ -77,7 +77,7 @@ def test_without_offloads_nothing_is_rewritten() -> None:
     facts, plan = planned(joint, recomputes=False)
     result = rematerialize(joint, facts, plan, num_fwd_outputs=1)
     before = text_of(joint.graph)
-    assert move(joint, result, facts, plan, 7) is result
+    assert insert_offload_ops(joint, result, facts, plan, 7) is result
     assert text_of(joint.graph) == before
 
 

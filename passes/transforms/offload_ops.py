@@ -1,4 +1,4 @@
-"""Move: send saved values away from the device in the forward, and fetch them in the backward.
+"""Offload ops: send saved values away in the forward, and fetch them in the backward.
 
 A value is sent right after the op that computes it. Its last reader is the op ``sent``, placed
 where the plan lets go of its memory; the forward saves the copy in its place. The backward fetches
@@ -6,7 +6,7 @@ the copy where the plan takes memory for it, and waits for it right before the f
 of the value are made of the fetched one.
 
 Expects a rematerialized joint graph. Leaves one whose backward nodes follow all others.
-:func:`movable_storages` says which values it can move.
+:func:`movable_storages` says which values can be sent.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _is_plain(value: object, device: torch.device) -> bool:
     )
 
 
-def move(
+def insert_offload_ops(
     joint: fx.GraphModule,
     result: Rematerialized,
     facts: Facts,
@@ -78,13 +78,13 @@ def move(
     """
     if not plan.offloads:
         return result
-    mover = _Mover(joint.graph, result, facts, plan, tier)
+    rewriter = _OffloadRewriter(joint.graph, result, facts, plan, tier)
     saved, checksums = {}, []
-    for offload in mover.ordered(plan):
-        value = mover.node_of(offload)
-        saved[value], back = mover.move(value, offload)
+    for offload in rewriter.ordered(plan):
+        value = rewriter.node_of(offload)
+        saved[value], back = rewriter.send_and_fetch(value, offload)
         if exact:
-            checksums.append(mover.check(value, back))
+            checksums.append(rewriter.check(value, back))
     joint.graph.lint()
     return replace(result, saved=(*(saved.get(n, n) for n in result.saved), *checksums))
 
@@ -104,7 +104,7 @@ def arrived(value: Tensor, expected: Tensor, name: str) -> Tensor:
     return value
 
 
-class _Mover:
+class _OffloadRewriter:
     """Rewrite of one joint graph."""
 
     def __init__(
@@ -141,7 +141,7 @@ class _Mover:
         """First node of the backward."""
 
     def ordered(self, plan: Plan) -> list[Offload]:
-        """Return the values to move in the order of their fetches; of one op, the first read."""
+        """Return the values to send in the order of their fetches; of one op, the first read."""
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         begin = order[self.begin]
 
@@ -155,7 +155,7 @@ class _Mover:
         """Return the node that is saved for a value."""
         return self.saved[offload.name]
 
-    def move(self, value: fx.Node, offload: Offload) -> tuple[fx.Node, fx.Node]:
+    def send_and_fetch(self, value: fx.Node, offload: Offload) -> tuple[fx.Node, fx.Node]:
         """Send a value away and fetch it; return the node to save, and the node for its readers."""
         if self.storages.count(storage_id(value.meta["val"])) > 1:
             raise VerifyError(f"{value.name!r} is sent away, and another saved value shares it")

@@ -141,6 +141,7 @@ def _kept(facts: Facts, plan: Plan, calls: Sequence[Call]) -> dict[int, frozense
 
 
 def _recomputes(facts: Facts, plan: Plan) -> tuple[RegionRecompute, ...]:
+    """Return the recomputes of a plan by call number, each with its place and its last reader."""
     program = facts.program
     position = {op.name: i for i, op in enumerate(program.backward)}
     op_of = {op.name: op for op in program.ops}
@@ -162,6 +163,7 @@ def _recomputes(facts: Facts, plan: Plan) -> tuple[RegionRecompute, ...]:
 
 
 def _consumers(facts: Facts) -> dict[int, Consumer]:
+    """Return where the backward of each call runs and which calls it reads, by call number."""
     program = facts.program
     nodes = {node.name: node for node in facts.tangent_closure}
     position: dict[int, int] = {}
