@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
+from itertools import accumulate
 from typing import Any
 from weakref import WeakSet
 
@@ -44,9 +45,11 @@ from fxckpt.torch_private import (
     KeptGraph,
     after_optimizers,
     aot_autograd,
+    around_each_step,
     boxed,
     break_after,
     calling_line,
+    calls_of,
     failed_frames,
     inline_regions,
     is_cut_short,
@@ -236,6 +239,8 @@ class Backend:
         self._options = (*given, max_slowdown, scope, in_flight, strict, offload, group, tile)
         self._group, self._has_joined = group, False
         self._ranks: Ranks | None = None
+        self._is_stage = False
+        """Whether it compiles the stages of a pipeline."""
         self._neighbour: Neighbour | None = None
         self._hashes: list[tuple[str, str]] = []
         """Hashes of the plans, for the neighbour to compare."""
@@ -303,11 +308,11 @@ class Backend:
         except InvalidOption as error:
             raise through_dynamo(error) from error
         number = next(_numbers)
-        if group is None:
+        if group is None and not self._is_stage:
             self._neighbour = Neighbour.of_world(f"backend {number}")
             if self._neighbour is not None:
                 after_optimizers(self._tell_of_divergence)
-        else:
+        elif group is not None:
             self._ranks = Ranks.of(group, f"backend {number}")
         if self._ranks is not None:
             self.partitioner.join(self._ranks)
@@ -471,6 +476,29 @@ class Backend:
             )
         self.step.set_budget(budget)
 
+    def follow(self, schedule: Any) -> int:
+        """Read the micro-batches in flight on this rank from a pipeline's schedule; return them.
+
+        ``schedule`` is one of ``torch.distributed.pipelining``, of stages whose modules were
+        compiled with this backend; call it before the first step. The number takes the place of
+        ``in_flight``, and a step begins where ``schedule.step`` does, so that buffers for what
+        other stages send are the step's. No rank compares its plans with those of another, as
+        stages are other programs.
+
+        Raises :class:`InvalidOption` for a backend without a budget of a step, for another object,
+        and for a schedule without backwards.
+        """
+        if self.step is None:
+            raise InvalidOption(
+                "follow(schedule): only a budget of a step depends on the micro-batches in flight. "
+                "Give the backend one to begin with: fxckpt.Backend(0.8, scope='step')."
+            )
+        self._is_stage = True
+        in_flight = _most_in_flight(calls_of(schedule))
+        self.step.follow(in_flight)
+        around_each_step(schedule, self.step.begin_scheduled, self.step.end_scheduled)
+        return in_flight
+
     def _compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], split: Callable[..., Any]
     ) -> Callable[..., Any]:
@@ -544,6 +572,12 @@ def _check_compile(
             f"mode={mode!r}, options={options!r} are Inductor's, and inner={inner!r} is not. "
             "Leave them out, or use inner='inductor'."
         )
+
+
+def _most_in_flight(calls: Sequence[tuple[int, int, bool]]) -> int:
+    """Return the most forwards of all stages whose backwards are still to come."""
+    changes = (-1 if is_backward else 1 for _, _, is_backward in calls)
+    return max(accumulate(changes))
 
 
 def _check_scope(scope: str, in_flight: int, strict: bool) -> None:

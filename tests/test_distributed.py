@@ -116,6 +116,7 @@ def run_script(name: str) -> str:
     "name",
     [
         "ddp.py",
+        "pipeline.py",
         pytest.param("fsdp.py", marks=pytest.mark.sweep),
         pytest.param("tp_sp.py", marks=pytest.mark.sweep),
     ],

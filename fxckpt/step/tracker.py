@@ -78,6 +78,8 @@ class StepTracker:
         """Graph of the latest forward, and the bytes allocated at its end, until code follows."""
         self._backward: object | None = None
         """The backward whose end is awaited."""
+        self._has_schedule = False
+        """Whether steps begin where a schedule of a pipeline says."""
         self._refused = 0
         """How often memory had run out when the step began."""
 
@@ -268,7 +270,7 @@ class StepTracker:
             if not self._record.calls:
                 return  # An optimizer that stepped inside of the backward has ended the step.
             self._close_gap()
-            if not self._flights:
+            if not self._flights and not self._has_schedule:
                 self._finish()
 
     def dropped(self, flight: Flight) -> None:
@@ -338,8 +340,13 @@ class StepTracker:
     # Steps -------------------------------------------------------------------------------------
 
     def _begin(self, graph: StepGraph, sizes: Sizes) -> None:
-        """Begin a step, or go on with the one whose calls so far had their backwards."""
+        """Begin a step, or go on with the one whose calls so far had their backwards.
+
+        Where a schedule tells of the steps, its micro-batches are one.
+        """
         self._forward_ended = None
+        if self._record.calls and self._has_schedule:
+            return
         if self._record.calls and (self._backward is None or current_backward() is None):
             self._end()
         levels = self._levels
@@ -368,14 +375,17 @@ class StepTracker:
         What code before that graph allocates is the step's, such as parameters that are gathered.
         """
         root = outermost_module()
-        if root is not None and self._beginning.note_root(root):
+        if root is not None and self._beginning.note_root(root) and not self._has_schedule:
             before_forward(root, self._enter_root)
 
     def _enter_root(self) -> None:
         """Note the bytes allocated before a step that may begin."""
         with self._lock:
             if self._levels.meter is not None and not self._flights:
-                self._beginning.entered = self._meter.allocated()
+                self._enter()
+
+    def _enter(self) -> None:
+        self._beginning.entered = self._meter.allocated()
 
     def _optimizer_stepped(self) -> None:
         with self._lock:
@@ -480,8 +490,30 @@ class StepTracker:
         )
 
     def is_known_alone(self) -> bool:
-        """Return whether a graph may be compiled for the whole budget: nothing is in flight."""
-        return self.in_flight == 1 and not self._flights
+        """Return whether a graph may be compiled for the whole budget: nothing is in flight.
+
+        The loss of a pipeline is never in the graph of its last stage.
+        """
+        return self.in_flight == 1 and not self._flights and not self._has_schedule
+
+    def follow(self, in_flight: int) -> None:
+        """Take the most forwards in flight from a schedule, which tells of its steps."""
+        with self._lock:
+            self.in_flight, self._has_schedule = in_flight, True
+
+    def begin_scheduled(self) -> None:
+        """Let a step begin here: what the schedule ran to prepare its stages is none."""
+        with self._lock:
+            if self._levels.meter is not None:
+                self._backward, self._meter.base = None, None
+                self._forget()
+                self._enter()
+
+    def end_scheduled(self) -> None:
+        """End the step, all of whose micro-batches had their backwards."""
+        with self._lock:
+            if self._record.calls and not self._flights:
+                self._finish()
 
     def compiling(self) -> None:
         """Note a compile, whose own allocations are not the step's.

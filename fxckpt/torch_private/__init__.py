@@ -170,6 +170,7 @@ from fxckpt.torch_private.ops.storages import (
 )
 from fxckpt.torch_private.ops.streams import stream_of, unwrap_syncs, wrap_syncs
 from fxckpt.torch_private.ops.switches import SWITCHES, kernel_switches
+from fxckpt.torch_private.pipelining import around_each_step, calls_of
 from fxckpt.torch_private.profiler import RECORD_FUNCTION, allocation_events
 
 __all__ = [
@@ -204,6 +205,7 @@ __all__ = [
     "annotate",
     "annotates",
     "aot_autograd",
+    "around_each_step",
     "assuming",
     "at_engine_exit",
     "backward_node",
@@ -213,6 +215,7 @@ __all__ = [
     "boxed",
     "break_after",
     "calling_line",
+    "calls_of",
     "capture_whole",
     "compile_group",
     "compile_module",
