@@ -37,7 +37,7 @@ from torch.utils.checkpoint import (
 
 from fxckpt.budgets import Budget
 from fxckpt.eager.recorder import Keep, Kept, Recorder
-from fxckpt.eager.region_cache import CACHE, RegionMatcher, differentiable, plan_region
+from fxckpt.eager.region_cache import CACHE, RegionMatcher, differentiable, plan_of_region
 from fxckpt.eager.region_plan import RegionPlan
 from fxckpt.eager.region_report import Region, region_of, watched
 from fxckpt.eager.replay import unpack
@@ -98,7 +98,7 @@ TRANSFORMED = (
 """Warning for a region under a transform."""
 CHECKS = ("default", "none")
 """Values of ``determinism_check``, as in torch."""
-WHERE = {
+LOCATIONS = {
     CheckpointPolicy.MUST_SAVE: Kept.ON_DEVICE,
     CheckpointPolicy.PREFER_SAVE: Kept.ON_DEVICE,
     CheckpointPolicy.MUST_RECOMPUTE: Kept.NOWHERE,
@@ -108,7 +108,7 @@ WHERE = {
     True: Kept.ON_DEVICE,
     False: Kept.NOWHERE,
 }
-"""Place of a result by a policy's answer, in torch's form."""
+"""Location of a result by a policy's answer, in torch's form."""
 
 
 def checkpoint(
@@ -238,7 +238,7 @@ def checkpoint(
 
 @dataclass(frozen=True)
 class _Recording:
-    """How one call of a region is recorded, and what follows from it at the region's end."""
+    """Options by which one call of a region is recorded, and planned or reported at its end."""
 
     planner: Planner | None
     """Plans the region; None without a policy and a budget."""
@@ -286,7 +286,7 @@ class _Recording:
         """Return the plan of a region that has run, and report the region to watchers."""
         region_plan = None
         if self.planner is not None and self.matcher is not None:
-            region_plan = plan_region(recorder, self.matcher, result, self.planner)
+            region_plan = plan_of_region(recorder, self.matcher, result, self.planner)
         if self.watchers is not None:
             plan = None if region_plan is None else region_plan.plan
             self.watchers.append(region_of(function, recorder, differentiable(result), plan))
@@ -414,9 +414,10 @@ def checkpoint_sequential(
 
     As in torch, all but the last segment are checkpointed. ``segments="auto"`` with a ``budget``
     makes one region of all functions, and its plan selects the results to keep; without a budget it
-    makes about sqrt(n) segments of n functions (Chen et al. 2016, arXiv:1604.06174). ``options`` go
-    to :func:`checkpoint`. Raises :class:`InvalidOption` for unknown options, for ``functions`` that
-    are empty or not callable, and for an impossible number of segments.
+    makes about sqrt(n) segments of n functions (Chen et al. 2016, arXiv:1604.06174).
+    ``use_reentrant`` and ``options`` go to :func:`checkpoint`. Raises :class:`InvalidOption` for
+    unknown options, for ``functions`` that are empty or not callable, and for an impossible number
+    of segments.
 
     Examples
     --------
@@ -484,6 +485,22 @@ def create_selective_checkpoint_contexts(
     The policy is consulted op by op, without the graph. Raises :class:`InvalidOption` for a policy
     that needs the graph (module paths, names, ``sqrt_n``): give it to ``checkpoint(...,
     policy=...)`` or to :class:`fxckpt.Backend`.
+
+    Parameters
+    ----------
+    policy_fn_or_list:
+        A policy, or a list of them, or torch's own forms: a function, or a list of ops to save.
+    allow_cache_entry_mutation:
+        As in torch: whether a saved result may be written to before the backward.
+
+    Examples
+    --------
+    >>> import torch, fxckpt
+    >>> from functools import partial
+    >>> policy = fxckpt.policies.save_matmuls
+    >>> contexts = partial(fxckpt.create_selective_checkpoint_contexts, policy)
+    >>> w = torch.ones(3, 3, requires_grad=True)
+    >>> fxckpt.checkpoint(lambda w: (w @ w).exp().sum(), w, context_fn=contexts).backward()
     """
     policy = policy_fn_or_list
     if isinstance(policy, Policy) or (
@@ -572,7 +589,7 @@ def _keep_by(policy: Callable[..., Any]) -> Keep:
         if op in SAC_IGNORED_OPS:
             return Kept.NOWHERE
         answer = policy(policy_context(out), op, *args, **kwargs)
-        where = WHERE.get(answer) if isinstance(answer, (CheckpointPolicy, bool)) else None
+        where = LOCATIONS.get(answer) if isinstance(answer, (CheckpointPolicy, bool)) else None
         if where is None:
             raise InvalidOption(
                 f"the policy returned {answer!r} for {op}; it must return a CheckpointPolicy, "

@@ -16,7 +16,7 @@ from fxckpt.budgets import Budget
 from fxckpt.eager.recorder import Kept, Recorder
 from fxckpt.eager.region_plan import CallKey, RegionPlan, call_key, unplanned
 from fxckpt.eager.region_planning import region_plan_of
-from fxckpt.eager.replay import make
+from fxckpt.eager.replay import recomputed
 from fxckpt.eager.tape import Call, TensorVersion
 from fxckpt.errors import CaptureError
 from fxckpt.planner.planner import Planner
@@ -102,7 +102,7 @@ CACHE = RegionCache()
 """Plans of all regions of this process."""
 
 
-def plan_region(
+def plan_of_region(
     recorder: Recorder, matcher: RegionMatcher, result: Any, planner: Planner
 ) -> RegionPlan:
     """Return the plan of a region that has just run; plan the region if it is new.
@@ -137,7 +137,7 @@ def plan_region(
         )
         region_plan = unplanned(matcher.keys, packed)
     matcher.plans.add(region_plan)
-    recorder.keep_only(make(recorder.tape, recorder.latest(region_plan.kept)))
+    recorder.keep_only(recomputed(recorder.tape, recorder.latest(region_plan.kept)))
     return region_plan
 
 

@@ -84,7 +84,7 @@ def unpack(handle: Handle | WrapperHandle) -> Tensor:
     assert isinstance(handle, Handle)
     tape, version = handle.tape, handle.version
     if version.kept is not None and version.unpack is None:
-        tensor = fetch(version)
+        tensor = kept_tensor(version)
         return tensor if version.original is None else version.as_given()  # type: ignore[no-any-return]
     with tape.lock:
         if handle.cached is not None:
@@ -99,16 +99,16 @@ def unpack(handle: Handle | WrapperHandle) -> Tensor:
             tape.run = run
             after_backward(lambda: release(tape))
         if version.kept is not None:
-            return given_back(tape, version)
+            return unpacked_by_hooks(tape, version)
         if run is not None and plan is not None:
             advance(tape, plan, plan.positions[handle])
         elif run is not None and not tape.is_made:
             tape.is_made = True
             wanted = [h for h in tape.live() if h.version.kept is None]
-            deliver(wanted, make(tape, {h.version for h in wanted}))
+            cache_in_handles(wanted, recomputed(tape, {h.version for h in wanted}))
         found, handle.cached = handle.cached, None
         if found is None:
-            found = make(tape, (version,), {} if plan is None else plan.made)[version]
+            found = recomputed(tape, (version,), {} if plan is None else plan.made)[version]
             # After two requests in one backward, more are likely (ctx.saved_tensors[0],
             # ctx.saved_tensors[1], ...).
             handle.cached = found if handle.is_requested and run is not None else None
@@ -116,7 +116,7 @@ def unpack(handle: Handle | WrapperHandle) -> Tensor:
         return found
 
 
-def deliver(handles: Iterable[Handle], made: Mapping[TensorVersion, Tensor]) -> None:
+def cache_in_handles(handles: Iterable[Handle], made: Mapping[TensorVersion, Tensor]) -> None:
     """Cache recomputed tensors in their handles."""
     for handle in handles:
         tensor = made.get(handle.version)
@@ -149,8 +149,8 @@ def advance(tape: Tape, plan: PlannedReplay, here: int) -> None:
                 for ref in call.outputs
                 if (version := ref()) is not None and version.storage not in plan.written
             }
-    made = make(tape, {*held, *(h.version for h in asked)}, plan.made)
-    deliver(asked, made)
+    made = recomputed(tape, {*held, *(h.version for h in asked)}, plan.made)
+    cache_in_handles(asked, made)
     plan.held_until.update(held)
     plan.made.update((version, made[version]) for version in held)
     for version in [version for version, last in plan.held_until.items() if last < plan.done]:
@@ -170,11 +170,11 @@ def release(tape: Tape) -> None:
             handle.is_requested = False
 
 
-def make(
+def recomputed(
     tape: Tape, wanted: Iterable[TensorVersion], available: Mapping[TensorVersion, Tensor] = NOTHING
 ) -> dict[TensorVersion, Tensor]:
-    """Return the tensors of ``wanted``; compute those not ``available``, below autograd."""
-    todo = program(wanted, available)
+    """Return the tensors of ``wanted``; recompute those not ``available``, below autograd."""
+    todo = replay_program(wanted, available)
     values: dict[TensorVersion, Tensor] = {}
     copies: dict[Snapshot, Tensor] = {}
     made: dict[TensorVersion, Tensor] = {}
@@ -186,9 +186,9 @@ def make(
             found = available.get(version)
         if found is None:
             found = (
-                given_back(tape, version)
+                unpacked_by_hooks(tape, version)
                 if version.unpack
-                else fetch(version, copies if version.storage in todo.last_write else None)
+                else kept_tensor(version, copies if version.storage in todo.last_write else None)
             )
         return found
 
@@ -246,7 +246,7 @@ def _run_call(call: Call, tensor_of: Callable[[TensorVersion], Tensor]) -> tuple
     return results
 
 
-def program(
+def replay_program(
     wanted: Iterable[TensorVersion], available: Mapping[TensorVersion, Tensor] = NOTHING
 ) -> ReplayProgram:
     """Return the program that computes ``wanted`` from ``available``."""
@@ -280,7 +280,7 @@ def program(
     return ReplayProgram(steps, last_write, versions)
 
 
-def fetch(version: TensorVersion, copies: dict[Snapshot, Tensor] | None = None) -> Tensor:
+def kept_tensor(version: TensorVersion, copies: dict[Snapshot, Tensor] | None = None) -> Tensor:
     """Return the tensor of a version that is kept or snapshotted, without running a call.
 
     ``copies`` is given if the replay writes the storage: it holds one copy of each snapshot, which
@@ -304,7 +304,7 @@ def fetch(version: TensorVersion, copies: dict[Snapshot, Tensor] | None = None) 
     return tensor
 
 
-def given_back(tape: Tape, version: TensorVersion) -> Tensor:
+def unpacked_by_hooks(tape: Tape, version: TensorVersion) -> Tensor:
     """Return the tensor that the enclosing hooks unpack for a version, once per backward."""
     tensor = tape.fetched.get(version)
     if tensor is None:

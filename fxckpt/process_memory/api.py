@@ -103,8 +103,8 @@ def report_memory(
         rows = _complete(rows_of(tracker.peak), before, peak)
         return MemoryReport(rows, peak, start, fragmented, meter.describes)
     held = peak if failed is None else failed.allocated_bytes
-    blocks = tracker.peak if failed is None else failed.blocks
-    rows = _complete(rows_of(blocks), before, held)
+    storages = tracker.peak if failed is None else failed.storages
+    rows = _complete(rows_of(storages), before, held)
     told = _out_of_memory(failed, held, max(peak, held) - start, backend)
     return MemoryReport(rows, held, start, fragmented, meter.describes, told)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fxckpt.budgets import format_bytes
-from fxckpt.process_memory.tracker import Block
+from fxckpt.process_memory.tracker import TrackedStorage
 from fxckpt.utils.tables import Column, Table
 
 BEFORE = "held before the step"
@@ -118,17 +118,17 @@ class MemoryReport:
         return "\n".join(lines)
 
 
-def rows_of(blocks: Iterable[Block]) -> tuple[MemoryRow, ...]:
+def rows_of(storages: Iterable[TrackedStorage]) -> tuple[MemoryRow, ...]:
     """Return storages summed by kind and module, with layers that are alike in one row.
 
     Modules are alike if their paths differ in numbers alone.
     """
     modules: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     sizes: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    for block in blocks:
-        key = block.kind, fold(block.module)
-        modules[key].add(block.module)
-        sizes[key].append(block.bytes)
+    for storage in storages:
+        key = storage.kind, fold(storage.module)
+        modules[key].add(storage.module)
+        sizes[key].append(storage.bytes)
     rows = (
         MemoryRow(
             kind,

@@ -49,7 +49,7 @@ FRAMES = 4
 
 
 @dataclass(eq=False)
-class Block:
+class TrackedStorage:
     """One storage; its kind may become known after it was made."""
 
     bytes: int
@@ -68,7 +68,7 @@ class Failure:
     is_backward: bool
     is_in_graph: bool
     """Whether the code of a compiled graph called the op."""
-    blocks: tuple[Block, ...]
+    storages: tuple[TrackedStorage, ...]
     """Storages that were live."""
     allocated_bytes: int
     """Bytes in use when it failed."""
@@ -99,9 +99,9 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.device, self.allocated, self.modules = device, allocated, modules
         self.failure: Failure | None = None
-        self.peak: tuple[Block, ...] = ()
+        self.peak: tuple[TrackedStorage, ...] = ()
         self._most = self._total = 0
-        self._live: dict[int, Block] = {}
+        self._live: dict[int, TrackedStorage] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._running = RunningModule({id(m): name for name, m in model.named_modules()})
         self._optimizing = 0
@@ -144,11 +144,11 @@ class MemoryTracker(TorchDispatchMode):
     def adopt(self, tensor: Tensor, kind: MemoryKind, module: str) -> None:
         """Follow a tensor's storage, or tell the kind of one that is followed."""
         for part in _storages([tensor], self.device):
-            block = self._live.get(part._cdata)
-            if block is None:
-                self._follow(part, Block(part.nbytes(), kind, module))
+            tracked = self._live.get(part._cdata)
+            if tracked is None:
+                self._follow(part, TrackedStorage(part.nbytes(), kind, module))
             else:
-                block.kind, block.module = kind, module
+                tracked.kind, tracked.module = kind, module
 
     def adopt_state(self, optimizer: Optimizer) -> None:
         """Follow the state of an optimizer."""
@@ -158,17 +158,17 @@ class MemoryTracker(TorchDispatchMode):
                 if isinstance(value, Tensor):
                     self.adopt(value, "optimizer state", names.get(id(parameter), ""))
 
-    def _follow(self, storage: Any, block: Block) -> None:
+    def _follow(self, storage: Any, tracked: TrackedStorage) -> None:
         key = storage._cdata
 
         def forget(_: Any) -> None:
-            self._total -= block.bytes
+            self._total -= tracked.bytes
             self._live.pop(key, None)
             self._references.pop(key, None)
 
-        self._live[key] = block
+        self._live[key] = tracked
         self._references[key] = weakref.ref(storage, forget)
-        self._total += block.bytes
+        self._total += tracked.bytes
 
     def _before_optimizer(self, *_: Any) -> None:
         self._optimizing += 1
@@ -199,7 +199,9 @@ class MemoryTracker(TorchDispatchMode):
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         for storage in _storages(made, self.device):
             if storage._cdata not in self._live and not _is_given(storage, args, kwargs):
-                self._follow(storage, Block(storage.nbytes(), self._kind(is_in_graph), module))
+                self._follow(
+                    storage, TrackedStorage(storage.nbytes(), self._kind(is_in_graph), module)
+                )
         if self._total > self._most:
             self._most, self.peak = self._total, tuple(self._live.values())
         return result

@@ -12,6 +12,9 @@ def tier_of(offload: object) -> Tier | None:
     """Return the tier that a user asked for; a string is the limit of a host.
 
     Raises :class:`InvalidOption` for what is no tier.
+
+    >>> tier_of("64GiB")
+    fxckpt.tiers.Host('64GiB')
     """
     if offload is None:
         return None

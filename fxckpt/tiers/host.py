@@ -57,6 +57,12 @@ class Throttled(Host):
     ----------
     limit, bytes_per_second:
         As for :class:`Host`; the rates are those that copies are slowed to.
+
+    Examples
+    --------
+    >>> import fxckpt
+    >>> fxckpt.tiers.Throttled("1GiB", bytes_per_second=1e9).rates()
+    (1000000000.0, 1000000000.0)
     """
 
     def __init__(self, limit: int | str, bytes_per_second: float | tuple[float, float]) -> None:
