@@ -4,9 +4,13 @@ A case is a model in one dtype with one inner compiler. In each, eight budgets f
 uncheckpointed peak down to the least; every step's peak by the allocator's statistics, beside the
 plan's; then the steps of all ways timed in turn. A case that fails is a row with its error, and one
 that the time does not allow is a row that says so. ``FXCKPT_TEST_DEVICE=cpu`` runs the same code at
-tiny sizes, with ``fxckpt.measure_peak`` for the allocator's statistics.
+tiny sizes, with ``fxckpt.measure_peak`` for the allocator's statistics; without it and without a
+GPU nothing runs.
 
     python bench/gpu.py [--only 'gpt2/bfloat16/*'] [--seconds 520] [--tests] [--out FOLDER]
+
+Exit codes: 0, all that ran is as promised; 1, a test or a row failed, a promise was broken, or
+nothing was measured, each in a line of its own; 2, unusable arguments, or no such device.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import argparse
 import fnmatch
 import gc
 import json
+import math
 import os
 import platform
 import random
@@ -25,7 +30,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,10 +46,13 @@ import fxckpt
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+from gpu_device import VARIABLE, NoDevice, chosen_device  # noqa: E402
 from gpu_models import MODELS, Made  # noqa: E402
 
-DEVICE = os.environ.get("FXCKPT_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+DONE, FAILED, USAGE = 0, 1, 2
+"""Exit codes."""
 POINTS = 8
+DTYPES = ("bfloat16", "float32")
 TORCH_BUDGETS = (0.5, 0.2)
 INNERS: dict[str, dict[str, Any]] = {
     "aot_eager": {"inner": "aot_eager"},
@@ -61,6 +69,10 @@ MIN_CUT = {"backend": "aot_eager_decomp_partition"}
 """torch's partitioner without Inductor."""
 PROMISED = {"aot_eager": 0.001, "inductor": 0.01, "reduce-overhead": 0.01}
 """Promised relative error of the predicted peak."""
+
+
+SKIPPED, CUT = "skipped: out of time", "cut short: out of time"
+"""Errors of cases that the time did not allow."""
 
 
 class OutOfTime(Exception):
@@ -111,18 +123,24 @@ class Case:
     seconds: float = 0.0
     error: str | None = None
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the time did not allow the case."""
+        return self.error in (SKIPPED, CUT)
 
-def synchronize() -> None:
+
+def synchronize(device: str) -> None:
     """Wait for the device."""
-    if DEVICE == "cuda":
+    if device == "cuda":
         torch.cuda.synchronize()
 
 
 class Runner:
     """Compiles a model in several ways and steps each of them."""
 
-    def __init__(self, made: Made, inner: str) -> None:
+    def __init__(self, made: Made, inner: str, device: str) -> None:
         self.made = made
+        self.device = device
         self.inner = inner
         self.steps: dict[str, Callable[[], None]] = {}
 
@@ -150,12 +168,12 @@ class Runner:
         begin = time.perf_counter()
         step = self.compiled(options, by_block)
         step()
-        synchronize()
+        synchronize(self.device)
         way.compile_seconds = time.perf_counter() - begin
         step()
         self.made.model.zero_grad(set_to_none=True)
         way.peak_bytes = fxckpt.measure_peak(step)
-        if DEVICE == "cuda":
+        if self.device == "cuda":
             way.reserved_bytes = torch.cuda.max_memory_reserved()
             way.allocated_bytes = torch.cuda.max_memory_allocated()
         self.steps[way.name] = step
@@ -167,10 +185,10 @@ class Runner:
         for _ in range(rounds):
             random.shuffle(order)
             for name in order:
-                synchronize()
+                synchronize(self.device)
                 begin = time.perf_counter()
                 self.steps[name]()
-                synchronize()
+                synchronize(self.device)
                 times[name].append(time.perf_counter() - begin)
         return {name: statistics.median(found) for name, found in times.items()}
 
@@ -191,16 +209,31 @@ def fxckpt_ways(made: Made, inner: str, points: int) -> Iterator[tuple[Way, dict
         yield Way(f"fxckpt {share:.3f}"), {"budget": budget, **INNERS[inner]}
 
 
-def guarded(run: Callable[[], object]) -> str | None:
-    """Run a function and return its error as text, or None; time that is over ends all."""
+@dataclass(frozen=True)
+class Failure:
+    """What an error said; the error itself would hold the tensors of its frames."""
+
+    text: str
+    least_bytes: int | None
+    """The least peak that was found, of a budget that is below it."""
+
+
+def guarded(run: Callable[[], object]) -> Failure | None:
+    """Run a function and return its failure, or None; time that is over ends all."""
     try:
         run()
     except (OutOfTime, KeyboardInterrupt):
         raise
     except BaseException as error:
         traceback.print_exc(limit=4)
-        return f"{type(error).__name__}: {str(error).strip()[:600]}"
+        least = error.floor_bytes if isinstance(error, fxckpt.BudgetInfeasible) else None
+        return Failure(f"{type(error).__name__}: {str(error).strip()[:600]}", least)
     return None
+
+
+def said(failure: Failure | None) -> str | None:
+    """Return the text of a failure."""
+    return None if failure is None else failure.text
 
 
 def run_fxckpt(runner: Runner, case: Case, points: int) -> None:
@@ -208,12 +241,13 @@ def run_fxckpt(runner: Runner, case: Case, points: int) -> None:
     for way, options in fxckpt_ways(runner.made, runner.inner, points):
         case.ways.append(way)
         backend = fxckpt.Backend(**options)
-        way.error = guarded(lambda w=way, b=backend: runner.measure(w, {"backend": b}))
-        floor = least_peak(way.error)
-        if floor is not None:
-            way.name, options["budget"] = "fxckpt, least", f"{floor}B"
+        failure = guarded(lambda w=way, b=backend: runner.measure(w, {"backend": b}))
+        is_least = failure is not None and failure.least_bytes is not None
+        if is_least:
+            way.name, options["budget"] = "fxckpt, least", f"{failure.least_bytes}B"
             backend = fxckpt.Backend(**options)
-            way.error = guarded(lambda w=way, b=backend: runner.measure(w, {"backend": b}))
+            failure = guarded(lambda w=way, b=backend: runner.measure(w, {"backend": b}))
+        way.error = said(failure)
         if not backend.plans:
             way.error = way.error or "it ran uncompiled"
         else:
@@ -221,20 +255,13 @@ def run_fxckpt(runner: Runner, case: Case, points: int) -> None:
             way.budget_bytes = plan.budget_bytes
             way.predicted_bytes = plan.compiled_peak_bytes or plan.peak_bytes
             way.predicted_seconds = plan.step_seconds + plan.recompute_seconds
-        if floor is not None:
+        if is_least:
             break
 
 
-def least_peak(error: str | None) -> int | None:
-    """Return the least peak that a ``BudgetInfeasible`` names."""
-    if error is None or "Raise the budget to at least '" not in error:
-        return None
-    return int(error.split("Raise the budget to at least '")[1].split("B'")[0])
-
-
-def run_case(case: Case, made: Made, inner: str, points: int, rounds: int) -> None:
+def run_case(case: Case, runner: Runner, points: int, rounds: int) -> None:
     """Measure every way of a case, then time them in turn."""
-    runner, stock = Runner(made, inner), STOCK[inner]
+    inner, stock = runner.inner, STOCK[runner.inner]
     others: list[tuple[str, bool, float]] = [
         ("stock", False, 1.0),
         ("stock, checkpoint by block", True, 1.0),
@@ -246,9 +273,8 @@ def run_case(case: Case, made: Made, inner: str, points: int, rounds: int) -> No
         # The partitioner of aot_eager's default saves everything, at any budget.
         options = MIN_CUT if inner == "aot_eager" and budget < 1 else stock
         with functorch_config.patch(activation_memory_budget=budget):
-            way.error = guarded(
-                lambda w=way, o=options, b=by_block: runner.measure(w, o, by_block=b)
-            )
+            failure = guarded(lambda w=way, o=options, b=by_block: runner.measure(w, o, by_block=b))
+            way.error = said(failure)
     run_fxckpt(runner, case, points)
     times = runner.time(rounds)
     for way in case.ways:
@@ -275,24 +301,19 @@ def deadline(seconds: float) -> Iterator[None]:
 
 def names() -> list[str]:
     """Return the cases, what matters most first."""
-    return [
-        f"{model}/{dtype}/{inner}"
-        for dtype in ("bfloat16", "float32")
-        for inner in INNERS
-        for model in MODELS
-    ]
+    return [f"{model}/{dtype}/{inner}" for dtype in DTYPES for inner in INNERS for model in MODELS]
 
 
-def facts() -> dict[str, Any]:
+def facts(device: str) -> dict[str, Any]:
     """Return what the figures depend on."""
     found = {
-        "device": DEVICE,
+        "device": device,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "fxckpt": fxckpt.__version__,
         "alloc_conf": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
     }
-    if DEVICE == "cuda":
+    if device == "cuda":
         found |= {
             "name": torch.cuda.get_device_name(),
             "memory_bytes": torch.cuda.get_device_properties(0).total_memory,
@@ -302,15 +323,22 @@ def facts() -> dict[str, Any]:
     return found
 
 
-def run_tests(seconds: float) -> dict[str, Any]:
+def run_tests(device: str, seconds: float) -> dict[str, Any]:
     """Run the GPU's tests in a process of their own; return the last lines of what they print."""
+    environment = {**os.environ, VARIABLE: device}
     # What a newer or older torch warns of is no failure here.
     options = ["-q", "-W", "default", "-m", "gpu", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, str(HERE.parent / "tests/gpu")]
     begin = time.perf_counter()
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, cwd=HERE.parent, check=False
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            cwd=HERE.parent,
+            check=False,
         )
         code, text = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired as error:
@@ -374,81 +402,152 @@ def verdict(cases: list[Case]) -> dict[str, Any]:
     """Return how often each promise was kept."""
     ways = [(case, way) for case in cases for way in case.ways if way.budget_bytes is not None]
     measured = [(case, way) for case, way in ways if way.peak_bytes is not None]
-    near = [abs(way.wrong_by or 0.0) <= PROMISED[case.name.split("/")[2]] for case, way in measured]
     return {
         "budgets": len(ways),
         "measured": len(measured),
         "kept": sum(bool(way.is_kept) for _, way in measured),
-        "predicted": sum(near),
-        "failed_cases": [case.name for case in cases if case.error],
+        "predicted": sum(is_predicted(case, way) for case, way in measured),
+        "failed_cases": [c.name for c in cases if c.error and not c.is_unfinished],
+        "unfinished_cases": [c.name for c in cases if c.is_unfinished],
         "failed_ways": [f"{c.name}: {w.name}" for c in cases for w in c.ways if w.error],
     }
 
 
-def write(folder: Path, cases: list[Case], tests: dict[str, Any] | None) -> None:
+def is_predicted(case: Case, way: Way) -> bool:
+    """Return whether a measured peak is as near to its prediction as promised."""
+    promised = PROMISED[case.name.split("/")[2]]
+    return way.wrong_by is not None and abs(way.wrong_by) <= promised
+
+
+def failures(cases: list[Case], tests: dict[str, Any] | None) -> list[str]:
+    """Return what went wrong, a line each; nothing for cases that the time did not allow."""
+    found = []
+    if tests is not None and tests["code"] != 0:
+        found.append(f"tests/gpu: pytest ended with {tests['code']}, see its output")
+    for case in cases:
+        if case.error and not case.is_unfinished:
+            found.append(f"{case.name}: {case.error}")
+        for way in case.ways:
+            if way.error:
+                found.append(f"{case.name}, {way.name}: {way.error}")
+            elif way.is_kept is False:
+                found.append(
+                    f"{case.name}, {way.name}: its peak of {way.peak_bytes} bytes is over the "
+                    f"budget of {way.budget_bytes}"
+                )
+            elif way.is_kept and not is_predicted(case, way):
+                found.append(
+                    f"{case.name}, {way.name}: its peak of {way.peak_bytes} bytes is not near the "
+                    f"prediction of {way.predicted_bytes}"
+                )
+    if not verdict(cases)["measured"]:
+        found.append("no budget was measured; give more --seconds, if the time was over")
+    return [" ".join(line.split()) for line in found]
+
+
+def write(folder: Path, device: str, cases: list[Case], tests: dict[str, Any] | None) -> None:
     """Write the JSON and the table."""
     found = {
-        "facts": facts(),
+        "facts": facts(device),
         "verdict": verdict(cases),
+        "failures": failures(cases, tests),
         "tests": tests,
         "cases": [asdict(case) for case in cases],
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu.json").write_text(json.dumps(found, indent=1))
-    (folder / "gpu.txt").write_text(f"{facts()}\n{show(cases)}\n{verdict(cases)}\n")
+    (folder / "gpu.txt").write_text(f"{facts(device)}\n{show(cases)}\n{verdict(cases)}\n")
 
 
-def run(name: str, end: float, points: int, rounds: int) -> Case:
+def run(name: str, device: str, end: float, points: int, rounds: int) -> Case:
     """Run one case within the time that is left."""
     case, begin = Case(name), time.monotonic()
     model, dtype, inner = name.split("/")
 
     def whole() -> None:
-        made = MODELS[model](getattr(torch, dtype), DEVICE, is_tiny=DEVICE == "cpu")
-        run_case(case, made, inner, points, rounds)
+        made = MODELS[model](getattr(torch, dtype), device, is_tiny=device == "cpu")
+        run_case(case, Runner(made, inner, device), points, rounds)
 
     if end - begin < 1:
-        case.error = "skipped: out of time"
+        case.error = SKIPPED
         return case
     try:
         with deadline(end - begin):
-            case.error = guarded(whole)
+            case.error = said(guarded(whole))
     except OutOfTime:
-        case.error = "cut short: out of time"
+        case.error = CUT
     case.seconds = time.monotonic() - begin
     torch._dynamo.reset()
     gc.collect()
-    if DEVICE == "cuda":
+    if device == "cuda":
         torch.cuda.empty_cache()
     return case
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the cases, write what they show after each, and return the verdict."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def at_least(least: int, kind: type = int) -> Callable[[str], Any]:
+    """Return a parser of finite numbers from ``least``."""
+
+    def parse(text: str) -> Any:
+        with suppress(ValueError):
+            if least <= kind(text) < math.inf:
+                return kind(text)
+        what = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {what} from {least}")
+
+    return parse
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options; those that cannot be used end the process with code 2."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="*", help="pattern of MODEL/DTYPE/INNER")
-    parser.add_argument("--seconds", type=float, default=520.0)
-    parser.add_argument("--points", type=int, default=POINTS)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=at_least(1, float), default=520.0)
+    parser.add_argument("--points", type=at_least(2), default=POINTS, help="budgets, 2 or more")
+    parser.add_argument("--rounds", type=at_least(1), default=7, help="timed steps of each way")
     parser.add_argument("--tests", action="store_true", help="run tests/gpu first")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or HERE / "out"))
     options = parser.parse_args(arguments)
+    options.cases = fnmatch.filter(names(), options.only)
+    if not options.cases:
+        choices = (MODELS, DTYPES, INNERS)
+        parser.error(
+            f"--only {options.only!r} matches no case. They are MODEL/DTYPE/INNER: "
+            f"{' / '.join(', '.join(each) for each in choices)}. Example: --only 'gpt2/*'"
+        )
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the cases, write what they show after each, and return the exit code."""
+    options = parse(arguments)
     end = time.monotonic() + options.seconds
-    torch.manual_seed(0)
-    tests = run_tests(options.seconds / 3) if options.tests else None
     cases: list[Case] = []
+    try:
+        device = chosen_device()
+        # Before anything is measured: it could not be written.
+        write(options.out, device, cases, None)
+    except (NoDevice, OSError) as error:
+        print(f"bench/gpu.py: {error}", file=sys.stderr)
+        return USAGE
+    torch.manual_seed(0)
+    tests = run_tests(device, options.seconds / 3) if options.tests else None
     # All ways of a case are in memory at once; beyond its limit Dynamo compiles no more of them.
     with dynamo_config.patch(recompile_limit=2 * (options.points + len(TORCH_BUDGETS) + 3)):
-        for name in fnmatch.filter(names(), options.only):
-            cases.append(run(name, end, options.points, options.rounds))
+        for name in options.cases:
+            cases.append(run(name, device, end, options.points, options.rounds))
             print(f"{name}: {cases[-1].error or 'done'}, {cases[-1].seconds:.0f} s", flush=True)
-            write(options.out, cases, tests)
+            write(options.out, device, cases, tests)
     print(show(cases))
     if tests is not None:
         print(tests["tail"][-1500:])
-    print(json.dumps(verdict(cases)))
-    return verdict(cases)
+    print(json.dumps(verdict(cases)), flush=True)
+    failed = failures(cases, tests)
+    for line in failed:
+        print(f"FAILED {line}", file=sys.stderr)
+    return FAILED if failed else DONE
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 from pathlib import Path
 
@@ -21,17 +22,30 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def missing(requirements: list[str]) -> list[str]:
-    """Return the requirements that this Python does not meet: a name, and a least major version."""
+    """Return the requirements that this Python does not meet: a name, and a least version."""
     found = []
     for requirement in requirements:
-        name, least = re.fullmatch(r"([\w-]+)(?:>=(\d+))?.*", requirement).groups()
+        name, least = re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?.*", requirement).groups()
         try:
-            major = int(importlib.metadata.version(name).partition(".")[0])
+            has = numbers(importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            major = -1
-        if major < int(least or 0):
+            found.append(requirement)
+            continue
+        if has < numbers(least or ""):
             found.append(requirement)
     return found
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers that a version begins with."""
+    return tuple(int(part) for part in re.findall(r"\d+", re.match(r"[\d.]*", version)[0]))
+
+
+def torch_requirement() -> str:
+    """Return what fxckpt needs of torch."""
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        needed = tomllib.load(file)["project"]["dependencies"]
+    return next(each for each in needed if each.startswith("torch>="))
 
 
 def make(folder: Path) -> Path:
@@ -57,11 +71,22 @@ def main() -> None:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         sys.exit(f"{sys.executable} has no torch: give the Python that has it, PYTHON=...")
-    python = make(Path(folder))
+    if missing([needed := torch_requirement()]):
+        sys.exit(f"{sys.executable} has torch {torch}, and fxckpt needs {needed}.")
+    try:
+        python = make(Path(folder))
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"{sys.executable} makes no environment in {folder}: {error}. Is venv installed?")
     pip = [str(python), "-m", "pip", "install", "--quiet", "--no-index", "--find-links", wheels]
-    if lacking := missing(requirements):
-        subprocess.run([*pip, *lacking], check=True)
-    subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)], check=True)
+    lacking = missing(requirements)
+    if lacking and subprocess.run([*pip, *lacking], check=False).returncode != 0:
+        sys.exit(
+            f"{wheels} lacks what this machine lacks: {', '.join(lacking)}. Run make gpu-wheels "
+            "where there is a network, and bring build/wheels along."
+        )
+    own = [*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
+    if subprocess.run(own, check=False).returncode != 0:
+        sys.exit(f"fxckpt itself could not be installed in {folder}: pip says why above.")
     print(f"torch {torch} as it was; installed: {', '.join(lacking) or 'nothing'}", flush=True)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 # The workers have more threads than there are cores. A thread that spins while it waits takes the
 # core from the one that it waits for; OpenMP reads this once, when torch is imported.
@@ -18,9 +20,21 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from fxckpt.inductor import plan_cache
 from fxckpt.utils.cache_folder import cache_dir
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+from gpu_device import VARIABLE, NoDevice, chosen_device
+
 settings.register_profile("default", deadline=None, max_examples=15, derandomize=True)
 settings.register_profile("sweep", deadline=None, max_examples=1000)
 settings.load_profile("default")
+
+
+def pytest_configure() -> None:
+    """Refuse a device for the tests that is not there."""
+    if os.environ.get(VARIABLE):
+        try:
+            chosen_device()
+        except NoDevice as error:
+            raise pytest.UsageError(str(error)) from None
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-import torch
-
-DEVICE = os.environ.get("FXCKPT_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else None)
+from gpu_device import NoDevice, chosen_device  # tests/conftest.py leads to bench/
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    if DEVICE is None:
-        pytest.skip("needs a CUDA device, or FXCKPT_TEST_DEVICE=cpu")
-    return DEVICE
+    try:
+        return chosen_device()
+    except NoDevice as error:
+        pytest.skip(str(error))
