@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,62 +33,95 @@ def exhaustive(program: Program, limit: int) -> float | None:
 
     It is practical for up to about eight forward ops.
     """
-    tables, (before, during) = program.tables, backward_own_profile(program)
-    outputs = int(tables.bytes[tables.is_output].sum())
+    moves = _Moves(program, limit)
     steps = itertools.count()
     queue: list[tuple[float, int, _State]] = [
         (0.0, next(steps), state) for state in _starts(program, limit)
     ]
     done: set[_State] = set()
     heapq.heapify(queue)
-
-    in_full = [
-        n + sum(program.storages[s].bytes for s in op.writes)
-        for n, op in zip(before, program.backward, strict=True)
-    ]
-
-    def held(live: frozenset[int]) -> int:
-        return outputs + int(tables.bytes[list(live)].sum())
-
     while queue:
         spent, _, state = heapq.heappop(queue)
         if state in done:
             continue
         done.add(state)
-        j, live, saved, ran = state.position, state.live, state.saved, state.ran
-        if j == len(program.backward):
+        if state.position == len(program.backward):
             return spent
-        after: list[tuple[float, _State]] = [
-            (spent, _State(j, live - {s}, saved - {s}, ran)) for s in live
+        for seconds, after in (
+            *moves.frees(state),
+            *moves.backward_op(state),
+            *moves.recomputes(state),
+        ):
+            heapq.heappush(queue, (spent + seconds, next(steps), after))
+    return None
+
+
+class _Moves:
+    """Moves from state to state that stay within a limit in bytes, each with its extra seconds."""
+
+    def __init__(self, program: Program, limit: int) -> None:
+        self.program, self.tables, self.limit = program, program.tables, limit
+        self.before, self.during = backward_own_profile(program)
+        self.in_full = [
+            n + sum(program.storages[s].bytes for s in op.writes)
+            for n, op in zip(self.before, program.backward, strict=True)
         ]
-        if all(s in live or tables.is_output[s] for s in program.forward_reads[j]):
-            own = program.backward[j]
-            for taken in (None, *(own.takes if during[j] == in_full[j] else ())):
-                if taken is not None and taken not in live - saved:
-                    continue
-                spared = 0 if taken is None else program.storages[taken].bytes
-                needed = held(live) + during[j] + own.workspace_bytes - spared
-                if needed <= limit:
-                    after.append((spent, _State(j + 1, live - {taken}, saved, ran)))
-        for i, op in enumerate(program.ops):
-            if op.no_recompute is not None or not all(
-                s in live or tables.is_output[s] for s in op.needs
-            ):
+        self.outputs = int(self.tables.bytes[self.tables.is_output].sum())
+
+    def held(self, live: frozenset[int]) -> int:
+        """Return the bytes of live values and of the forward's outputs."""
+        return self.outputs + int(self.tables.bytes[list(live)].sum())
+
+    def reads_are_live(self, reads: Iterable[int], state: _State) -> bool:
+        """Return whether values are in memory."""
+        return all(s in state.live or self.tables.is_output[s] for s in reads)
+
+    def taken_of(self, takes: Iterable[int], state: _State) -> Iterator[tuple[int | None, int]]:
+        """Yield the operands that an op may overwrite, None first, with the bytes it spares."""
+        yield None, 0
+        for taken in takes:
+            if taken in state.live - state.saved:
+                yield taken, self.program.storages[taken].bytes
+
+    def frees(self, state: _State) -> Iterator[tuple[float, _State]]:
+        """Yield the moves that free one value."""
+        for s in state.live:
+            yield 0.0, replace(state, live=state.live - {s}, saved=state.saved - {s})
+
+    def backward_op(self, state: _State) -> Iterator[tuple[float, _State]]:
+        """Yield the moves that run the next backward op."""
+        j = state.position
+        if not self.reads_are_live(self.program.forward_reads[j], state):
+            return
+        own = self.program.backward[j]
+        takes = own.takes if self.during[j] == self.in_full[j] else ()
+        for taken, spared in self.taken_of(takes, state):
+            needed = self.held(state.live) + self.during[j] + own.workspace_bytes - spared
+            if needed <= self.limit:
+                yield 0.0, replace(state, position=j + 1, live=state.live - {taken})
+
+    def recomputes(self, state: _State) -> Iterator[tuple[float, _State]]:
+        """Yield the moves that recompute one op; its first run is the forward's."""
+        tables, storages = self.tables, self.program.storages
+        for i, op in enumerate(self.program.ops):
+            if op.no_recompute is not None or not self.reads_are_live(op.needs, state):
                 continue
             written = {s for s in op.writes if not tables.is_output[s]}
-            beside = before[j] + int(tables.workspace_bytes[i] + tables.state_bytes[i])
-            beside += sum(program.storages[s].bytes for s in {*op.writes} - written)
-            seconds = spent + (op.seconds if i in ran else 0.0)
-            for taken in (None, *op.takes):
-                if taken is not None and taken not in live - saved:
-                    continue
-                spared = 0 if taken is None else program.storages[taken].bytes
-                if held(live | written) + beside - spared <= limit:
-                    left = (live | written) - {taken}
-                    after.append((seconds, _State(j, left, saved - written, ran | {i})))
-        for seconds, state in after:
-            heapq.heappush(queue, (seconds, next(steps), state))
-    return None
+            beside = self.before[state.position]
+            beside += int(tables.workspace_bytes[i] + tables.state_bytes[i])
+            beside += sum(storages[s].bytes for s in {*op.writes} - written)
+            live = state.live | written
+            for taken, spared in self.taken_of(op.takes, state):
+                if self.held(live) + beside - spared <= self.limit:
+                    yield (
+                        op.seconds if i in state.ran else 0.0,
+                        _State(
+                            state.position,
+                            live - {taken},
+                            state.saved - written,
+                            state.ran | {i},
+                        ),
+                    )
 
 
 def _starts(program: Program, limit: int) -> Iterator[_State]:

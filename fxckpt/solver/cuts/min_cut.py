@@ -254,7 +254,7 @@ class Network:
             infinite,
         )
 
-    def copies(self, count: int) -> Network:
+    def disjoint_copies(self, count: int) -> Network:
         """Return the network of ``count`` copies of the same problems.
 
         The copies share the source and the sink.

@@ -65,7 +65,7 @@ class StagedCut:
         """
         # One network for all rows: a solve of a small network is mostly overhead.
         price, count = np.asarray(prices, dtype=np.float64), len(prices)
-        networks = {group: group.network.copies(count) for group in layout.groups}
+        networks = {group: group.network.disjoint_copies(count) for group in layout.groups}
         kept = np.zeros((count, len(layout.storage)), dtype=bool)
         runs = np.zeros((count, len(layout.op)), dtype=bool)
         decided: list[list[StageAssignment]] = [[] for _ in prices]
