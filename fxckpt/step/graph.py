@@ -202,6 +202,12 @@ class StepGraph:
 
         return min(range(len(levels)), key=key)
 
+    def compiled_position(self, limit: int | None) -> int:
+        """Return the position of a plan that is compiled; where none is, of :meth:`least`."""
+        compiled = (i for i, level_plan in enumerate(self.plans) if level_plan.run is not None)
+        found = next(compiled, None)
+        return self.least(limit) if found is None else found
+
     def level(self, position: int, sizes: Sizes = ()) -> Level:
         """Return the bytes and seconds of a plan at some sizes, by default those planned for.
 

@@ -29,6 +29,7 @@ from fxckpt.step.table import step_report
 from fxckpt.step.together import is_together, settle_together
 from fxckpt.step.warn import StepWarnings
 from fxckpt.torch_private import (
+    FakeTensor,
     after_optimizers,
     at_engine_exit,
     backward_node,
@@ -97,7 +98,14 @@ class StepTracker:
     # Calls ------------------------------------------------------------------------------------
 
     def forward(self, graph: StepGraph, args: Sequence[Any]) -> Any:
-        """Run the forward of a call at the level chosen for it."""
+        """Run the forward of a call at the level chosen for it.
+
+        Fake tensors take no memory, and their backward never comes: so torch finds the shapes
+        between the parts of a graph that it splits at DDP's buckets. Such a call is none of a step.
+        """
+        if any(isinstance(arg, FakeTensor) for arg in args):
+            with self._lock:
+                return graph.run(graph.compiled_position(self.limit_of(graph)))(*args)
         sizes = graph.sizes_of(args)
         with self._lock:
             if not self._flights:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fxckpt
@@ -118,3 +121,23 @@ def test_optimizers_that_step_inside_the_backward() -> None:
     report = backend.report().step
     assert report is not None and report.settled_at == 2
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_graphs_split_at_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of a graph that DDP splits at its buckets are run on fake tensors as none."""
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", world_size=1, rank=0)
+    try:
+        model = Stack(6)
+        peak, wanted = plain(model)
+        limit = int(0.75 * peak)
+        parallel = DistributedDataParallel(model, bucket_cap_mb=0.05)
+        backend = fxckpt.Backend(limit, inner="aot_eager")
+        compiled = torch.compile(parallel, backend=backend)
+        for _ in range(3):
+            assert_step_is_right(compiled, limit, wanted)
+    finally:
+        dist.destroy_process_group()
+    report = backend.report().step
+    assert report is not None and len(report.rows) > 1
+    assert report.settled_at == 2 and report.steps == 3
