@@ -34,6 +34,7 @@ from fxckpt.passes.inductor.sink_reshapes import sink_reshapes
 from fxckpt.passes.invariants import verify
 from fxckpt.passes.transforms.bind_sizes import bind_sizes
 from fxckpt.passes.transforms.in_place import write_in_place
+from fxckpt.passes.transforms.loss_storages import hold_loss_elements
 from fxckpt.passes.transforms.merge_common_subexpressions import merge_common_subexpressions
 from fxckpt.passes.transforms.offload_ops import insert_offload_ops
 from fxckpt.passes.transforms.partition import partition
@@ -276,6 +277,7 @@ PREPARE: tuple[Pass[Joint], ...] = (
     OnJoint(merge_common_subexpressions),
     OnJoint(raise_getitems),
     OnJoint(copy_whole_storages),
+    OnJoint(hold_loss_elements),
 )
 """From AOTAutograd's joint graph to the graph that is planned."""
 

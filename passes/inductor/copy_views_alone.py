@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fxckpt.ops.properties import tensors
-from fxckpt.passes.transforms.storage_copies import replace_values
+from fxckpt.passes.transforms.storage_copies import COPIES_STORAGE, replace_values
 from fxckpt.torch_private import fake_like, shown, size_hint, storage_id
 
 as_strided = torch.ops.aten.as_strided.default
@@ -32,7 +32,7 @@ def copy_views_alone(graph: fx.Graph) -> None:
         value = node.meta["val"]
         return None if storage_id(value) in addressed else _in_own_storage(value)
 
-    replace_values(graph, smaller)
+    replace_values(graph, COPIES_STORAGE, smaller)
 
 
 def _in_own_storage(value: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ Expects a graph with ``meta["val"]``. Leaves its ops alone, and replaces fake va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, fx
@@ -32,11 +32,15 @@ COPIES_STORAGE = frozenset(
 
 def copy_whole_storages(graph: fx.Graph) -> None:
     """Give ops that clone their first argument's storage an output storage of that size."""
-    replace_values(graph, _in_whole_storage)
+    replace_values(graph, COPIES_STORAGE, _in_whole_storage)
 
 
-def replace_values(graph: fx.Graph, replacement: Callable[[fx.Node], Tensor | None]) -> None:
-    """Replace the fake values of storage-cloning ops, and all values in the same storages.
+def replace_values(
+    graph: fx.Graph,
+    targets: Collection[object],
+    replacement: Callable[[fx.Node], Tensor | None],
+) -> None:
+    """Replace the fake values of some ops, and all values in the same storages.
 
     ``replacement`` returns the new value of an op, or None to leave it.
     """
@@ -46,7 +50,7 @@ def replace_values(graph: fx.Graph, replacement: Callable[[fx.Node], Tensor | No
             continue
         if moved:
             share_storages(node, moved)
-        new = replacement(node) if node.target in COPIES_STORAGE else None
+        new = replacement(node) if node.target in targets else None
         if new is not None:
             moved[storage_id(node.meta["val"])] = node.meta["val"], new
             share_storages(node, moved)
