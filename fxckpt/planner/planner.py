@@ -33,7 +33,6 @@ from fxckpt.passes.analysis.joint import Facts, Workspace, no_workspace, read_fa
 from fxckpt.passes.analysis.policy_values import values_of
 from fxckpt.passes.graphs import Joint
 from fxckpt.planner.build_plan import build_plan
-from fxckpt.planner.offload import offload_hint, with_link
 from fxckpt.planner.pipeline import Emission, emit_halves, prepare
 from fxckpt.planner.ranks import Ranks
 from fxckpt.planner.refusals import (
@@ -43,6 +42,7 @@ from fxckpt.planner.refusals import (
     too_slow,
     warn_of_unbounded_sizes,
 )
+from fxckpt.planner.tier_link import offload_hint, with_link
 from fxckpt.planner.tiles import TilePricer, check_tile, offering_tiles, reach, tiled
 from fxckpt.planner.together import searched_together
 from fxckpt.plans.log import log_frontier, log_known, log_plan

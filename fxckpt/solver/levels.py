@@ -16,7 +16,7 @@ from fxckpt.solver.exact.lower_bounds import Bound
 from fxckpt.solver.program import Link, Program
 from fxckpt.solver.schedule import Schedule
 from fxckpt.solver.search.candidates import Candidate, SearchResult
-from fxckpt.solver.search.offload import OffloadSearch
+from fxckpt.solver.search.offload_search import OffloadSearch
 from fxckpt.solver.search.price_search import PriceSearch, search_of
 from fxckpt.solver.search.prices import between
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxckpt
 from fxckpt.tiers import Host
-from tests.step.test_tracker import Stack, X, measured
+from tests.step.stack import Stack, X, measured
 
 
 class Halves(nn.Module):

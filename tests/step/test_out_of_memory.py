@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxckpt
 from fxckpt.memory_meter import allocation_limit
-from tests.step.test_tracker import Block, clear, gradients
+from tests.step.stack import Block, clear, gradients
 
 X = torch.randn(512, 32)
 

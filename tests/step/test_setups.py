@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fxckpt
 from fxckpt.torch_private import boxed, in_backward, tracing_lock
-from tests.step.test_tracker import Stack, X, assert_step_is_right, plain
+from tests.step.stack import Stack, X, assert_step_is_right, plain
 
 
 class Regions(Stack):

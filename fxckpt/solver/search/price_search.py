@@ -11,8 +11,8 @@ programs have random restarts too, and the smallest are solved exactly, by a dyn
 sets of live values or by an integer program. The simulator evaluates every schedule. A program with
 limits on saved values is searched in parts, one for each choice of values within the limits
 (:mod:`~fxckpt.solver.search.limited`), and one with a link by values sent away as well
-(:mod:`~fxckpt.solver.search.offload`). The search ends after a fixed number of steps and reads
-neither a clock nor true randomness, so that the same graph always has the same plan.
+(:mod:`~fxckpt.solver.search.offload_search`). The search ends after a fixed number of steps and
+reads neither a clock nor true randomness, so that the same graph always has the same plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxckpt.solver.program import Program
 from fxckpt.solver.search.candidates import Candidate, SearchResult
 from fxckpt.solver.search.limited import LimitedSearch
 from fxckpt.solver.search.local_search import LocalSearch
-from fxckpt.solver.search.offload import OffloadSearch
+from fxckpt.solver.search.offload_search import OffloadSearch
 from fxckpt.solver.search.options import SearchOptions
 from fxckpt.solver.search.prices import between
 

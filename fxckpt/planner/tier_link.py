@@ -1,4 +1,4 @@
-"""Offload: the link of a program to a tier, and what sending values there would reach."""
+"""The link of a program to a tier of memory, and what sending values there would reach."""
 
 from __future__ import annotations
 
