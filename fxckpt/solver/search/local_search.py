@@ -43,7 +43,7 @@ class LocalSearch:
         self.legal: list[Candidate] = []
         """Candidates that save what may be saved; the uncheckpointed schedule may save more."""
         self.sending: list[Candidate] = []
-        """Legal candidates with values sent away, by :mod:`~fxckpt.solver.search.offload_search`."""
+        """Legal candidates with values sent away (:mod:`~fxckpt.solver.search.offload_search`)."""
         self.low, self.high = price_range(program)
         self.bounds = LowerBounds(program, self.low, self.high)
         self.tried: set[int] = set()
