@@ -31,7 +31,6 @@ class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """Add the dependencies to a list of scheduler nodes, and sort it by them."""
-        from torch._inductor.dependencies import WeakDep
         from torch._inductor.scheduler import FusedSchedulerNode
         from torch._inductor.virtualized import V
 
@@ -46,30 +45,38 @@ class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
         if not own:
             return nodes
 
-        def wait(node: Any, before: Any) -> None:
-            node.add_fake_dep(
-                WeakDep(
-                    before.get_outputs()[0].get_name(),
-                    mutating_buf=node.get_first_name(),
-                    is_fake=True,
-                )
-            )
-
         for node, (order, is_recompute) in zip(nodes, places, strict=True):
             before = bisect_left(own, (order, -1)) if is_recompute else 0
             if before:
-                wait(node, nodes[own[before - 1][1]])
+                _wait(node, nodes[own[before - 1][1]])
         calls = [nodes[i] for _, i in own if nodes[i].is_extern()]
         for earlier, later in pairwise(calls):
-            wait(later, earlier)
+            _wait(later, earlier)
         scheduler = V.graph.scheduler
         scheduler.nodes = scheduler.topological_sort_schedule(nodes)
         scheduler.compute_ancestors()
         return list(scheduler.nodes)
 
     def uuid(self) -> str:
-        """Return the identity of this pass; the graph determines where it applies."""
-        return f"fxckpt keeps the order of {self.mark}"
+        """Return the identity of this pass and its code; the graph determines where it applies."""
+        code = custom_graph_pass.get_hash_for_files((__file__,)).hex()
+        return f"fxckpt keeps the order of {self.mark} by {code}"
+
+
+def _wait(node: Any, before: Any) -> None:
+    """Make a scheduler node run after another one.
+
+    Inductor moves a node of an eager island between CUDA graphs to the end if no buffer of it has
+    another reader, and looks for readers only, not for dependencies. A weak user stops it, and
+    costs nothing where none could overwrite the buffer: it is returned, or nothing reads it.
+    """
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.scheduler import NodeUser, OutputNode
+
+    buffer = before.get_outputs()[0]
+    node.add_fake_dep(WeakDep(buffer.get_name(), mutating_buf=node.get_first_name(), is_fake=True))
+    if all(user.is_weak or isinstance(user.node, OutputNode) for user in buffer.users):
+        buffer.set_users([*buffer.users, NodeUser(node, is_weak=True)])
 
 
 def _places(nodes: Sequence[Any], mark: str) -> list[tuple[int, bool | None]]:

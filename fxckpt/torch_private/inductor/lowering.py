@@ -52,6 +52,13 @@ NO_TRACE = {"trace.enabled": False}
 FREEING_EARLY = {"allow_buffer_reuse": False}
 """Options of a half that frees each buffer after its last reader."""
 
+IN_PLANNED_ORDER = {"triton.reorder_for_reducing_graph_partitions": False}
+"""Options of a half without CUDA graphs, whatever the mode.
+
+Inductor partitions a graph for CUDA graphs on the CPU too, and then delays each kernel that only
+makes outputs to the end, with its operands alive.
+"""
+
 FREES_EARLY = "fxckpt_frees_early"
 """Key in the metadata of the nodes of a half that is compiled with :data:`FREEING_EARLY`."""
 
@@ -117,7 +124,7 @@ class Lowerings:
         if is_newer():
             # Nothing of torch is patched there, so nothing can be patched wrongly.
             self._kept.clear()
-            with config.patch(_freeing(gm)):
+            with config.patch(self._options(gm)):
                 return compile_fx.compile_fx_inner(gm, example_inputs, **given)
         names = ("_recursive_post_grad_passes", "GraphLowering")
         original: list[Any] = [vars(compile_fx)[name] for name in names]
@@ -153,7 +160,7 @@ class Lowerings:
         patched: list[Any] = [kept_or_passes, _KeptOrLowered]
         try:
             vars(compile_fx).update(zip(names, patched, strict=True))
-            with config.patch(_freeing(gm)), whole_rows():
+            with config.patch(self._options(gm)), whole_rows():
                 return compile_fx.compile_fx_inner(
                     gm, example_inputs, **{"layout_opt": wants_channels_last(gm), **given}
                 )
@@ -177,6 +184,11 @@ class Lowerings:
         _mark_visible_outputs(gm, is_backward=is_backward)
         with config.patch({"_pre_fusion_custom_pass": self.keep_order}):
             return self.compile(gm, inputs, is_backward=is_backward, cudagraphs=BoxedBool(False))
+
+    def _options(self, gm: fx.GraphModule) -> dict[str, bool]:
+        """Return the options of a half: to free early if it is marked so, and to stay in order."""
+        is_marked = any(FREES_EARLY in node.meta for node in gm.graph.nodes)
+        return (FREEING_EARLY if is_marked else {}) | _ordered(gm, self.keep_order)
 
     def _identity(self, gm: fx.GraphModule) -> Any:
         """Return all that determines the lowering of a graph, except its inputs."""
@@ -224,9 +236,13 @@ class Lowerings:
         return None
 
 
-def _freeing(gm: fx.GraphModule) -> dict[str, bool]:
-    """Return the options of a half that is compiled to free early, if it is marked so."""
-    return FREEING_EARLY if any(FREES_EARLY in node.meta for node in gm.graph.nodes) else {}
+def _ordered(gm: fx.GraphModule, keep_order: KeepExecutionOrder | None) -> dict[str, bool]:
+    """Return :data:`IN_PLANNED_ORDER` for a half held to an order that is on the CPU alone."""
+    if keep_order is None or not any(keep_order.mark in node.meta for node in gm.graph.nodes):
+        return {}
+    leaves = (t for node in gm.graph.nodes for t in pytree.tree_leaves(node.meta.get("val")))
+    is_cpu = all(t.device.type == "cpu" for t in leaves if isinstance(t, torch.Tensor))
+    return IN_PLANNED_ORDER if is_cpu else {}
 
 
 @contextlib.contextmanager
@@ -247,7 +263,12 @@ def _lowering_context(
         V.set_fake_mode(mode),
         V.set_debug_handler(DebugContext()),
         _counted_apart() as counted,
-        config.patch(AS_PLANNED | NO_TRACE | {"_pre_fusion_custom_pass": keep_order}),
+        config.patch(
+            AS_PLANNED
+            | NO_TRACE
+            | _ordered(gm, keep_order)
+            | {"_pre_fusion_custom_pass": keep_order}
+        ),
         compile_fx.get_cuda_device_context(gm),
         _named(half),
         torch.no_grad(),

@@ -23,6 +23,7 @@ from fxckpt.inductor.planner import InductorPlanner
 from fxckpt.passes.graphs import Joint
 from fxckpt.passes.inductor.execution_order import ORDER
 from fxckpt.planner.planner import Planner
+from fxckpt.torch_private.inductor import lowering
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 from fxckpt.torch_private.inductor.layouts import changes_layout, wants_channels_last
 from fxckpt.torch_private.inductor.lowering import FREES_EARLY, Lowerings, free_early
@@ -183,6 +184,37 @@ def test_lowered_graphs_of_other_orders_are_not_used(
         lowerings.lower(free, [], {})
         lowerings.compile_alone(backward, True, {})
     assert len(lowered) == 4
+
+
+WITH_CUDA_GRAPHS = {"graph_partition": True, "triton.cudagraphs": True}
+"""What ``mode="reduce-overhead"`` sets."""
+
+
+def test_partitions_on_the_cpu_keep_the_order() -> None:
+    """Inductor would delay each kernel that only makes outputs, though no CUDA graph is made."""
+    backward = planned_skips()[1]
+    lower = Lowerings(KeepExecutionOrder(ORDER)).lower
+    plain = lower(backward, [], {})
+    with config.patch(WITH_CUDA_GRAPHS):
+        partitioned = lower(backward, [], {})
+    assert partitioned == plain
+
+
+def test_partitions_keep_the_order_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that the next one waits for is not moved behind it; as beside CUDA graphs."""
+    monkeypatch.setattr(lowering, "IN_PLANNED_ORDER", {})
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+    joint, count = inductor_joint(lambda x: model(x.tanh()).square().mean(), torch.randn(64, 32))
+    _, backward, _ = InductorPlanner(Planner(budget="min", cost="flops")).partition(
+        Joint(joint, count)
+    )
+    lower = Lowerings(KeepExecutionOrder(ORDER)).lower
+    plain = lower(backward, [], {})
+    with config.patch(WITH_CUDA_GRAPHS):
+        partitioned = lower(backward, [], {})
+    # The order of the others shows that Inductor does reorder here.
+    assert partitioned.kernels != plain.kernels
+    assert list(partitioned.operands.values()) == list(plain.operands.values())
 
 
 def test_concatenation_is_allocated_with_its_first_part() -> None:
