@@ -4,9 +4,12 @@ Rates are dense: half of what NVIDIA's datasheets give with 2:4 sparsity. Where 
 the figure is a guess from its PCIe generation.
 
 =========  =====================================================================================
-A100       NVIDIA's datasheet (SXM, 80 GB; SXM and PCIe, 40 GB; PCIe, 80 GB); link: developer
+A100       NVIDIA's datasheet (SXM, 80 GB; SXM and PCIe, 40 GB; PCIe, 80 GB), compared with
+           https://www.thundercompute.com/blog/nvidia-a100-specs-full-guide; link: developer
            forum 352186
-H100       NVIDIA's datasheets (SXM, PCIe, NVL); link: NVIDIA/nvbandwidth#24
+H100       NVIDIA's datasheets (SXM, PCIe, NVL); PCIe compared with its table in
+           https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html, bfloat16 of NVL with
+           torchtitan's ``get_peak_flops``; link: NVIDIA/nvbandwidth#24
 H200       NVIDIA's datasheet (SXM)
 B200, B300 NVIDIA's HGX sheets (https://glennklockwood.com/garden/processors/B200, .../B300);
            bandwidth of B200: pytorch/ao#4002
