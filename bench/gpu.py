@@ -75,8 +75,12 @@ SKIPPED, CUT = "skipped: out of time", "cut short: out of time"
 """Errors of cases that the time did not allow."""
 
 
-class OutOfTime(Exception):
-    """The time of the run is over."""
+class OutOfTime(BaseException):
+    """The time of the run is over; compilers make no error of their own of it, as of others."""
+
+
+RINGS_AGAIN = 1.0
+"""Seconds after which the end of the time is told again to code that went on."""
 
 
 @dataclass
@@ -225,10 +229,19 @@ def guarded(run: Callable[[], object]) -> Failure | None:
     except (OutOfTime, KeyboardInterrupt):
         raise
     except BaseException as error:
+        if is_of_the_time(error):
+            raise OutOfTime from error
         traceback.print_exc(limit=4)
         least = error.floor_bytes if isinstance(error, fxckpt.BudgetInfeasible) else None
         return Failure(f"{type(error).__name__}: {str(error).strip()[:600]}", least)
     return None
+
+
+def is_of_the_time(error: BaseException | None) -> bool:
+    """Return whether an error is, or followed from, the end of the time."""
+    while error is not None and not isinstance(error, OutOfTime):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def said(failure: Failure | None) -> str | None:
@@ -285,16 +298,18 @@ def run_case(case: Case, runner: Runner, points: int, rounds: int) -> None:
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raise :class:`OutOfTime` in the block when its time is over."""
+    """Raise :class:`OutOfTime` in the block when its time is over, and again if it goes on."""
 
     def ring(*_: Any) -> None:
         raise OutOfTime
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001), RINGS_AGAIN)
     try:
         yield
     finally:
+        # First of all: it must not ring here.
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
