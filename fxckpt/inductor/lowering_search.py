@@ -102,7 +102,7 @@ class LoweringSearch:
                 is_default = attempts[-1].candidate is default
                 return attempts if is_default else self._refine(attempts, limit)
         least = min(attempt.compiled_bytes for attempt in attempts if attempt.is_whole)
-        baseline = max(least, found.baseline.simulation.peak_bytes)
+        baseline = found.baseline.simulation.peak_bytes
         raise infeasible(self.lowerer.planner.budget, limit, least, baseline)
 
     def _default_if_promising(

@@ -31,14 +31,18 @@ def infeasible(
     baseline_peak_bytes: int,
     hint: str = "",
 ) -> BudgetInfeasible:
-    """Return the error for a budget below the floor."""
+    """Return the error for a budget below the floor.
+
+    As compiled, the floor may be above the uncheckpointed peak as planned, of which fractions are.
+    """
     asked, floor = budgets.format_apart(budget_bytes, floor_bytes)
+    planned = " as planned, before it is compiled" if floor_bytes > baseline_peak_bytes else ""
     fraction = budgets.least_fraction(budget, floor_bytes, baseline_peak_bytes)
     enough = f"'{floor_bytes}B'" if fraction is None else f"{fraction} ('{floor_bytes}B')"
     return BudgetInfeasible(
         f"budget={budget!r} is {asked}, below the least peak found for this graph, {floor}; its "
-        f"uncheckpointed peak is {budgets.format_bytes(baseline_peak_bytes)}. Raise the budget to "
-        f"at least {enough}, or make the batch smaller.{hint}",
+        f"uncheckpointed peak is {budgets.format_bytes(baseline_peak_bytes)}{planned}. Raise the "
+        f"budget to at least {enough}, or make the batch smaller.{hint}",
         floor_bytes=floor_bytes,
         budget_bytes=budget_bytes,
     )

@@ -489,7 +489,7 @@ class StepTracker:
         level = graph.uncheckpointed()
         assert level is not None
         baseline = max(level.forward_bytes, level.backward_bytes)
-        error = infeasible(self._levels.budget, limit, min(peaks), max(baseline, min(peaks)))
+        error = infeasible(self._levels.budget, limit, min(peaks), baseline)
         return BudgetInfeasible(
             f"{error} This is graph {graph.number} of those that the model broke into, and the "
             "budget is that of the step.",

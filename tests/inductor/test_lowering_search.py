@@ -115,6 +115,15 @@ def test_infeasible_budget_names_a_whole_lowering() -> None:
     assert len(whole) < len(lowerer.made)
 
 
+def test_infeasible_fraction_is_not_named_again() -> None:
+    """Where no fraction of the planned peak is enough as compiled, the error names bytes."""
+    lowerer = ScaledLowerer(9.0, Planner(budget=1.0, search=QUICK_SEARCH))
+    with pytest.raises(fxckpt.BudgetInfeasible, match="as planned, before it is comp") as caught:
+        LoweringSearch(cast(CandidateLowerer, lowerer)).finalists(is_timed=False)
+    assert caught.value.floor_bytes > BASELINE
+    assert f"to at least '{caught.value.floor_bytes}B', or" in str(caught.value)
+
+
 def test_bytes_left_over_buy_a_faster_plan() -> None:
     """Kernels that take half of what the model says leave room for a plan of fewer recomputes."""
     budget = int(0.6 * BASELINE)
