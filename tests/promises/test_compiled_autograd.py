@@ -31,6 +31,16 @@ def double_gradients(net: nn.Module) -> None:
         p.register_hook(lambda g: g * 2)
 
 
+def scale_before_accumulating(net: nn.Module) -> None:
+    """Hook the AccumulateGrad node of every parameter, which lives as long as it is held."""
+    net.nodes = []
+    for p in net.parameters():
+        node = p.view_as(p).grad_fn.next_functions[0][0]
+        assert node is not None
+        node.register_prehook(lambda g: (g[0] * 0.5,))
+        net.nodes.append(node)
+
+
 def break_backward(net: nn.Module) -> None:
     """Break the graph of the backward at every parameter."""
 
@@ -63,6 +73,7 @@ def fresh() -> Iterator[None]:
     [
         ("aot_eager", halve_accumulated),
         ("aot_eager", double_gradients),
+        ("aot_eager", scale_before_accumulating),
         ("inductor", halve_accumulated),
         ("inductor", break_backward),
     ],

@@ -216,6 +216,21 @@ def test_torch_regions_bind_nested_and_apart(inner: str) -> None:
 
 
 @needs_torch_regions
+def test_torch_region_outside_its_range_raises() -> None:
+    """torch's own line comes through, in Python and where the region is compiled."""
+
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        with torch_region(1.5):
+            return (x @ w).sin().sum()
+
+    x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+    torch._dynamo.reset()
+    for function in (model, torch.compile(model, backend=fxckpt.Backend(inner="aot_eager"))):
+        with pytest.raises(ValueError, match=r"must be in \[0, 1\], got 1.5"):
+            function(x, w)
+
+
+@needs_torch_regions
 def test_break_in_torch_region_as_in_stock() -> None:
     """Where stock torch goes on after the break, both graphs have the region; else it raises."""
 
