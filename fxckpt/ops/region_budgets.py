@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from fxckpt.budgets import parse_region
 from fxckpt.errors import InvalidBudget
-from fxckpt.torch_private import annotate, annotates, constant_in_graph, new_key, not_compiled
+from fxckpt.torch_private import (
+    annotate,
+    annotates,
+    calling_line,
+    constant_in_graph,
+    new_key,
+    not_compiled,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def budget(limit: int | float | str, name: str = "") -> AbstractContextManager[Any]:
+def budget(limit: int | float | str, name: str = "") -> Any:
     """Return a context manager that gives the ops under it a budget for their saved values.
 
     In a graph that fxckpt plans, the bytes of their values that the forward saves for the backward
     are at most ``limit``. What such a region hands on counts as its own, forward outputs and inputs
     of the graph never count. Regions nest: an inner one has its own budget, and its values count
-    for the outer one too. The peak budget of the graph holds as well. In eager mode, and under
-    another backend, it does nothing.
+    for the outer one too. The peak budget of the graph holds as well.
+
+    It decorates functions as well, as ``torch.no_grad`` does. What counts is what is traced under
+    it: in eager mode, under another backend, and around a call of a function that is compiled by
+    itself, it does nothing.
 
     Parameters
     ----------
@@ -52,7 +67,26 @@ def budget(limit: int | float | str, name: str = "") -> AbstractContextManager[A
     if problem := _problem(limit):
         # Not raised by what Dynamo calls as it traces, which would be an internal error of Dynamo.
         raise InvalidBudget(problem)
-    return annotate(_key(limit, name)) if annotates() else nullcontext()
+    return annotate(_key(limit, name)) if annotates() else _Untraced(limit, name)
+
+
+class _Untraced(nullcontext[None]):
+    """What a budget is where nothing is traced: no context, and a decorator of what will be."""
+
+    def __init__(self, limit: int | float | str, name: str) -> None:
+        super().__init__()
+        self._limit, self._name = limit, name
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Return a function that is called under the budget, also where it is traced."""
+        limit, name = self._limit, self._name or calling_line()
+
+        @wraps(function)
+        def budgeted(*args: P.args, **kwargs: P.kwargs) -> R:
+            with budget(limit, name):
+                return function(*args, **kwargs)
+
+        return budgeted
 
 
 @constant_in_graph

@@ -215,6 +215,21 @@ def test_torch_regions_bind_nested_and_apart(inner: str) -> None:
     assert sum(saved(free.plans[0])) > 0 and free.plans[0].saved_bytes > plan.saved_bytes
 
 
+def test_budget_decorates_a_function() -> None:
+    """A decorated function runs in Python as it is, and is a region where it is compiled."""
+
+    @fxckpt.budget(0.0, name="block")
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).sin().exp()
+
+    x, w = torch.randn(16, 16), torch.randn(16, 16, requires_grad=True)
+    torch._dynamo.reset()
+    backend = fxckpt.Backend(inner="aot_eager")
+    assert torch.equal(torch.compile(block, backend=backend)(x, w), block(x, w))
+    ((region,),) = (plan.regions for plan in backend.plans)
+    assert (region.name, region.saved_bytes) == ("block", 0) and block.__name__ == "block"
+
+
 @needs_torch_regions
 def test_torch_region_outside_its_range_raises() -> None:
     """torch's own line comes through, in Python and where the region is compiled."""
