@@ -481,9 +481,9 @@ class Backend:
 
         ``schedule`` is one of ``torch.distributed.pipelining``, of stages whose modules were
         compiled with this backend; call it before the first step. The number takes the place of
-        ``in_flight``, and a step begins where ``schedule.step`` does, so that buffers for what
-        other stages send are the step's. No rank compares its plans with those of another, as
-        stages are other programs.
+        ``in_flight``. A step begins once the schedule has its stages ready, with their buffers for
+        what other stages send, and ends with ``schedule.step``. No rank compares its plans with
+        those of another, as stages are other programs.
 
         Raises :class:`InvalidOption` for a backend without a budget of a step, for another object,
         and for a schedule without backwards.

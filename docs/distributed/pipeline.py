@@ -26,6 +26,7 @@ class Stage(nn.Module):
 
 
 def loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the loss of one micro-batch."""
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
@@ -54,6 +55,7 @@ def losses(rank: int, backend: fxckpt.Backend | None) -> list[float]:
 
 
 rank = begin()
-backend = fxckpt.Backend(0.6, inner="aot_eager")
+# Strict: a step over the budget is an error, the first one too.
+backend = fxckpt.Backend("6.5MB", inner="aot_eager", strict=True)
 assert losses(rank, backend) == losses(rank, None), "the losses differ"
 end(rank, backend)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from fxckpt.budgets import parse_region
 from fxckpt.errors import InvalidBudget
@@ -22,7 +22,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def budget(limit: int | float | str, name: str = "") -> Any:
+class BudgetContext(Protocol):
+    """A context manager that decorates functions as well."""
+
+    def __enter__(self) -> object:
+        """Begin a region."""
+
+    def __exit__(self, *error: object) -> bool | None:
+        """End the region, and let an error pass."""
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Return a function that is called in a region."""
+
+
+def budget(limit: int | float | str, name: str = "") -> BudgetContext:
     """Return a context manager that gives the ops under it a budget for their saved values.
 
     In a graph that fxckpt plans, the bytes of their values that the forward saves for the backward

@@ -32,7 +32,10 @@ def with_link(
     that is planned for. Raises :class:`InvalidOption` where these values do not fit the tier.
     """
     program = facts.program
-    rates = tier.rates() if named is None or tier.has_given_rates else link_rates(named)
+    if named is None or tier.has_given_rates:
+        rates = tier.rates()
+    else:
+        rates = named.to_host, named.from_host
     movable = movable_storages(facts, device)
     written = (s for op in program.ops if facts.op_node[op.name] in sent for s in op.writes)
     required = movable.intersection(written)
@@ -45,11 +48,6 @@ def with_link(
         )
     link = Link(*rates, tier.limit_bytes, movable, required)
     return replace(facts, program=replace(program, link=link))
-
-
-def link_rates(device: Device) -> tuple[float, float]:
-    """Return the bytes/s from a device to its host, and back."""
-    return device.to_host, device.from_host
 
 
 def offload_hint(tier: Tier | None, device: torch.device, facts: Facts, found: SearchResult) -> str:

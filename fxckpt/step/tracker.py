@@ -521,7 +521,7 @@ class StepTracker:
         """End the step, all of whose micro-batches had their backwards."""
         with self._lock:
             if self._record.calls and not self._flights:
-                self._finish()
+                self._end()
 
     def compiling(self) -> None:
         """Note a compile, whose own allocations are not the step's.

@@ -9,6 +9,8 @@ Expects a graph with ``meta["val"]``. Leaves its ops alone, and replaces fake va
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, fx
 
@@ -35,10 +37,7 @@ def _with_elements(node: fx.Node) -> Tensor | None:
     """Return a fake value for a reduced loss in a storage of its elements; None if not reduced."""
     value: Tensor = node.meta["val"]
     operands = (arg.meta["val"] for arg in node.args[:2] if isinstance(arg, fx.Node))
-    shape = torch.broadcast_shapes(*(operand.shape for operand in operands))
-    count = 1
-    for size in shape:
-        count = count * size
+    count = math.prod(torch.broadcast_shapes(*(operand.shape for operand in operands)))
     if value.shape or size_hint(count) <= 1:
         return None
     return fake_like(value, (count,), value.dtype).as_strided((), ())

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -58,8 +57,8 @@ def annotates() -> bool:
     return torch.compiler.is_compiling() or traceback.has_preserved_node_meta()
 
 
-def annotate(key: str) -> AbstractContextManager[Any]:
-    """Return a context manager under which traced nodes get the annotation ``key``."""
+def annotate(key: str) -> Any:
+    """Return a context manager and decorator, under which traced nodes get ``key``."""
     return traceback.annotate({key: True})
 
 
