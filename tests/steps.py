@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxckpt
+from fxckpt.memory_meter.cpu import cpu_meter
 
 FLOOR = "floor"
 BUDGETS = (None, 0.8, FLOOR)
@@ -79,6 +80,11 @@ def identical(a: Tensor, b: Tensor) -> bool:
 
 def peak_of(backend: Any, make: Callable[[], tuple[nn.Module, Tensor]]) -> int:
     """The measured peak of a second step."""
+    return peak_and_held_of(backend, make)[0]
+
+
+def peak_and_held_of(backend: Any, make: Callable[[], tuple[nn.Module, Tensor]]) -> tuple[int, int]:
+    """The peak of a second step, and the bytes that a third forward leaves with its loss."""
     torch._dynamo.reset()
     model, x = make()
     compiled = torch.compile(model, backend=backend)
@@ -86,7 +92,12 @@ def peak_of(backend: Any, make: Callable[[], tuple[nn.Module, Tensor]]) -> int:
     model.zero_grad(set_to_none=True)
     measured = fxckpt.measure_peak(lambda: compiled(x).backward())
     model.zero_grad(set_to_none=True)
-    return measured
+    meter = cpu_meter()
+    before = meter.allocated()
+    loss = compiled(x)
+    held = meter.allocated() - before
+    del loss
+    return measured, held
 
 
 UNCHECKPOINTED = "aot_eager_default_partitioner"

@@ -13,6 +13,7 @@ from fxckpt.inductor.memory import (
     Lower,
     backward_bytes,
     forward_bytes,
+    held_bytes,
     lower_backward,
     optimistic_program,
     with_lowered_workspace,
@@ -85,6 +86,8 @@ class _Lowering:
 
     peak_bytes: int
     """Peak of both halves, or, over the limit, of the half that was lowered first."""
+    held_bytes: int | None
+    """Bytes held for the backward alone; None if the forward was not lowered."""
     frees_early: bool
     """Whether the backward must free each buffer after its last reader to be within the limit."""
     program: Program
@@ -161,7 +164,10 @@ class CandidateLowerer:
             forward, backward, limit, is_whole=is_whole, may_free_early=plan.keeps_order
         )
         plan = replace(
-            plan, compiled_peak_bytes=lowering.peak_bytes, frees_early=lowering.frees_early
+            plan,
+            compiled_peak_bytes=lowering.peak_bytes,
+            compiled_held_bytes=lowering.held_bytes,
+            frees_early=lowering.frees_early,
         )
         emission = replace(emission, halves=(forward, backward), plan=plan)
         halves = emit_halves(emission, FREE_EARLY)
@@ -238,13 +244,14 @@ class CandidateLowerer:
 
         peak, frees_early = backward_peak()
         if limit is not None and peak > limit and not is_whole:
-            return _Lowering(peak, frees_early, program)
+            return _Lowering(peak, None, frees_early, program)
         if lowered is None:
             # The lowered forward tells which saved values share a buffer.
             lowered = lower(forward, None, {})
             peak, frees_early = backward_peak()
         peak = max(peak, int(forward_bytes(lowered, forward, facts, workspace).max()))
-        return _Lowering(peak, frees_early, program)
+        held = held_bytes(lowered, num_fwd_outputs=num_fwd_outputs)
+        return _Lowering(peak, held, frees_early, program)
 
 
 def copied_emission(planner: Planner, joint: Joint, facts: Facts, plan: Plan) -> Emission:

@@ -48,6 +48,17 @@ def forward_bytes(
     return lowered.live_bytes() + _workspace(lowered, forward, facts, workspace)
 
 
+def held_bytes(lowered: LoweredHalf, *, num_fwd_outputs: int) -> int:
+    """Return the bytes that a lowered forward holds for its backward alone.
+
+    They may be more than the saved storages of the graph: a value can have a buffer in each of two
+    layouts.
+    """
+    places = [None if place is None else place[0] for place in lowered.outputs]
+    held = set(places[num_fwd_outputs:]).difference(places[:num_fwd_outputs])
+    return sum(nbytes for name, nbytes, _, _ in lowered.allocated if name in held)
+
+
 def lower_backward(
     forward: fx.GraphModule,
     backward: fx.GraphModule,

@@ -200,6 +200,8 @@ class Plan:
     """Name of the cost model."""
     compiled_peak_bytes: int | None = None
     """Peak by the inner compiler's schedule of the two halves, or None if none was asked."""
+    compiled_held_bytes: int | None = None
+    """Bytes that its forward holds for its backward alone; None if none was asked."""
     never_stored: tuple[str, ...] = ()
     """Values that Inductor is expected to inline into the kernels of their readers.
 

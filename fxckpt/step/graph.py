@@ -40,6 +40,30 @@ Sizes = tuple[int, ...]
 """Values of the sizes that vary among a graph's inputs; empty if none does."""
 
 
+@dataclass(frozen=True)
+class Ratios:
+    """Bytes of a compiled graph over those of its simulated schedule."""
+
+    forward: float = 1.0
+    """Ratio of the forward's peaks."""
+    backward: float = 1.0
+    """Ratio of the backward's peaks."""
+    held: float = 1.0
+    """Ratio of the bytes held from the forward to the backward."""
+
+    def or_more(self, found: Ratios) -> Ratios:
+        """Return the ratios of a plan that may be as wrong as others were.
+
+        A peak of either half may be as wrong as the other's was.
+        """
+        peak = max(self.forward, found.forward, found.backward)
+        return Ratios(peak, peak, max(self.held, found.held))
+
+
+AS_SIMULATED = Ratios()
+"""Ratios of a graph that is not known to differ from its simulation."""
+
+
 @dataclass
 class LevelPlan:
     """One plan that a graph may run by."""
@@ -49,8 +73,8 @@ class LevelPlan:
     """Its schedule, simulated at the sizes that the program was made for."""
     index: int | None
     """Index in the family; None for the plan that the graph was compiled with by itself."""
-    ratios: tuple[float, float] = (1.0, 1.0)
-    """Compiled peaks of the forward and the backward over the simulated, by what is known."""
+    ratios: Ratios = AS_SIMULATED
+    """Its compiled bytes over the simulated, by what is known."""
     run: Callable[..., Any] | None = None
     """Compiled function; None until it is used."""
     plan: Plan | None = None
@@ -83,8 +107,8 @@ class StepGraph:
         """Uncheckpointed peak of the plan for the whole budget, if it was compiled for that."""
         self.room: int | None = None
         """Bytes that its backward may take by the plan for the whole budget, None if none is."""
-        self.model_error = 1.0
-        """Greatest ratio of a compiled peak to the simulated one."""
+        self._model_error = AS_SIMULATED
+        """Greatest ratios of the plans compiled so far."""
         self.break_after: tuple[str, str] | None = None
         """Reason and line of the graph break that it ends at."""
         self.runs_again = False
@@ -322,11 +346,12 @@ class StepGraph:
         level_plan.run, level_plan.plan = run, plan
         if plan is not None and plan.compiled_peak_bytes is not None:
             level_plan.ratios = _ratios(level_plan.program, level_plan.candidate, plan)
-            if max(level_plan.ratios) > self.model_error:
-                self.model_error = max(level_plan.ratios)
+            error = self._model_error.or_more(level_plan.ratios)
+            if error != self._model_error:
+                self._model_error = error
                 for other in self.plans:
                     if other.run is None:
-                        other.ratios = (self.model_error, self.model_error)
+                        other.ratios = error
             self._levels.clear()
 
     def _take_family(self, program: Program, room: int | None = None) -> None:
@@ -363,8 +388,8 @@ def _candidate(program: Program, schedule: Schedule) -> Candidate:
     return Candidate(schedule, simulate(program, schedule))
 
 
-def _ratios(program: Program, candidate: Candidate, plan: Plan) -> tuple[float, float]:
-    """Return the compiled peaks of both halves of a plan over those of its schedule.
+def _ratios(program: Program, candidate: Candidate, plan: Plan) -> Ratios:
+    """Return the compiled bytes of a plan over those of its schedule.
 
     Where Inductor compiles, the plan is of a program that its lowering corrected.
     """
@@ -372,19 +397,24 @@ def _ratios(program: Program, candidate: Candidate, plan: Plan) -> tuple[float, 
     compiled = (plan.compiled_peak_bytes or plan.peak_bytes) / max(1, plan.peak_bytes)
     forward = max(plan.profile[: plan.forward_ops], default=0)
     backward = max(plan.profile[plan.forward_ops :], default=0) - boundary_bytes(program)
-    return (
+    held = 1.0
+    if simulated.held_bytes and plan.compiled_held_bytes is not None:
+        held = plan.compiled_held_bytes / simulated.held_bytes
+    return Ratios(
         compiled * forward / max(1, simulated.forward_bytes),
         compiled * max(backward, simulated.held_bytes) / max(1, simulated.backward_bytes),
+        held,
     )
 
 
-def _scaled(level: Level, ratios: tuple[float, float]) -> Level:
-    """Return a level with its peaks multiplied by a ratio each."""
-    forward, backward = ratios
+def _scaled(level: Level, ratios: Ratios) -> Level:
+    """Return a level with its bytes multiplied by their ratios."""
+    held = round(level.held_bytes * ratios.held)
     return replace(
         level,
-        forward_bytes=round(level.forward_bytes * forward),
-        backward_bytes=max(level.held_bytes, round(level.backward_bytes * backward)),
+        held_bytes=held,
+        forward_bytes=round(level.forward_bytes * ratios.forward),
+        backward_bytes=max(held, round(level.backward_bytes * ratios.backward)),
     )
 
 

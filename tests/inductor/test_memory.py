@@ -31,7 +31,10 @@ from tests.inductor.models import (
     next_tokens,
 )
 from tests.joints import inductor_joint
-from tests.steps import peak_of
+from tests.steps import peak_and_held_of, peak_of
+
+LOSS_BYTES = 4
+"""Bytes of a loss of one float32."""
 
 
 class Regions(nn.Module):
@@ -190,12 +193,13 @@ class Pooled(nn.Module):
 def test_measured_peak_is_the_predicted_one(
     model: type[nn.Module], budget: float | None, least_share: float
 ) -> None:
-    """The predicted compiled peak is an upper bound, and a tight one."""
+    """The predicted compiled peak is an upper bound, and a tight one; the bytes held are exact."""
     backend = fxckpt.Backend(budget=budget, cost="flops")
-    measured = peak_of(backend, lambda: (model(), torch.rand(512, 48)))
+    measured, held = peak_and_held_of(backend, lambda: (model(), torch.rand(512, 48)))
     (plan,) = backend.plans
     assert plan.compiled_peak_bytes is not None
     assert least_share * plan.compiled_peak_bytes <= measured <= plan.compiled_peak_bytes
+    assert held - LOSS_BYTES == plan.compiled_held_bytes
 
 
 class Everything(set[str]):
