@@ -9,7 +9,8 @@ A100       NVIDIA's datasheet (SXM, 80 GB; SXM and PCIe, 40 GB; PCIe, 80 GB), co
            forum 352186
 H100       NVIDIA's datasheets (SXM, PCIe, NVL); PCIe compared with its table in
            https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html, bfloat16 of NVL with
-           torchtitan's ``get_peak_flops``; link: NVIDIA/nvbandwidth#24
+           torchtitan's ``get_peak_flops``, its FP32 with 132 SMs of 128 cores at 1.785 GHz, TF32
+           and FP8 as half and twice bfloat16; link: NVIDIA/nvbandwidth#24
 H200       NVIDIA's datasheet (SXM)
 B200, B300 NVIDIA's HGX sheets (https://glennklockwood.com/garden/processors/B200, .../B300);
            bandwidth of B200: pytorch/ao#4002

@@ -62,7 +62,7 @@ def device_here(device: object) -> torch.device | None:
     """
     if not isinstance(device, (str, torch.device)):
         raise InvalidOption(
-            f"device={device!r} is a {type(device).__name__}, not a device's name. "
+            f"device={device!r} is of type {type(device).__name__}, not a device's name. "
             "Examples: device='H100', device='cuda', device='cpu'."
         )
     name = str(device).strip().lower()
