@@ -26,6 +26,7 @@ from fxckpt import budgets
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import BudgetInfeasible, CaptureError, FxckptError, InvalidOption
 from fxckpt.partitioner import NO_TILES, Partitioner, source_digest
+from fxckpt.passes.inductor.execution_order import mark_compiled_backward
 from fxckpt.passes.meta import ORDER
 from fxckpt.passes.transforms.in_place import write_where_dead
 from fxckpt.planner.planner import LevelChooser, device_of
@@ -63,7 +64,7 @@ from fxckpt.torch_private import (
     through_dynamo,
 )
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
-from fxckpt.torch_private.inductor.lowering import Lowerings
+from fxckpt.torch_private.inductor.lowering import Lowerings, free_early
 from fxckpt.torch_private.inductor.options import (
     CustomPartitionerFn,
     inductor_backend,
@@ -510,6 +511,8 @@ class Backend:
                 def compile_half(*given: Any, **named: Any) -> Any:
                     if self.step is not None:
                         self.step.compiling()  # A backward is compiled when it is first run.
+                    if named.get("is_inference") and is_in_compiled_backward():
+                        return self._compile_whole(lowerings, *given, **named)
                     return lowerings.compile(*given, **named)
 
                 partitioner = _InductorPartitioner(self, lowerings, split)
@@ -547,6 +550,17 @@ class Backend:
             raise through_dynamo(error.among(len(self.plans) + 1) if broke else error) from error
         except FxckptError as error:
             raise through_dynamo(error) from error
+
+    def _compile_whole(
+        self, lowerings: Lowerings, whole: fx.GraphModule, *given: Any, **named: Any
+    ) -> Any:
+        """Compile a graph that compiled autograd made of planned backwards, held to their order."""
+        if not any(plan.keeps_order for plan in self.plans):
+            return lowerings.compile(whole, *given, **named)
+        mark_compiled_backward(whole)
+        if any(plan.frees_early for plan in self.plans):
+            free_early(whole)
+        return lowerings.compile_whole(whole, *given, **named)
 
 
 def _check_compile(

@@ -12,8 +12,9 @@ devices may still be reading.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -181,23 +182,31 @@ class Writable:
     """Geometries of the nodes seen so far; None for those that do not fill a storage."""
 
     @classmethod
-    def of(cls, graph: fx.Graph, mutated: Iterable[int]) -> Writable:
-        """Return those of a graph, without the ids of storages that the step writes itself."""
+    def of(
+        cls,
+        graph: fx.Graph,
+        mutated: Iterable[int],
+        held: Mapping[fx.Node, tuple[int, ...]] | None = None,
+    ) -> Writable:
+        """Return those of a graph, without the ids of storages that the step writes itself.
+
+        ``held`` has the storages of each node, where they are known (:func:`held_storages`).
+        """
         if has_streams(graph):
             return cls()
-        held: dict[fx.Node, tuple[int, ...]] = {}
+        held = held_storages(graph) if held is None else held
         filled: set[int] = set()
         others = set(mutated)
         for node in graph.nodes:
-            values = list(tensors(node.meta.get("val")))
-            held[node] = tuple(map(storage_id, values))
+            own = held[node]
             if node.op != "call_function":
-                others.update(held[node])
+                others.update(own)
                 continue
-            read = {sid for arg in node.all_input_nodes for sid in held[arg]}
-            (filled if fills_apart(node) else others).update(set(held[node]) - read)
-            if is_collective(node) or _crosses_devices(node, values):
-                others |= read
+            inputs = node.all_input_nodes
+            read = [sid for arg in inputs for sid in held[arg]]
+            (filled if fills_apart(node) else others).update(set(own).difference(read))
+            if is_collective(node) or _crosses_devices(node, inputs):
+                others.update(read)
         return cls(frozenset(filled - others))
 
     def operands(self, node: fx.Node) -> tuple[int, ...]:
@@ -205,16 +214,22 @@ class Writable:
         form = in_place_form(node.target) if isinstance(node.target, OpOverload) else None
         if form is None or not self.storages:
             return ()
+        return tuple(i for i in form.operands if self.allows(node, i))
+
+    def allows(self, node: fx.Node, position: int) -> bool:
+        """Return whether a node of an in-place form may write its result into an operand of it."""
+        form = in_place_form(node.target)
+        if form is None or position >= len(node.args):
+            return False
+        operand = node.args[position]
+        if not isinstance(operand, fx.Node):
+            return False
         geometry = self._geometry(node)
         # A sum over tiles promises no bits, so that its two forms may differ.
         devices = None if ACCUMULATES in node.meta else form.devices
-        if geometry is None or (devices and geometry.device.type not in devices):
-            return ()
-        return tuple(
-            i
-            for i in form.operands
-            if i < len(node.args)
-            and isinstance(operand := node.args[i], fx.Node)
+        return (
+            geometry is not None
+            and not (devices and geometry.device.type not in devices)
             and self._geometry(operand) == geometry
             and storage_id(operand.meta["val"]) in self.storages
             and _is_read_apart(node, operand, is_elementwise=form.is_elementwise)
@@ -226,6 +241,11 @@ class Writable:
         return self.geometries[node]
 
 
+def held_storages(graph: fx.Graph) -> dict[fx.Node, tuple[int, ...]]:
+    """Return the ids of the storages that the value of each node has."""
+    return {n: tuple(map(storage_id, tensors(n.meta.get("val")))) for n in graph.nodes}
+
+
 def fills_apart(node: fx.Node) -> bool:
     """Return whether the storages that a node fills are surely apart from its arguments'.
 
@@ -234,19 +254,23 @@ def fills_apart(node: fx.Node) -> bool:
     target = node.target
     if target in (run_with_rng_state, run_and_save_rng_state):
         target = next(arg for arg in node.args if isinstance(arg, OpOverload))
-    return (
-        isinstance(target, OpOverload)
-        and target.namespace in ("aten", "prims")
-        and all(r.alias_info is None for r in target._schema.returns)
+    return isinstance(target, OpOverload) and _makes_new(target)
+
+
+@cache
+def _makes_new(op: OpOverload) -> bool:
+    """Return whether an op of torch returns no argument and no view of one, by its schema."""
+    return op.namespace in ("aten", "prims") and all(
+        r.alias_info is None for r in op._schema.returns
     )
 
 
-def _crosses_devices(node: fx.Node, values: list[torch.Tensor]) -> bool:
+def _crosses_devices(node: fx.Node, inputs: Iterable[fx.Node]) -> bool:
     """Return whether an op may read its arguments when later ops already run."""
-    devices = {t.device for t in values}
+    devices = {t.device for t in tensors(node.meta.get("val"))}
     return any(
         t.device not in devices and t.dim()
-        for arg in (node.all_input_nodes if devices else ())
+        for arg in (inputs if devices else ())
         for t in tensors(arg.meta.get("val"))
     )
 

@@ -12,15 +12,16 @@ node that writes in place is one of a storage of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import fx
 
 from fxckpt.ops.in_place import in_place_form
-from fxckpt.ops.properties import is_mutating, tensors
+from fxckpt.ops.properties import is_mutating
 from fxckpt.passes.analysis.placement import written_storages
-from fxckpt.passes.analysis.storage_table import Writable, fills_apart
+from fxckpt.passes.analysis.storage_table import Writable, fills_apart, held_storages
 from fxckpt.passes.meta import RECOMPUTE_OF
-from fxckpt.torch_private import is_symbolic, storage_id
+from fxckpt.torch_private import OpOverload, is_symbolic
 
 
 def write_in_place(graph: fx.Graph, positions: Mapping[str, tuple[int, ...]]) -> None:
@@ -28,17 +29,13 @@ def write_in_place(graph: fx.Graph, positions: Mapping[str, tuple[int, ...]]) ->
 
     ``positions`` has the arguments that an op of the joint graph may write, by its name.
     """
-    fillers = _fillers(graph)
-    last_use = _last_uses(graph, fillers)
-    own = {n for n in graph.nodes if n.op == "call_function" and fills_apart(n)}
+    dies = _Deaths.of(graph, held_storages(graph)).dies
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         for position in positions.get(node.meta.get(RECOMPUTE_OF, node.name), ()):
-            operand = node.args[position]
-            held = fillers[operand].items()
-            if all(filler in own and last_use[filler, sid] is node for sid, filler in held):
-                _write_into(node, operand)
+            if dies(node.args[position], node):
+                _write_into(node, node.args[position])
                 break
 
 
@@ -47,38 +44,59 @@ def write_where_dead(graph: fx.Graph) -> None:
 
     Compiled autograd traces the backward of a plan into such a graph, without what it wrote so.
     """
+    held = held_storages(graph)
     mutated = written_storages(node for node in graph.nodes if is_mutating(node))
-    writable = Writable.of(graph, mutated)
-    write_in_place(graph, {node.name: writable.operands(node) for node in graph.nodes})
-
-
-def _fillers(graph: fx.Graph) -> dict[fx.Node, dict[int, fx.Node]]:
-    """Return the nodes that filled the storages that each node holds, by storage id.
-
-    A recomputed or fetched value has the storage id of the original.
-    """
-    fillers: dict[fx.Node, dict[int, fx.Node]] = {}
+    writable = Writable.of(graph, mutated, held)
+    dies = _Deaths.of(graph, held).dies
     for node in graph.nodes:
-        known = {sid: f for arg in node.all_input_nodes for sid, f in fillers[arg].items()}
-        fillers[node] = {
-            sid: known.get(sid, node) for sid in map(storage_id, tensors(node.meta.get("val")))
-        }
-    return fillers
+        form = in_place_form(node.target) if isinstance(node.target, OpOverload) else None
+        for position in form.operands if form is not None else ():
+            operand = node.args[position] if position < len(node.args) else None
+            # Few operands die: that is asked first, as to compare geometries takes longer.
+            if isinstance(operand, fx.Node) and dies(operand, node):
+                if writable.allows(node, position):
+                    _write_into(node, operand)
+                    break
 
 
-def _last_uses(
-    graph: fx.Graph, fillers: Mapping[fx.Node, Mapping[int, fx.Node]]
-) -> dict[tuple[fx.Node, int], fx.Node]:
-    """Return the last node that reads each storage that a node filled.
+@dataclass(frozen=True)
+class _Deaths:
+    """Where the storages of a graph are read for the last time."""
 
-    An op may fill several, of which one dies before the others. A size is not read from memory.
-    """
-    last: dict[tuple[fx.Node, int], fx.Node] = {}
-    for node in graph.nodes:
-        if not is_symbolic(node):
+    fillers: Mapping[fx.Node, Mapping[int, fx.Node]]
+    """Nodes that filled the storages that each node holds, by storage id."""
+    last_use: Mapping[tuple[fx.Node, int], fx.Node]
+    """Last node that reads each storage that a node filled."""
+    own: frozenset[fx.Node]
+    """Nodes whose op fills new storages, before any of them writes into an operand."""
+
+    @classmethod
+    def of(cls, graph: fx.Graph, held: Mapping[fx.Node, tuple[int, ...]]) -> _Deaths:
+        """Return those of a graph whose nodes have the storages ``held``.
+
+        A recomputed or fetched value has the storage id of the original. An op may fill several
+        storages, of which one dies before the others. A size is not read from memory.
+        """
+        fillers: dict[fx.Node, dict[int, fx.Node]] = {}
+        last: dict[tuple[fx.Node, int], fx.Node] = {}
+        for node in graph.nodes:
+            known: dict[int, fx.Node] = {}
+            reads = not is_symbolic(node)
             for arg in node.all_input_nodes:
-                last.update(((filler, sid), node) for sid, filler in fillers[arg].items())
-    return last
+                known.update(given := fillers[arg])
+                if reads:
+                    for sid, filler in given.items():
+                        last[filler, sid] = node
+            fillers[node] = {sid: known.get(sid, node) for sid in held[node]}
+        own = {n for n in graph.nodes if n.op == "call_function" and fills_apart(n)}
+        return cls(fillers, last, frozenset(own))
+
+    def dies(self, operand: fx.Node, reader: fx.Node) -> bool:
+        """Return whether the graph fills all storages of a value, and a node reads them last."""
+        return all(
+            filler in self.own and self.last_use[filler, sid] is reader
+            for sid, filler in self.fillers[operand].items()
+        )
 
 
 def _write_into(node: fx.Node, operand: fx.Node) -> None:

@@ -26,8 +26,8 @@ class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
     delays it if the peak is elsewhere by its estimate, which ignores kernels that overwrite inputs.
     """
 
-    def __init__(self, mark: str) -> None:
-        self.mark = mark
+    def __init__(self, mark: str, of: str = "a half") -> None:
+        self.mark, self.of = mark, of
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """Add the dependencies to a list of scheduler nodes, and sort it by them."""
@@ -58,9 +58,12 @@ class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
         return list(scheduler.nodes)
 
     def uuid(self) -> str:
-        """Return the identity of this pass and its code; the graph determines where it applies."""
+        """Return the identity of this pass and its code.
+
+        The graph of a half determines where it applies; that of a whole backward does not.
+        """
         code = custom_graph_pass.get_hash_for_files((__file__,)).hex()
-        return f"fxckpt keeps the order of {self.mark} by {code}"
+        return f"fxckpt keeps the order of {self.mark} in {self.of} by {code}"
 
 
 def _wait(node: Any, before: Any) -> None:

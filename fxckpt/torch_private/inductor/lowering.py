@@ -185,6 +185,18 @@ class Lowerings:
         with config.patch({"_pre_fusion_custom_pass": self.keep_order}):
             return self.compile(gm, inputs, is_backward=is_backward, cudagraphs=BoxedBool(False))
 
+    def compile_whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
+        """Compile a graph of compiled autograd whose nodes are marked with their order.
+
+        Its code is cached apart from that of the same graph without marks.
+        """
+        from torch._inductor import config
+
+        assert self.keep_order is not None
+        whole = KeepExecutionOrder(self.keep_order.mark, "a whole backward")
+        with config.patch({"_pre_fusion_custom_pass": whole}):
+            return self.compile(gm, example_inputs, **given)
+
     def _options(self, gm: fx.GraphModule) -> dict[str, bool]:
         """Return the options of a half: to free early if it is marked so, and to stay in order."""
         is_marked = any(FREES_EARLY in node.meta for node in gm.graph.nodes)
