@@ -27,10 +27,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from distributed_models import (
+    BATCH,
+    LENGTH,
+    WORDS,
+    Experts,
+    Llama,
+    RingAttention,
+    Stage,
+    loss_of,
+)
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -40,7 +57,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -48,70 +64,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fxckpt
 
 RANKS, SECONDS = 2, 240
-BLOCKS, WIDTH, HEADS, WORDS, BATCH, LENGTH = 4, 128, 4, 512, 2, 256
+MICRO_BATCHES = 4
 STEPS = 4
 
 Outer = Callable[..., Any]
-
-
-class Attention(nn.Module):
-    """Causal attention of as many heads as the projections have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("wq", "wk", "wv", "wo"):
-            setattr(self, name, nn.Linear(WIDTH, WIDTH, bias=False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = (
-            each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            for each in (self.wq(x), self.wk(x), self.wv(x))
-        )
-        out = F.scaled_dot_product_attention(*heads, is_causal=True)
-        return self.wo(out.transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    """Gated linear unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.w2 = nn.Linear(3 * WIDTH, WIDTH, bias=False)
-        self.w3 = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-class Block(nn.Module):
-    """Layer of a Llama."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.attention, self.mlp = Attention(), FeedForward()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class Llama(nn.Module):
-    """Small Llama without rotary embeddings; ``around`` calls each block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-        self.around: Callable[..., Any] | None = None
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens)
-        for block in self.blocks:
-            x = block(x) if self.around is None else self.around(block, x)
-        return self.head(self.norm(x))
 
 
 @dataclass(frozen=True)
@@ -129,6 +85,8 @@ class Way:
     same_data: bool = False
     """Whether all ranks have the same tokens."""
     loss_parallel: bool = False
+    schedule: type[PipelineScheduleSingle | PipelineScheduleMulti] | None = None
+    """Schedule of a pipeline, of which a rank has a stage, or two where a schedule takes more."""
 
 
 def ddp(model: Llama, mesh: DeviceMesh, **options: Any) -> nn.Module:
@@ -176,6 +134,25 @@ def tp(model: Llama, mesh: DeviceMesh, *, sequence: bool = False, vocab: bool = 
         return model
 
 
+def ring(model: Llama, mesh: DeviceMesh) -> nn.Module:
+    """Give each rank a slice of the sequences: attention goes round, gradients are reduced."""
+    for block in model.blocks:
+        block.attention = RingAttention()
+    return DistributedDataParallel(model)
+
+
+def experts(model: Llama, mesh: DeviceMesh) -> nn.Module:
+    """Replace each MLP by experts on both ranks."""
+    for block in model.blocks:
+        block.mlp = Experts()
+    return model
+
+
+def staged(model: Llama, mesh: DeviceMesh) -> nn.Module:
+    """Leave a model whole: stages are cut from it."""
+    return model
+
+
 WAYS: dict[str, Way] = {
     "ddp": Way(ddp),
     "ddp-split": Way(ddp, splits=True),
@@ -199,6 +176,15 @@ WAYS: dict[str, Way] = {
     "sp-blocks": Way(functools.partial(tp, sequence=True), by_block=True, same_data=True),
     "sp-loss": Way(
         functools.partial(tp, sequence=True, vocab=True), same_data=True, loss_parallel=True
+    ),
+    "ring": Way(ring),
+    "ring-blocks": Way(ring, by_block=True),
+    "experts": Way(experts),
+    "experts-blocks": Way(experts, by_block=True),
+    "gpipe": Way(staged, batches=MICRO_BATCHES, schedule=ScheduleGPipe, same_data=True),
+    "1f1b": Way(staged, batches=MICRO_BATCHES, schedule=Schedule1F1B, same_data=True),
+    "interleaved": Way(
+        staged, batches=MICRO_BATCHES, schedule=ScheduleInterleaved1F1B, same_data=True
     ),
 }
 
@@ -248,10 +234,15 @@ def run(way: Way, mesh: DeviceMesh, model: Llama, outer: nn.Module, call: Outer)
                 outer.require_backward_grad_sync = is_last
             logits = call(tokens[i])
             with loss_parallel() if way.loss_parallel else warnings.catch_warnings():
-                loss = F.cross_entropy(logits.flatten(0, 1), labels[i].flatten())
+                loss = loss_of(logits, labels[i])
                 loss.backward()
             losses.append(local(loss.detach()))
 
+    return measured(step, model, lambda: float(sum(losses)))
+
+
+def measured(step: Callable[[], None], model: nn.Module, loss: Callable[[], float]) -> Run:
+    """Return what some steps of the model measure."""
     peaks = []
     for _ in range(STEPS):
         model.zero_grad(set_to_none=True)
@@ -262,12 +253,46 @@ def run(way: Way, mesh: DeviceMesh, model: Llama, outer: nn.Module, call: Outer)
         step()
     counts = Counter(event.name for event in recorded.events() if event.name.startswith("c10d::"))
     gradients = tuple(local(p.grad).clone() for p in model.parameters())
-    return Run(peaks[-1], max(peaks[1:]), sum(counts.values()), gradients, float(sum(losses)))
+    return Run(peaks[-1], max(peaks[1:]), sum(counts.values()), gradients, loss())
+
+
+def run_stages(way: Way, mesh: DeviceMesh, model: Llama, backend: Any = None) -> Run:
+    """Return what the steps of a pipeline measure on this rank."""
+    assert way.schedule is not None
+    rank, per_rank = dist.get_rank(), 2 if issubclass(way.schedule, PipelineScheduleMulti) else 1
+    stages, made = RANKS * per_rank, nn.ModuleList()
+    for number in range(rank, stages, RANKS):
+        made.append(Stage(model, number, stages))
+    parts = [
+        PipelineStage(
+            stage if backend is None else torch.compile(stage, backend=backend),
+            rank + i * RANKS,
+            stages,
+            torch.device("cpu"),
+        )
+        for i, stage in enumerate(made)
+    ]
+    schedule = way.schedule(parts if per_rank > 1 else parts[0], way.batches, loss_fn=loss_of)
+    if isinstance(backend, fxckpt.Backend):
+        backend.follow(schedule)
+    torch.manual_seed(1)
+    tokens, labels = torch.randint(0, WORDS, (2, way.batches * BATCH, LENGTH)).unbind(0)
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        losses.clear()
+        given = (tokens,) if rank == 0 else ()
+        last = {"target": labels, "losses": losses} if rank == RANKS - 1 else {}
+        schedule.step(*given, **last)
+
+    return measured(step, made, lambda: float(sum(losses)))
 
 
 def plain(way: Way, mesh: DeviceMesh) -> Run:
     """Return the step without a checkpoint."""
     model, outer = made(way, mesh)
+    if way.schedule is not None:
+        return run_stages(way, mesh, model)
     return run(way, mesh, model, outer, outer)
 
 
@@ -275,12 +300,16 @@ def checkpointed(way: Way, mesh: DeviceMesh, checkpoint: Callable[..., Any]) -> 
     """Return the eager step with a region for each block."""
     model, outer = made(way, mesh)
     model.around = checkpoint
+    if way.schedule is not None:
+        return run_stages(way, mesh, model)
     return run(way, mesh, model, outer, outer)
 
 
 def compiled(way: Way, mesh: DeviceMesh, backend: Any) -> Run:
     """Return the compiled step."""
     model, outer = made(way, mesh)
+    if way.schedule is not None:
+        return run_stages(way, mesh, model, backend)
     if not way.by_block:
         return run(way, mesh, model, outer, torch.compile(outer, backend=backend))
     for block in model.blocks:
@@ -382,7 +411,7 @@ def main(patterns: list[str]) -> None:
                 print(name, error, flush=True)
             each = [torch.load(Path(folder) / f"{i}.pt") for i in range(RANKS)]
         for first, *others in zip(*each, strict=False):
-            for i in (3, 4):
+            for i in (2, 3, 4):
                 if first[i] is not None and all(o[i] is not None for o in others):
                     first[i] = max(first[i], *(o[i] for o in others))
             if any(o[6] != first[6] for o in others):

@@ -233,7 +233,9 @@ class Recorder(TorchDispatchMode):
         versions = [self._made(t, call, opacity) for t in tensors_in(out)]
         call.outputs = tuple([weakref.ref(version) for version in versions])
         if known.fills is not None:
-            self._move_handles(call, args[known.fills])
+            self._move_handles(args[known.fills], since=call.number)
+        elif known.is_arrival and written:
+            self._move_handles(args[0], since=0)
         if not isinstance(op, OpOverload):
             # The writes of a higher-order op are unknown.
             for tensor in tensors_in([*args, *kwargs.values()]):
@@ -274,18 +276,18 @@ class Recorder(TorchDispatchMode):
             return False
         return self._was_faking or not any(issubclass(kind, FakeTensor) for kind in types)
 
-    def _move_handles(self, call: Call, filled: Tensor) -> None:
-        """Point handles of an argument that a call filled to its new version.
+    def _move_handles(self, filled: Tensor, *, since: int) -> None:
+        """Point handles of a tensor's storage to its new versions.
 
-        Autograd saved the argument before the call.
+        Autograd saved them before its values were there, ``since`` some call.
         """
+        storage = self._storages[storage_key(filled)]
         for ref in reversed(self.tape.handles):
             handle = ref()
-            if handle is not None and handle.time != call.number:
+            if handle is not None and handle.time < since:
                 break
-            version = self._version_of(filled)
-            if handle is not None and handle.version.storage == version.storage:
-                handle.version = version
+            if handle is not None and handle.version.storage == storage.number:
+                handle.version = storage.versions[handle.version.geometry]
 
     def _settle(self) -> None:
         """Update versions of written tensors: autograd bumps them after the write is recorded."""
@@ -469,8 +471,10 @@ class Recorder(TorchDispatchMode):
         for tensor in (t for where in known.writes for t in _written(args, kwargs, where)):
             for part in (tensor, *parts_of(tensor)):
                 storage = self._storages.get(storage_key(part))
-                if storage is None or (known.is_arrival and storage.is_external):
+                if storage is None:
                     continue
+                if known.is_arrival and (storage.is_external or storage.opacity):
+                    continue  # The tape holds the storage itself, and its values arrive there.
                 if storage not in found:
                     self._save_from_write(storage, part)
                 found[storage] = found.get(storage, False) or _is_whole(part)

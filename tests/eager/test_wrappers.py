@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fxckpt
 from fxckpt.ops.traits import traits_of
+from tests.eager.regions import ops_of_the_backward
 
 WIDTH = 32
 Region = Callable[..., Any]
@@ -132,3 +134,16 @@ def test_waits_are_writes() -> None:
     """What waits for a collective begins a new version of its result."""
     traits = traits_of(torch.ops._c10d_functional.wait_tensor.default)
     assert traits.is_arrival and traits.writes == (0,) and not traits.never_twice
+
+
+def test_recomputed_collectives_are_waited_for(mesh: DeviceMesh) -> None:
+    """Autograd saves what has not arrived yet; its recompute is no copy from before the wait."""
+    x, weight = (torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(2))
+
+    def region(x: Tensor, weight: Tensor) -> Tensor:
+        arriving = all_to_all_single_autograd(x, None, None, mesh.get_group())
+        return (arriving @ weight).sin()
+
+    ran = ops_of_the_backward(fxckpt.checkpoint(region, x, weight))
+    assert ran["all_to_all_single"] == ran["wait_tensor"] == 2
+    assert not ran["clone"]
