@@ -557,9 +557,9 @@ class Backend:
         """Compile a graph that compiled autograd made of planned backwards, held to their order."""
         if not any(plan.keeps_order for plan in self.plans):
             return lowerings.compile(whole, *given, **named)
-        mark_compiled_backward(whole)
+        mark_compiled_backward(whole.graph)
         if any(plan.frees_early for plan in self.plans):
-            free_early(whole)
+            free_early(whole.graph)
         return lowerings.compile_whole(whole, *given, **named)
 
 

@@ -217,7 +217,6 @@ class OnHalves:
         """Rewrite the halves in place."""
         for half in (state.forward, state.backward):
             self.rewrite(half.graph)
-            half.recompile()
         return state
 
 
@@ -231,7 +230,6 @@ class WriteInPlace:
         """Rewrite the halves in place."""
         for half in (state.forward, state.backward):
             write_in_place(half.graph, state.facts.in_place)
-            half.recompile()
         return state
 
 
@@ -255,7 +253,7 @@ def _frees_early(state: Emission) -> bool:
 class OnBackward:
     """A rewrite of the backward, of emissions to which it applies."""
 
-    rewrite: Callable[[fx.GraphModule], object]
+    rewrite: Callable[[fx.Graph], object]
     applies: Callable[[Emission], bool] = _always
 
     @property
@@ -266,7 +264,7 @@ class OnBackward:
     def __call__(self, state: Emission, /) -> Emission:
         """Rewrite the backward in place where the rewrite applies."""
         if self.applies(state):
-            self.rewrite(state.backward)
+            self.rewrite(state.backward.graph)
         return state
 
 
@@ -341,6 +339,8 @@ def emit_halves(
     Raises :class:`~fxckpt.errors.VerifyError` where a pass breaks what the plan promises.
     """
     emission = _run(passes, emission, _check_emission)
+    for half in (emission.forward, emission.backward):
+        half.recompile()
     return emission.forward, emission.backward
 
 

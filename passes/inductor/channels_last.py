@@ -28,15 +28,13 @@ READ_IMAGES = {
 """Number of leading operands that are images: the input, or the gradient and the input."""
 
 
-def to_channels_last(backward: fx.GraphModule) -> None:
+def to_channels_last(backward: fx.Graph) -> None:
     """Force channels last on images made in the backward for its convolutions.
 
     Images of dynamic sizes keep their layout.
     """
     readers = [
-        (node, READ_IMAGES[node.target])
-        for node in backward.graph.nodes
-        if node.target in READ_IMAGES
+        (node, READ_IMAGES[node.target]) for node in backward.nodes if node.target in READ_IMAGES
     ]
     for image in dict.fromkeys(image for node, count in readers for image in node.args[:count]):
         if (

@@ -15,25 +15,25 @@ from torch import fx
 from fxckpt.passes.meta import ORDER, RECOMPUTE_OF
 
 
-def mark_execution_order(backward: fx.GraphModule) -> None:
+def mark_execution_order(backward: fx.Graph) -> None:
     """Set :data:`~fxckpt.passes.meta.ORDER` on each op of the backward."""
     before = 0
-    for node in backward.graph.nodes:
+    for node in backward.nodes:
         if node.op == "call_function":
             is_recompute = RECOMPUTE_OF in node.meta
             node.meta[ORDER] = (before, is_recompute)
             before += not is_recompute
 
 
-def mark_compiled_backward(whole: fx.GraphModule) -> None:
+def mark_compiled_backward(whole: fx.Graph) -> None:
     """Set :data:`~fxckpt.passes.meta.ORDER` on each op of a graph that compiled autograd made.
 
     Its first input is the gradient that the backward starts from. With several, what depends on
     the others alone is held to its place like a recomputation, which costs fusions, not memory.
     """
-    own = set(whole.graph.find_nodes(op="placeholder")[:1])
+    own = set(whole.find_nodes(op="placeholder")[:1])
     before = 0
-    for node in whole.graph.nodes:
+    for node in whole.nodes:
         if node.op == "call_function":
             is_own = not own.isdisjoint(node.all_input_nodes)
             node.meta[ORDER] = (before, not is_own)

@@ -30,25 +30,24 @@ ADD, PRODUCT = torch.ops.aten.add.Tensor, torch.ops.aten.mm.default
 
 
 def isolate_matmuls(
-    backward: fx.GraphModule, *, is_extern_kernel: Callable[[fx.Node], bool] = is_extern_kernel
+    backward: fx.Graph, *, is_extern_kernel: Callable[[fx.Node], bool] = is_extern_kernel
 ) -> None:
     """Hide products from the sums that read them, where that frees more memory than it takes.
 
     Freed are operands that would outlive another extern kernel, and summands that would otherwise
     never be stored; taken is the product.
     """
-    graph = backward.graph
     sums = [
         (node, product)
-        for node in graph.find_nodes(op="call_function", target=ADD)
+        for node in backward.find_nodes(op="call_function", target=ADD)
         for product in _foldable(node)
     ]
     if not sums:
         return
-    intervals = _LiveIntervals(graph)
+    intervals = _LiveIntervals(backward)
     calls = [
         intervals.place[node]
-        for node in graph.nodes
+        for node in backward.nodes
         if node.op == "call_function" and is_extern_kernel(node)
     ]
     for node, product in sums:

@@ -16,13 +16,13 @@ from fxckpt.passes.inductor.channels_last import forced_like
 from fxckpt.torch_private.inductor.default_partitioner import is_view
 
 
-def preserve_strides(backward: fx.GraphModule) -> None:
+def preserve_strides(backward: fx.Graph) -> None:
     """Force the traced strides on values of the backward that ``as_strided`` reads.
 
     Reads through views count. Inputs of the backward and values of dynamic sizes are left alone.
     """
     forced: dict[fx.Node, fx.Node] = {}
-    for reader in [node for node in backward.graph.nodes if "as_strided" in str(node.target)]:
+    for reader in [node for node in backward.nodes if "as_strided" in str(node.target)]:
         value = reader.args[0]
         while is_view(value) and isinstance(value.args[0], fx.Node):
             reader, value = value, value.args[0]

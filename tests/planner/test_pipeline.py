@@ -70,11 +70,11 @@ def test_the_hook_lints_between_passes() -> None:
 def test_the_hook_verifies_the_halves() -> None:
     """A pass that drops a recompute breaks the plan and is refused."""
 
-    def save_more(backward: fx.GraphModule) -> None:
-        recomputed = next(n for n in backward.graph.nodes if n.op == "call_function")
-        with backward.graph.inserting_before():
-            recomputed.replace_all_uses_with(backward.graph.placeholder("sin_saved"))
-        backward.graph.erase_node(recomputed)
+    def save_more(backward: fx.Graph) -> None:
+        recomputed = next(n for n in backward.nodes if n.op == "call_function")
+        with backward.inserting_before():
+            recomputed.replace_all_uses_with(backward.placeholder("sin_saved"))
+        backward.erase_node(recomputed)
 
     with pytest.raises(VerifyError):
         emit_halves(emission(), (*EMIT, OnBackward(save_more)))
@@ -100,7 +100,7 @@ def test_rewrite_that_does_not_apply_is_omitted() -> None:
         label: str
         __name__ = "noting"
 
-        def __call__(self, backward: fx.GraphModule) -> None:
+        def __call__(self, backward: fx.Graph) -> None:
             seen.append(self.label)
 
     emit_halves(

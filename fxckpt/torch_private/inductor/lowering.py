@@ -26,13 +26,13 @@ from fxckpt.torch_private.inductor.options import inductor_configuration, no_com
 from fxckpt.torch_private.versions import is_newer
 
 
-def free_early(half: fx.GraphModule) -> None:
+def free_early(half: fx.Graph) -> None:
     """Mark a half to be compiled so that it frees each buffer after its last reader.
 
     Inductor keeps the memory for a later buffer of the same size if, by its estimate, that does not
     raise the peak. It may raise it: the estimate counts a buffer twice that a kernel overwrites.
     """
-    for node in half.graph.nodes:
+    for node in half.nodes:
         # Inputs of a half may share their metadata with the joint graph.
         if node.op == "call_function":
             node.meta[FREES_EARLY] = True

@@ -37,7 +37,7 @@ def gradients(gradient: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, T
 
 def with_layouts(*inputs: Tensor, tracing_mode: str = "fake") -> tuple[fx.GraphModule, fx.Node]:
     gm = make_fx(gradients, tracing_mode=tracing_mode)(*inputs)
-    to_channels_last(gm)
+    to_channels_last(gm.graph)
     gm.graph.lint()
     gm.recompile()
     for made, expected in zip(gm(*inputs), gradients(*inputs), strict=True):
@@ -80,7 +80,7 @@ def test_inputs_of_the_backward_are_left_alone() -> None:
         )[1]
 
     gm = make_fx(weight_gradient, tracing_mode="fake")(*images(3, 8))
-    to_channels_last(gm)
+    to_channels_last(gm.graph)
     assert not gm.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER)
 
 
@@ -117,7 +117,7 @@ def test_as_strided_reads_the_unforced_image() -> None:
 
     inputs = images(3, 8)
     gm = make_fx(of_memory, tracing_mode="fake")(*inputs)
-    to_channels_last(gm)
+    to_channels_last(gm.graph)
     gm.recompile()
     for made, expected in zip(gm(*inputs), of_memory(*inputs), strict=True):
         torch.testing.assert_close(made, expected)
@@ -138,7 +138,7 @@ def test_graph_of_a_recomputed_image() -> None:
         return aten.convolution_backward(*call)[1], y
 
     gm = make_fx(f, tracing_mode="fake")(*images(3, 8))
-    to_channels_last(gm)
+    to_channels_last(gm.graph)
     options = ", None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False]"
     assert_expected_inline(
         text_of(gm.graph).replace(options, ""),

@@ -23,7 +23,7 @@ def backward() -> fx.GraphModule:
         node = graph.call_function(max, (again, node), name=f"own_{stage}")
     graph.output((node, graph.call_function(min, (late, node), name="last")))
     marked = fx.GraphModule({}, graph)
-    mark_execution_order(marked)
+    mark_execution_order(marked.graph)
     return marked
 
 

@@ -28,7 +28,7 @@ def unfolded(
     """The graph, and whether its sum reads the product through a view."""
     gm = make_fx(function, tracing_mode="fake")(*inputs)
     mark(gm.graph)
-    isolate_matmuls(gm, is_extern_kernel=is_extern_kernel)
+    isolate_matmuls(gm.graph, is_extern_kernel=is_extern_kernel)
     gm.graph.lint()
     gm.recompile()
     assert torch.equal(gm(*inputs), function(*inputs))
@@ -142,7 +142,7 @@ def test_graph_of_an_isolated_product() -> None:
     gm = make_fx(f, tracing_mode="fake")(
         torch.randn(64, 4), torch.randn(64, 32), torch.randn(32, 4)
     )
-    isolate_matmuls(gm)
+    isolate_matmuls(gm.graph)
     assert_expected_inline(
         text_of(gm.graph),
         """\

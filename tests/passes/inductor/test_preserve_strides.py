@@ -19,7 +19,7 @@ def rewritten(function: Callable[[Tensor], Tensor], mode: str = "fake") -> fx.Gr
     """The graph of a function of a 4 x 6 tensor, after the pass; it computes the same."""
     x = torch.randn(4, 6)
     gm = make_fx(function, tracing_mode=mode)(x)
-    preserve_strides(gm)
+    preserve_strides(gm.graph)
     gm.graph.lint()
     gm.recompile()
     assert torch.equal(gm(x), function(x))

@@ -130,7 +130,7 @@ def test_early_frees_compile_without_buffer_reuse() -> None:
         return sum("# reuse" in line for line in code[0].splitlines())
 
     keeping = reused(backward)
-    free_early(backward)
+    free_early(backward.graph)
     assert reused(backward) < keeping
     assert config.allow_buffer_reuse
 
