@@ -38,8 +38,8 @@ Bytes outside of the graphs vary from step to step; a peak over the budget is wa
 
 
 @dataclass(frozen=True)
-class Settled:
-    """Levels chosen for a step that was seen before, at some sizes."""
+class StepChoice:
+    """Choice of levels for the calls of a step that was seen before, at some sizes."""
 
     learned: LearnedStep
     sizes: tuple[Sizes, ...]
@@ -56,8 +56,8 @@ class KnownStep:
     limit: int
     levels: tuple[int, ...]
     """Levels that it had last."""
-    settled: dict[Sizes, tuple[tuple[int, int], Settled]] = field(default_factory=dict)
-    """Choices, each with the versions of the figures and of the step that it was made by."""
+    choices: dict[Sizes, tuple[tuple[int, int], StepChoice]] = field(default_factory=dict)
+    """Choices by those sizes, each with the versions of the figures and of the step behind it."""
     version: int = 0
     """Number of times that it took more outside bytes than before."""
 
@@ -165,7 +165,7 @@ class StepLevels:
         """Return what is known of the step that is expected to begin with a graph."""
         return self._known.get(id(graph), {}).get(self._expected.get(id(graph)) or ())
 
-    def settle(self, graph: StepGraph, sizes: Sizes) -> Settled | None:
+    def choice_for(self, graph: StepGraph, sizes: Sizes) -> StepChoice | None:
         """Return the choice for a step that begins with a call of ``graph`` of some sizes.
 
         It is made anew if figures changed.
@@ -173,12 +173,12 @@ class StepLevels:
         known = self.known_of(graph)
         if known is None:
             return None
-        version, settled = known.settled.get(sizes, (None, None))
+        version, chosen = known.choices.get(sizes, (None, None))
         if version == (self.version, known.version):
-            return settled
+            return chosen
         learned, expected = known.learned, known.learned.sizes_after([sizes])
         limit = self.limit(learned, expected)
-        room, levels = self.room(limit), known.levels if settled is None else settled.choice.levels
+        room, levels = self.room(limit), known.levels if chosen is None else chosen.choice.levels
         program = learned.program(expected)
         now = choice_of(program, levels)
         fits = now.peak_bytes <= room and program.has_room(now.levels)
@@ -192,25 +192,25 @@ class StepLevels:
                 raise infeasible_step(self.budget, learned, expected, limit)
             if fits and now.extra_seconds <= (1 + WORTHWHILE) * choice.extra_seconds:
                 choice = now
-        if len(known.settled) > SIZES:
-            known.settled.clear()
-        return self.keep(known, sizes, Settled(learned, expected, choice, limit))
+        if len(known.choices) > SIZES:
+            known.choices.clear()
+        return self.keep(known, sizes, StepChoice(learned, expected, choice, limit))
 
-    def keep(self, known: KnownStep, sizes: Sizes, settled: Settled) -> Settled:
+    def keep(self, known: KnownStep, sizes: Sizes, chosen: StepChoice) -> StepChoice:
         """Keep a choice for steps whose first call has these sizes, and return it."""
         if self.settled_at is None:
             self.settled_at = self.steps + 1
-        known.limit, known.levels = settled.limit, settled.choice.levels
-        known.settled[sizes] = (self.version, known.version), settled
-        return settled
+        known.limit, known.levels = chosen.limit, chosen.choice.levels
+        known.choices[sizes] = (self.version, known.version), chosen
+        return chosen
 
-    def settle_alone(self, graph: StepGraph, sizes: Sizes) -> Settled | None:
+    def choice_alone(self, graph: StepGraph, sizes: Sizes) -> StepChoice | None:
         """Return the choice that the ranks made, or one for sizes that this rank alone has."""
         known = self.known_of(graph)
         if known is None:
             return None
-        if sizes in known.settled:
-            return known.settled[sizes][1]
+        if sizes in known.choices:
+            return known.choices[sizes][1]
         learned = known.learned
         expected = learned.sizes_after([sizes])
         limit = self.limit(learned, expected)
@@ -219,22 +219,22 @@ class StepLevels:
             if each.ranks is None:
                 each.learn_levels(learned.room(room))
         choice = self.compiled_choice(learned, expected, room)
-        settled = Settled(learned, expected, choice, limit)
-        known.settled[sizes] = (self.version, known.version), settled
-        return settled
+        chosen = StepChoice(learned, expected, choice, limit)
+        known.choices[sizes] = (self.version, known.version), chosen
+        return chosen
 
-    def anticipated(self, known: Settled | None, outside_bytes: int) -> Settled | None:
+    def anticipated(self, chosen: StepChoice | None, outside_bytes: int) -> StepChoice | None:
         """Return the choice for a step that begins with more outside bytes than it was known to.
 
         ``outside_bytes`` are those allocated since before the step: the gradients that an earlier
         backward accumulated stay through it.
         """
-        if known is None:
-            return known
-        learned, limit = known.learned, known.limit
+        if chosen is None:
+            return chosen
+        learned, limit = chosen.learned, chosen.limit
         grown = outside_bytes - learned.moments[0].outside_bytes
-        if grown <= 0 or known.choice.peak_bytes + grown <= limit:
-            return known
+        if grown <= 0 or chosen.choice.peak_bytes + grown <= limit:
+            return chosen
         more = replace(
             learned,
             recent=[
@@ -244,11 +244,11 @@ class StepLevels:
         for each in dict.fromkeys(learned.calls):
             if each.ranks is None:  # The others need not have more.
                 each.learn_levels()
-        return replace(known, learned=more, choice=_choose(more, known.sizes, limit))
+        return replace(chosen, learned=more, choice=_choose(more, chosen.sizes, limit))
 
     def another(
         self, done: Sequence[RecordedCall], graph: StepGraph, sizes: Sizes
-    ) -> Settled | None:
+    ) -> StepChoice | None:
         """Return a known step that begins with the calls so far, and goes on with ``graph``."""
         calls = [*(call.graph for call in done), graph]
         for known in reversed(list(self._known.get(id(calls[0]), {}).values())):
@@ -259,7 +259,7 @@ class StepLevels:
 
     def rest_of_step(
         self, done: Sequence[RecordedCall], learned: LearnedStep, sizes: tuple[Sizes, ...]
-    ) -> Settled:
+    ) -> StepChoice:
         """Return the choice for the calls to come; those in flight stay at their levels."""
         program, taken = learned.program(sizes), [call.position for call in done]
         fixed = tuple(
@@ -269,7 +269,7 @@ class StepLevels:
         limit = self.limit(learned, sizes)
         rest = choose(replace(program, calls=fixed), self.room(limit))
         levels = (*taken, *rest.levels[len(taken) :])
-        return Settled(learned, sizes, choice_of(program, levels), limit)
+        return StepChoice(learned, sizes, choice_of(program, levels), limit)
 
     def compiled_choice(
         self, learned: LearnedStep, sizes: tuple[Sizes, ...], limit: int

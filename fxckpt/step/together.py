@@ -1,4 +1,4 @@
-"""What the ranks of a group tell one another of a step that all of them ran."""
+"""Measurements that the ranks of a group exchange of a step that all of them ran."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fxckpt.errors import BudgetInfeasible
 from fxckpt.planner.ranks import Ranks
 from fxckpt.solver.step_choice import choice_of
 from fxckpt.step.graph import Sizes, StepGraph
-from fxckpt.step.levels import NOISE, Settled, StepLevels, infeasible_step, is_good
+from fxckpt.step.levels import NOISE, StepChoice, StepLevels, infeasible_step, is_good
 from fxckpt.step.record import LearnedStep, RecordedCall
 
 
 @dataclass(frozen=True)
-class Said:
-    """What one rank measured of a step, or the most that any did."""
+class StepMeasurement:
+    """Measurement of a step by one rank, or the most that any rank measured."""
 
     calls: tuple[int, ...]
     """Numbers of the graphs that were called."""
@@ -33,8 +33,8 @@ class Said:
     """Whether all its graphs were planned by the ranks together."""
 
     @classmethod
-    def of(cls, learned: LearnedStep, limit: int, *, is_good: bool) -> Said:
-        """Return what a rank says of a step."""
+    def of(cls, learned: LearnedStep, limit: int, *, is_good: bool) -> StepMeasurement:
+        """Return the measurement of a step by this rank."""
         moments = learned.moments
         return cls(
             tuple(graph.number for graph in learned.calls),
@@ -46,7 +46,7 @@ class Said:
             all(graph.ranks is not None for graph in learned.calls),
         )
 
-    def tell(self, learned: LearnedStep) -> None:
+    def apply_to(self, learned: LearnedStep) -> None:
         """Take the figures of all ranks for those of this one."""
         learned.recent = [
             tuple(
@@ -58,11 +58,11 @@ class Said:
             graph.excess = max(graph.excess[0], forward), max(graph.excess[1], backward)
 
 
-def merged_steps(said: Sequence[Said | None]) -> Said | None:
+def merged_measurements(measured: Sequence[StepMeasurement | None]) -> StepMeasurement | None:
     """Return the most that any rank measured; None if they did not all run one step."""
-    steps = [each for each in said if each is not None]
+    steps = [each for each in measured if each is not None]
     first = steps[0] if steps else None
-    if first is None or len(steps) < len(said):
+    if first is None or len(steps) < len(measured):
         return None
     if any(
         (each.calls, each.kinds) != (first.calls, first.kinds) or not each.is_shared
@@ -89,34 +89,36 @@ def is_together(step: int) -> bool:
     return step == 3 or (step > 1 and step & (step - 1) == 0)
 
 
-def settle_together(
+def choose_together(
     levels: StepLevels, ranks: Ranks, graph: StepGraph, sizes: Sizes
-) -> Settled | None:
+) -> StepChoice | None:
     """Return the choice of all ranks for a step, by the most bytes that any of them measured.
 
     Where they ran different steps, each rank keeps to its own.
     """
     try:
-        return _settled(levels, ranks, graph, sizes)
+        return _chosen_together(levels, ranks, graph, sizes)
     except Exception as error:
         ranks.fail(error)
         raise
 
 
-def _settled(levels: StepLevels, ranks: Ranks, graph: StepGraph, sizes: Sizes) -> Settled | None:
+def _chosen_together(
+    levels: StepLevels, ranks: Ranks, graph: StepGraph, sizes: Sizes
+) -> StepChoice | None:
     """Return the choice of all ranks."""
     known, subject = levels.known_of(graph), f"the levels of step {levels.begun}"
-    said = None
+    measured = None
     if known is not None:
         learned, limit = known.learned, levels.limit(known.learned)
         room = levels.room(limit)
         now = choice_of(learned.program(), known.levels)
         fits = now.peak_bytes <= room and is_good(learned, now, room)
-        said = Said.of(learned, limit, is_good=fits)
-    merged = ranks.decide(subject, said, merged_steps)
+        measured = StepMeasurement.of(learned, limit, is_good=fits)
+    merged = ranks.decide(subject, measured, merged_measurements)
     if known is None or merged is None:
-        return levels.settle_alone(graph, sizes)
-    merged.tell(known.learned)
+        return levels.choice_alone(graph, sizes)
+    merged.apply_to(known.learned)
     levels.version += 1
     learned, expected = known.learned, known.learned.sizes_after([sizes])
     limit = min(levels.limit(learned, expected), merged.limit)
@@ -138,8 +140,8 @@ def _settled(levels: StepLevels, ranks: Ranks, graph: StepGraph, sizes: Sizes) -
         for call, position in zip(learned.calls, tightest, strict=True):
             levels.compile(RecordedCall(call, position))
         choice = choice_of(learned.program(expected), tightest)
-    known.settled.clear()
-    return levels.keep(known, sizes, Settled(learned, expected, choice, limit))
+    known.choices.clear()
+    return levels.keep(known, sizes, StepChoice(learned, expected, choice, limit))
 
 
 def _tightest(

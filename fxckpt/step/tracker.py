@@ -21,12 +21,12 @@ from fxckpt.solver.step_choice import Moment
 from fxckpt.step.begin import StepBegin
 from fxckpt.step.flight import Flight, RunningBackwards
 from fxckpt.step.graph import Sizes, StepGraph
-from fxckpt.step.levels import Settled, StepLevels, sizes_with
+from fxckpt.step.levels import StepChoice, StepLevels, sizes_with
 from fxckpt.step.measure import StepMeter
 from fxckpt.step.out_of_memory import GeneratorStates, free_memory, is_out_of_memory
 from fxckpt.step.record import RecordedCall, StepRecord
 from fxckpt.step.table import step_report
-from fxckpt.step.together import is_together, settle_together
+from fxckpt.step.together import choose_together, is_together
 from fxckpt.step.warn import StepWarnings
 from fxckpt.torch_private import (
     FakeTensor,
@@ -73,7 +73,7 @@ class StepTracker:
         self._record = StepRecord()
         self._flights: dict[int, int] = {}
         """Bytes held by each call in flight, by its number."""
-        self._current: Settled | None = None
+        self._current: StepChoice | None = None
         """Levels chosen for this step; None while it is learned."""
         self._forward_ended: tuple[StepGraph, int] | None = None
         """Graph of the latest forward, and the bytes allocated at its end, until code follows."""
@@ -370,12 +370,12 @@ class StepTracker:
         levels.begun += 1
         with meter.unmeasured(self._version):
             if self.ranks is None:
-                settled = levels.settle(graph, sizes)
+                chosen = levels.choice_for(graph, sizes)
             elif is_together(levels.begun):
-                settled = settle_together(levels, self.ranks, graph, sizes)
+                chosen = choose_together(levels, self.ranks, graph, sizes)
             else:
-                settled = levels.settle_alone(graph, sizes)
-            self._current = levels.anticipated(settled, meter.allocated() - meter.start)
+                chosen = levels.choice_alone(graph, sizes)
+            self._current = levels.anticipated(chosen, meter.allocated() - meter.start)
 
     def _watch_root(self) -> None:
         """Let later steps begin where the outermost module does, before its first graph.
@@ -461,7 +461,7 @@ class StepTracker:
             graph.repeated = graph.least(self.limit_of(graph))
         return graph.repeated
 
-    def _rest(self, current: Settled) -> Settled:
+    def _rest(self, current: StepChoice) -> StepChoice:
         """Return the choice for the calls to come; those in flight stay at their levels."""
         return self._levels.rest_of_step(self._record.calls, current.learned, current.sizes)
 
