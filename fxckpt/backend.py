@@ -369,6 +369,16 @@ class Backend:
                 stacklevel=2,
             )
             return
+        message = self._no_plan_message(left)
+        if self._is_strict:
+            raise CaptureError(message)
+        warnings.warn(message, stacklevel=2)
+
+    def _no_plan_message(self, left: Sequence[tuple[str, str]]) -> str:
+        """Return the message for a model that was run in Python, or compiled without a backward.
+
+        ``left`` are the frames that Dynamo left to Python, each a reason and a line.
+        """
         lines = ", ".join(dict.fromkeys(filter(None, self._forward_only)))
         found = (
             "Dynamo made no graph of"
@@ -378,14 +388,11 @@ class Backend:
         )
         found += "".join(f" {line} ({reason})" for reason, line in left[-1:])
         found += "".join(f". The graph broke at {b.source}: {b.reason}" for b in self._breaks)
-        message = (
+        return (
             f"a budget was asked for, and there is no plan: {found}. What is saved for the "
             "backward is held by code that runs in Python. Change that code so that it compiles, "
             "or wrap it in fxckpt.checkpoint(). TORCH_LOGS=graph_breaks lists all breaks."
         )
-        if self._is_strict:
-            raise CaptureError(message)
-        warnings.warn(message, stacklevel=2)
 
     def _compile_for_step(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], step: StepTracker

@@ -59,14 +59,8 @@ def compare(
     before each run. Raises :class:`fxckpt.CaptureError` for a model on the meta device or without a
     differentiable output, and :class:`fxckpt.InvalidOption` if ``steps`` is 0.
     """
-    if steps < 1:
-        raise InvalidOption(f"steps={steps}: at least one step has to be timed.")
     leaves = _leaves(target)
-    if any(leaf.is_meta for leaf in leaves):
-        raise CaptureError(
-            "the model is on the meta device: it can be planned, but it cannot run. "
-            "Make it on a real one, of a size that fits."
-        )
+    _refuse_unrunnable(leaves, steps)
     torch.compiler.reset()
     backends = [Backend(budget=budget, inner=inner, policy=policy, cost=cost) for budget in budgets]
     names = [
@@ -77,22 +71,9 @@ def compare(
     expected: list[torch.Tensor] | None = None
     ways: list[Run] = []
     for name, call, backend in zip(names, calls, (None, *backends), strict=True):
-        tick(name)
-        try:
-            _seconds(target, call, leaves)
-        except BudgetInfeasible as error:
-            ways.append(Run(name, None, None, None, None, "", error))
-            continue
-        gradients = [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
-        verdict = "" if expected is None else _verdict(expected, gradients)
+        run, gradients = _untimed(target, name, call, backend, leaves, expected, tick)
         expected = gradients if expected is None else expected
-        tick(name)
-        _clear(leaves)
-        peak = measure_peak(partial(_step, target, call))
-        plans = () if backend is None else backend.plans
-        ways.append(
-            Run(name, peak, plans[0].peak_bytes if len(plans) == 1 else None, None, None, verdict)
-        )
+        ways.append(run)
     feasible = {way.name for way in ways if way.infeasible is None}
     timed = {name: call for name, call in zip(names, calls, strict=True) if name in feasible}
     medians = _medians(target, timed, leaves, steps=steps, tick=tick)
@@ -102,6 +83,42 @@ def compare(
         else way
         for way in ways
     )
+
+
+def _refuse_unrunnable(leaves: Sequence[torch.Tensor], steps: int) -> None:
+    """Raise an error for a step that cannot run, or that is to run no times."""
+    if steps < 1:
+        raise InvalidOption(f"steps={steps}: at least one step has to be timed.")
+    if any(leaf.is_meta for leaf in leaves):
+        raise CaptureError(
+            "the model is on the meta device: it can be planned, but it cannot run. "
+            "Make it on a real one, of a size that fits."
+        )
+
+
+def _untimed(
+    target: ModelCall,
+    name: str,
+    call: Callable[..., Any],
+    backend: Backend | None,
+    leaves: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor] | None,
+    tick: Callable[[str], object],
+) -> tuple[Run, list[torch.Tensor]]:
+    """Run one way twice; return its peak and verdict, without times, and its gradients."""
+    tick(name)
+    try:
+        _seconds(target, call, leaves)
+    except BudgetInfeasible as error:
+        return Run(name, None, None, None, None, "", error), []
+    gradients = [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+    verdict = "" if expected is None else _verdict(expected, gradients)
+    tick(name)
+    _clear(leaves)
+    peak = measure_peak(partial(_step, target, call))
+    plans = () if backend is None else backend.plans
+    planned = plans[0].peak_bytes if len(plans) == 1 else None
+    return Run(name, peak, planned, None, None, verdict), gradients
 
 
 def _medians(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -209,14 +209,9 @@ class Recorder(TorchDispatchMode):
         if not self._was_faking and is_faking():
             return op(*args, **kwargs)  # Such as a question of DTensor's about shapes.
         versioned, versioned_kwargs = self._versioned(known, args, kwargs)
-        draw = None
-        never_twice = known.never_twice
-        if _draws(known, args):
-            if self._keep_draws:
-                never_twice = True
-            else:
-                generator = _generator(known, args, kwargs)
-                draw = RngSnapshot(generator, generator.get_state())
+        is_random = _draws(known, args)
+        never_twice = known.never_twice or (is_random and self._keep_draws)
+        draw = _state_before(known, args, kwargs) if is_random and not self._keep_draws else None
         written = self._before_writes(known, args, kwargs) if known.writes else ()
         out = op(*args, **kwargs)
         if is_wrapper(out):
@@ -224,11 +219,7 @@ class Recorder(TorchDispatchMode):
         call = Call(self.count, op, versioned, versioned_kwargs, draw)
         self.count += 1
         if written:
-            call.writes = tuple([storage.number for storage, _ in written])
-            covers = known.overwrites or known.is_out
-            for storage, is_whole in written:
-                opacity = _opacity_after(storage, is_whole=is_whole and covers)
-                self._after_write(storage, call, Opacity.OPAQUE if never_twice else opacity)
+            self._record_writes(known, call, written, never_twice=never_twice)
         opacity = Opacity.OPAQUE if never_twice else known.opacity
         versions = [self._made(t, call, opacity) for t in tensors_in(out)]
         call.outputs = tuple([weakref.ref(version) for version in versions])
@@ -250,6 +241,21 @@ class Recorder(TorchDispatchMode):
                 if version.is_shared
             )
         return out
+
+    def _record_writes(
+        self,
+        known: Traits,
+        call: Call,
+        written: Sequence[tuple[StorageState, bool]],
+        *,
+        never_twice: bool,
+    ) -> None:
+        """Record the storages that a call wrote, and whether it wrote each as a whole."""
+        call.writes = tuple([storage.number for storage, _ in written])
+        covers = known.overwrites or known.is_out
+        for storage, is_whole in written:
+            opacity = _opacity_after(storage, is_whole=is_whole and covers)
+            self._after_write(storage, call, Opacity.OPAQUE if never_twice else opacity)
 
     def _versioned(
         self, known: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -588,6 +594,12 @@ def _is_whole(tensor: Tensor) -> bool:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return the storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _state_before(known: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RngSnapshot:
+    """Return the state of the generator before a random op draws from it."""
+    generator = _generator(known, args, kwargs)
+    return RngSnapshot(generator, generator.get_state())
 
 
 def _generator(known: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Generator:

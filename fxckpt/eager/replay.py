@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxckpt.eager.region_plan import RegionRecompute
 from fxckpt.eager.tape import (
     Call,
     Handle,
@@ -75,13 +76,8 @@ def unpack(handle: Handle | WrapperHandle) -> Tensor:
 
     Raises :class:`CheckpointError` if an external tensor it depends on was written since.
     """
-    if type(handle) is WrapperHandle:
-        parts = {
-            name: unpack(part) if isinstance(part, (Handle, WrapperHandle)) else part
-            for name, part in handle.parts.items()
-        }
-        return put_together(parts, handle.rest)
-    assert isinstance(handle, Handle)
+    if isinstance(handle, WrapperHandle):
+        return _unpack_wrapper(handle)
     tape, version = handle.tape, handle.version
     if version.kept is not None and version.unpack is None:
         tensor = kept_tensor(version)
@@ -93,19 +89,15 @@ def unpack(handle: Handle | WrapperHandle) -> Tensor:
             handle.is_requested = True
             return tensor
         run = current_backward()
-        plan = tape.replay
         if run is not None and run != tape.run:
             release(tape)
             tape.run = run
             after_backward(lambda: release(tape))
         if version.kept is not None:
             return unpacked_by_hooks(tape, version)
-        if run is not None and plan is not None:
-            advance(tape, plan, plan.positions[handle])
-        elif run is not None and not tape.is_made:
-            tape.is_made = True
-            wanted = [h for h in tape.live() if h.version.kept is None]
-            cache_in_handles(wanted, recomputed(tape, {h.version for h in wanted}))
+        plan = tape.replay
+        if run is not None:
+            _recompute_due(tape, plan, handle)
         found, handle.cached = handle.cached, None
         if found is None:
             found = recomputed(tape, (version,), {} if plan is None else plan.made)[version]
@@ -114,6 +106,28 @@ def unpack(handle: Handle | WrapperHandle) -> Tensor:
             handle.cached = found if handle.is_requested and run is not None else None
         handle.is_requested = True
         return found
+
+
+def _unpack_wrapper(handle: WrapperHandle) -> Tensor:
+    """Return the subclass instance that ``handle`` stands for, made of its unpacked tensors."""
+    parts = {
+        name: unpack(part) if isinstance(part, (Handle, WrapperHandle)) else part
+        for name, part in handle.parts.items()
+    }
+    return put_together(parts, handle.rest)
+
+
+def _recompute_due(tape: Tape, plan: PlannedReplay | None, handle: Handle) -> None:
+    """Recompute what is due when a backward requests ``handle``.
+
+    That is all saved tensors at its first request, or what the plan has up to this one.
+    """
+    if plan is not None:
+        advance(tape, plan, plan.positions[handle])
+    elif not tape.is_made:
+        tape.is_made = True
+        wanted = [h for h in tape.live() if h.version.kept is None]
+        cache_in_handles(wanted, recomputed(tape, {h.version for h in wanted}))
 
 
 def cache_in_handles(handles: Iterable[Handle], made: Mapping[TensorVersion, Tensor]) -> None:
@@ -140,8 +154,19 @@ def advance(tape: Tape, plan: PlannedReplay, here: int) -> None:
         and (recompute := due.get(plan.roots[h])) is not None
         and recompute.position <= plan.positions[h] < recompute.until
     ]
+    held = _read_later(plan, due.values())
+    made = recomputed(tape, {*held, *(h.version for h in asked)}, plan.made)
+    cache_in_handles(asked, made)
+    plan.held_until.update(held)
+    plan.made.update((version, made[version]) for version in held)
+    for version in [version for version, last in plan.held_until.items() if last < plan.done]:
+        del plan.made[version], plan.held_until[version]
+
+
+def _read_later(plan: PlannedReplay, due: Iterable[RegionRecompute]) -> dict[TensorVersion, int]:
+    """Return the results that later recomputes read, each with its last reader."""
     held: dict[TensorVersion, int] = {}
-    for recompute in due.values():
+    for recompute in due:
         call = plan.calls[recompute.call]() if recompute.call in plan.calls else None
         if call is not None and recompute.last_reader >= plan.done:
             held |= {
@@ -149,12 +174,7 @@ def advance(tape: Tape, plan: PlannedReplay, here: int) -> None:
                 for ref in call.outputs
                 if (version := ref()) is not None and version.storage not in plan.written
             }
-    made = recomputed(tape, {*held, *(h.version for h in asked)}, plan.made)
-    cache_in_handles(asked, made)
-    plan.held_until.update(held)
-    plan.made.update((version, made[version]) for version in held)
-    for version in [version for version, last in plan.held_until.items() if last < plan.done]:
-        del plan.made[version], plan.held_until[version]
+    return held
 
 
 def release(tape: Tape) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -133,33 +134,17 @@ def _traits(op: Any, recompute: bool | None) -> Traits:
     if not isinstance(op, OpOverload):
         return UNKNOWN_OP
     arguments = op._schema.arguments
-    declared = [
-        a.name if a.kwarg_only else i
-        for i, a in enumerate(arguments)
-        if a.alias_info is not None and a.alias_info.is_write
-    ]
+    declared = _declared_writes(arguments)
     name = op._opname if op.namespace == "aten" else ""
     aliases = any(r.alias_info is not None for r in op._schema.returns)
     # set_ takes the storage of another tensor, which may not be on the tape.
-    never_twice = (
-        name in CHOOSING
-        or name in LOOKING_AT_GRAD
-        or name == "set_"
-        or not _may_recompute(op, recompute)
-    )
+    is_first_run_only = name in CHOOSING or name in LOOKING_AT_GRAD or name == "set_"
+    never_twice = is_first_run_only or not _may_recompute(op, recompute)
     positions = {a.name: i for i, a in enumerate(arguments) if not a.kwarg_only}
     is_random = torch.Tag.nondeterministic_seeded in op.tags
     is_arrival = op.namespace == "_c10d_functional" and op._opname in ARRIVING
     writes = (*declared, *HIDDEN_WRITES.get(name, ()), *((0,) if is_arrival else ()))
-    opacity = (
-        Opacity.OPAQUE
-        if never_twice
-        else Opacity.UNINITIALIZED
-        if name in UNINITIALIZED
-        else Opacity.ZEROED
-        if name in ZEROS
-        else Opacity.TRANSPARENT
-    )
+    opacity = Opacity.OPAQUE if never_twice else _opacity(name)
     return Traits(
         is_random=is_random,
         dropout=positions.get("dropout_p"),
@@ -175,6 +160,22 @@ def _traits(op: Any, recompute: bool | None) -> Traits:
         is_arrival=is_arrival,
         is_plain=not (is_random or writes or opacity or name in ASKING_GEOMETRY),
     )
+
+
+def _declared_writes(arguments: Sequence[Any]) -> list[int | str]:
+    """Return the arguments that a schema marks as written, by position or keyword."""
+    return [
+        a.name if a.kwarg_only else i
+        for i, a in enumerate(arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
+
+
+def _opacity(name: str) -> Opacity:
+    """Return the opacity of the storages that an op makes."""
+    if name in UNINITIALIZED:
+        return Opacity.UNINITIALIZED
+    return Opacity.ZEROED if name in ZEROS else Opacity.TRANSPARENT
 
 
 def _may_recompute(op: OpOverload, recompute: bool | None) -> bool:

@@ -237,9 +237,22 @@ class TilePricer:
         best = untiled if self.tile == "auto" or not names else None
         if best is not None and best.seconds <= best.plan.step_seconds:
             return best
-        floors = [] if error is None else [error.floor_bytes]
         bounded = sorted(self._screened(joint, groups, names, limit), key=lambda v: v.seconds)
-        for variant in bounded[:PLANNED]:
+        best, floors = self._fastest(best, bounded[:PLANNED], limit)
+        if best is not None:
+            return best
+        assert error is not None
+        raise infeasible_with_tiles(error, self.tile, min([error.floor_bytes, *floors]))
+
+    def _fastest(
+        self, best: Choice | None, variants: Sequence[Variant], limit: int | None
+    ) -> tuple[Choice | None, list[int]]:
+        """Return the fastest of ``best`` and the plans of variants, by increasing bounds.
+
+        With it come the least peaks of the variants that are not within the limit.
+        """
+        floors = []
+        for variant in variants:
             if best is not None and variant.seconds >= best.seconds:
                 break
             try:
@@ -250,10 +263,7 @@ class TilePricer:
             choice = Choice(variant.joint, facts, replace(plan, tiling=variant.tiling))
             if best is None or choice.seconds < best.seconds:
                 best = choice
-        if best is not None:
-            return best
-        assert error is not None
-        raise infeasible_with_tiles(error, self.tile, min(floors))
+        return best, floors
 
     def _screened(
         self, joint: Joint, groups: Groups, names: Sequence[Tiling], limit: int | None

@@ -244,21 +244,28 @@ def tag(plan: Plan, labels: Sequence[NodeLabel], joint: fx.GraphModule) -> None:
             f"the plan saves {missing[0]}, which the graph does not have. Tag the joint graph of "
             "the model and the shapes that the plan is of."
         )
-    saved = set(plan.saved)
-    # Torch saves all results of an op or none: it takes their tags from the op.
-    for calls in planned_calls(plan, labels).values():
-        saved |= {call.label.name for call in calls if call.is_saved}
-    saved |= {
-        label.name
-        for label in labels
-        if label.kind is NodeKind.PART and labels[label.inputs[0]].name in saved
-    }
+    saved = _tagged_saved(plan, labels)
     for label in labels:
         if label.is_backward or label.kind in (NodeKind.INPUT, NodeKind.SIZE):
             continue
         node = nodes.get(label.name)
         if node is not None and node.op == "call_function":
             node.meta["recompute"] = SAVE if label.name in saved else RECOMPUTE
+
+
+def _tagged_saved(plan: Plan, labels: Sequence[NodeLabel]) -> set[str]:
+    """Return the nodes to tag as saved: the plan's, and all results of their ops.
+
+    Torch saves all results of an op or none, as it takes their tags from the op.
+    """
+    saved = set(plan.saved)
+    for calls in planned_calls(plan, labels).values():
+        saved |= {call.label.name for call in calls if call.is_saved}
+    return saved | {
+        label.name
+        for label in labels
+        if label.kind is NodeKind.PART and labels[label.inputs[0]].name in saved
+    }
 
 
 def saved_regions(

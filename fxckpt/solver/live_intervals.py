@@ -74,10 +74,25 @@ def live_intervals(program: Program, schedule: Schedule) -> list[LiveInterval]:
     They add up to the profile of :func:`~fxckpt.solver.simulate.simulate`.
     """
     order = op_runs(program, schedule)
-    simulation = simulate(program, schedule)
-    saved = set(schedule.saved)
     backward_at = sum(moment.is_forward for moment in order)
-    last = len(order) - 1
+    written, temporary = _written_intervals(program, schedule, order, backward_at)
+    away = {storage: (first, end) for storage, first, end in schedule.away}
+    extended = [
+        part
+        for interval in written
+        for part in _on_device(_extended(interval, backward_at - 1, len(order) - 1), away)
+    ]
+    return sorted([*extended, *temporary], key=lambda i: (i.first, i.storage, i.last))
+
+
+def _written_intervals(
+    program: Program, schedule: Schedule, order: Sequence[OpRun], backward_at: int
+) -> tuple[list[LiveInterval], list[LiveInterval]]:
+    """Return the intervals from each write of a storage to its last read, and those of workspace.
+
+    ``backward_at`` is the position of the backward's first op.
+    """
+    taken_by, saved = simulate(program, schedule).taken, set(schedule.saved)
     open_ = {
         s: LiveInterval(s, Holder.GRADIENT, backward_at, backward_at, program.storages[s].bytes)
         for s in program.tangents
@@ -92,7 +107,7 @@ def live_intervals(program: Program, schedule: Schedule) -> list[LiveInterval]:
         written = list(op.writes)
         if is_forward and op.rng_state in saved:
             written.append(op.rng_state)
-        if (taken := int(simulation.taken[at])) >= 0:
+        if (taken := int(taken_by[at])) >= 0:
             # Its bytes count as the result's from here on.
             closed.append(open_.pop(taken)._replace(last=at - 1))
         for s in written:
@@ -108,13 +123,7 @@ def live_intervals(program: Program, schedule: Schedule) -> list[LiveInterval]:
         if workspace := op.workspace_bytes + (_state_bytes(program, op) if is_recompute else 0):
             temporary.append(LiveInterval(NO_STORAGE, Holder.TEMPORARY, at, at, workspace))
     closed.extend(open_.values())
-    away = {storage: (first, end) for storage, first, end in schedule.away}
-    extended = [
-        part
-        for interval in closed
-        for part in _on_device(_extended(interval, backward_at - 1, last), away)
-    ]
-    return sorted([*extended, *temporary], key=lambda i: (i.first, i.storage, i.last))
+    return closed, temporary
 
 
 def _on_device(interval: LiveInterval, away: dict[int, tuple[int, int]]) -> Iterator[LiveInterval]:

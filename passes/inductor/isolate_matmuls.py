@@ -13,7 +13,7 @@ Expects an emitted backward. Leaves one that computes the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -51,26 +51,37 @@ def isolate_matmuls(
         if node.op == "call_function" and is_extern_kernel(node)
     ]
     for node, product in sums:
-        here = intervals.place[node]
-        freed = {
-            storage: nbytes
-            for arg in product.all_input_nodes
-            for storage, nbytes in intervals.storages(arg)
-            if any(intervals.last[storage] < call < here for call in calls)
-        }
-        freed.update(
-            (storage, nbytes)
-            for arg in node.all_input_nodes
-            for storage, nbytes in intervals.storages(arg)
-            if intervals.made_by[storage].meta.get(NEVER_STORED)
-        )
-        if sum(freed.values()) > sum(nbytes for _, nbytes in intervals.storages(product)):
+        taken = sum(nbytes for _, nbytes in intervals.storages(product))
+        if _freed_bytes(intervals, node, product, calls) > taken:
             _hide(node, product)
 
 
 def _foldable(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the products that are read by a sum only."""
     return (arg for arg in node.all_input_nodes if arg.target is PRODUCT and len(arg.users) == 1)
+
+
+def _freed_bytes(
+    intervals: _LiveIntervals, node: fx.Node, product: fx.Node, calls: Sequence[int]
+) -> int:
+    """Return the bytes that need not live, or be stored, for a sum that does not fold a product.
+
+    ``calls`` are the places of the extern kernels.
+    """
+    here = intervals.place[node]
+    freed = {
+        storage: nbytes
+        for arg in product.all_input_nodes
+        for storage, nbytes in intervals.storages(arg)
+        if any(intervals.last[storage] < call < here for call in calls)
+    }
+    freed.update(
+        (storage, nbytes)
+        for arg in node.all_input_nodes
+        for storage, nbytes in intervals.storages(arg)
+        if intervals.made_by[storage].meta.get(NEVER_STORED)
+    )
+    return sum(freed.values())
 
 
 class _LiveIntervals:

@@ -10,6 +10,7 @@ numbers in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, fx, strided
@@ -35,22 +36,7 @@ def merge_common_subexpressions(graph: fx.Graph) -> None:
     Outputs stay apart: an in-place op of the user on a merged output would change the other one, or
     a saved value. Sparse tensors stay apart because their fake values cannot share a storage.
     """
-    written = [
-        a
-        for n in graph.nodes
-        if n.op == "call_function" and is_mutating(n)
-        for a in n.all_input_nodes[:1]
-    ]
-    kept = (*written, *filter(_is_sparse, graph.nodes), *graph_outputs(graph))
-    apart = {
-        storage_id(t) for n in kept if isinstance(n, fx.Node) for t in tensors(n.meta.get("val"))
-    }
-    apart -= {
-        storage_id(t)
-        for n in graph.find_nodes(op="placeholder")
-        if n not in written
-        for t in tensors(n.meta.get("val"))
-    }
+    apart = _storages_apart(graph)
     seen: dict[Any, fx.Node] = {}
     moved: dict[int, tuple[Tensor, Tensor]] = {}
     """Fake values of merged nodes with their replacements, by the storage id of the former."""
@@ -70,6 +56,26 @@ def merge_common_subexpressions(graph: fx.Graph) -> None:
             )
             node.replace_all_uses_with(first)
             graph.erase_node(node)
+
+
+def _storages_apart(graph: fx.Graph) -> set[int]:
+    """Return the storages of outputs, of sparse tensors and of what is written in place."""
+    written = [
+        a
+        for n in graph.nodes
+        if n.op == "call_function" and is_mutating(n)
+        for a in n.all_input_nodes[:1]
+    ]
+    kept = (*written, *filter(_is_sparse, graph.nodes), *graph_outputs(graph))
+    read_only = [n for n in graph.find_nodes(op="placeholder") if n not in written]
+    return _storages(kept) - _storages(read_only)
+
+
+def _storages(nodes: Iterable[object]) -> set[int]:
+    """Return the storages of the values of those that are nodes."""
+    return {
+        storage_id(t) for n in nodes if isinstance(n, fx.Node) for t in tensors(n.meta.get("val"))
+    }
 
 
 def _is_sparse(node: fx.Node) -> bool:

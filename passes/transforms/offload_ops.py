@@ -22,6 +22,7 @@ from fxckpt.passes.meta import AWAY, CHECKSUM_OF, FIRST_RUN_OF, IS_RECOMPUTE, VI
 from fxckpt.passes.transforms.recompute_checks import checksum
 from fxckpt.passes.transforms.rematerialize import Rematerialized
 from fxckpt.plans.types import Offload, Plan
+from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import forward_ops
 from fxckpt.tiers.ops import fetch, fetched, send, sent
 from fxckpt.torch_private import (
@@ -120,25 +121,31 @@ class _OffloadRewriter:
         for node in result.saved:
             self.saved.setdefault(str(node.meta.get(CHECKSUM_OF, node.name)), node)
         self.storages = [storage_id(n.meta["val"]) for n in self.saved.values() if _is_tensor(n)]
-        program = facts.program
-        named = {n.name: n for n in graph.nodes}
-        index = {s.name: i for i, s in enumerate(program.storages)}
-        saved = tuple(sorted(index[name] for name in plan.saved if name in index))
-        self.positions = [_begins(named[program.ops[o].name]) for o in forward_ops(program, saved)]
+        self.positions = self._positions(facts.program, plan)
         """The node at each position of the plan's profile; after the forward, the first of the
         backward."""
-        own = {op.name for op in program.backward}
-        self.positions += [
-            n
-            for n in graph.nodes
-            if n.meta.get(IS_RECOMPUTE) or (n.name in own and (_is_backward(n) or n is self.output))
-        ]
         if len(self.positions) != len(plan.profile):
             raise VerifyError(
                 f"the plan is of {len(plan.profile)} ops, the graph of {len(self.positions)}"
             )
         self.begin = next(n for n in graph.nodes if _is_backward(n) or n is self.output)
         """First node of the backward."""
+
+    def _positions(self, program: Program, plan: Plan) -> list[fx.Node]:
+        """Return the nodes of the plan's profile: the forward's ops, then the backward's."""
+        named = {n.name: n for n in self.graph.nodes}
+        index = {s.name: i for i, s in enumerate(program.storages)}
+        saved = tuple(sorted(index[name] for name in plan.saved if name in index))
+        own = {op.name for op in program.backward}
+        return [
+            *(_begins(named[program.ops[o].name]) for o in forward_ops(program, saved)),
+            *(
+                n
+                for n in self.graph.nodes
+                if n.meta.get(IS_RECOMPUTE)
+                or (n.name in own and (_is_backward(n) or n is self.output))
+            ),
+        ]
 
     def ordered(self, plan: Plan) -> list[Offload]:
         """Return the values to send in the order of their fetches; of one op, the first read."""

@@ -267,6 +267,18 @@ class _Schedule:
         local to the kernel are not known then: one of them may be overwritten, and is then
         allocated in place of the buffer that overwrites it.
         """
+        taken = self._taken(node, rows)
+        for name in taken:
+            if name in inside:
+                continue
+            below = name
+            while below in taken and (below == name or below in inside):
+                below = taken[below]
+            if below not in inside:
+                yield name, below
+
+    def _taken(self, node: Any, rows: Collection[str]) -> dict[str, str]:
+        """Return the buffer that each buffer of a kernel overwrites, also local ones."""
         taken: dict[str, str] = {}
         kernel = {n.get_name() for n in node.get_nodes()}
         for each in node.get_nodes() if config.inplace_buffers else ():
@@ -291,14 +303,7 @@ class _Schedule:
                 )
                 if found is not None:
                     taken[buffer.get_name()] = found
-        for name in taken:
-            if name in inside:
-                continue
-            below = name
-            while below in taken and (below == name or below in inside):
-                below = taken[below]
-            if below not in inside:
-                yield name, below
+        return taken
 
     def _dying(self, node: Any, written: Any, kernel: Collection[str]) -> Iterator[str]:
         """Yield the buffers that die in a node, and that the buffer it writes fits into."""
@@ -308,13 +313,10 @@ class _Schedule:
             if (
                 read is None
                 or read.node is None
-                or dep.name in self.outputs
-                or dep.name in V.graph.never_reuse_buffers
-                or dep.name in self.only_freed
+                or self._stays(dep.name)
                 or _is_in_other_pool(self.scheduler, dep.name, node)
+                or _is_made_elsewhere(read)
             ):
-                continue
-            if _is_made_elsewhere(read):
                 continue
             done = node.ancestors | self.ran
             users = [user for user in read.users or () if user.node.get_name() not in done]
@@ -330,6 +332,12 @@ class _Schedule:
                 and self._is_read_alike(read, kernel)
             ):
                 yield dep.name
+
+    def _stays(self, name: str) -> bool:
+        """Return whether a buffer is not to be overwritten, whoever reads it last."""
+        return (
+            name in self.outputs or name in V.graph.never_reuse_buffers or name in self.only_freed
+        )
 
     def _is_read_alike(self, buffer: Any, kernel: Collection[str]) -> bool:
         """Return whether all accesses of a kernel to a buffer have one index expression."""
