@@ -12,7 +12,7 @@ CONSTRAINTS := sed 's/^torch==.*/torch==$(TORCH)/$(if $(filter-out $(PINNED),$(T
 
 # What differs most between versions of torch, in a few minutes.
 SMOKE := tests/project/test_versions.py tests/test_backend.py tests/promises/test_random.py tests/planner/test_streams.py \
-    tests/inductor/test_compile.py tests/inductor/test_memory.py tests/eager/test_drop_in.py tests/cli
+    tests/inductor/test_compile.py tests/inductor/test_memory.py tests/eager/drop_in tests/cli
 
 # mypy and import-linter know no package-dir: they read the two folders as they are installed.
 INSTALLED := rm -rf build/installed && mkdir -p build/installed && cp -r fxckpt build/installed/fxckpt \
