@@ -251,6 +251,7 @@ With any other word ("Laptop", "D", a size of memory, a part of a device) it is 
 def _words(text: str) -> tuple[str, ...]:
     """Return the words of a name that tell a device from others, a size of memory as one word."""
     joined = re.sub(r"(\d)\s*GI?B\b", r"\1GB", text.upper())
+    joined = re.sub(r"\bRTX(?=\d)", "RTX ", joined)
     return tuple(w for w in re.split(r"[^A-Z0-9.]+", joined) if w and w not in BRANDS)
 
 
@@ -260,7 +261,7 @@ def find_device(text: str) -> Device | None:
     The text is a name of the table, or a driver's name for the device. Every word of it has to be
     of that device: a laptop's RTX 4090 is another one.
 
-    >>> [find_device(t).name for t in ("h100", "NVIDIA GeForce RTX 4090", "4090", "NVIDIA GB200")]
+    >>> [find_device(t).name for t in ("h100", "NVIDIA GeForce RTX 4090", "rtx4090", "GB200")]
     ['H100', 'RTX 4090', 'RTX 4090', 'GB200']
     >>> find_device("NVIDIA A100-SXM4-40GB").name, find_device("NVIDIA GeForce RTX 4090 Laptop GPU")
     ('A100 40GB', None)

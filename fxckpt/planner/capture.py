@@ -8,7 +8,6 @@ same plan. Models may be on the meta device, and planned for a GPU that is elsew
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from fxckpt.planner.planner import planner_of
 from fxckpt.plans.types import Plan
 from fxckpt.tiers import Tier, tier_of
 from fxckpt.torch_private import (
-    GpuAttention,
     aot_autograd,
     boxed,
     capture_whole,
@@ -66,7 +64,7 @@ def capture_joint(
     )
 
     def trace(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        with GpuAttention() if target.is_away else nullcontext():
+        with target.tracing(gm):
             return compile_graph(gm, inputs)
 
     if not callable(model_or_fn):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import fx
 
 from fxckpt import budgets
 from fxckpt.costs.devices import REFERENCE, Device, device_named
-from fxckpt.errors import InvalidOption
+from fxckpt.errors import CaptureError, InvalidOption
+from fxckpt.torch_private import GpuAttention, autocasts_for_gpu
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,32 @@ class PlannedDevice:
         is_gpu = self.place is not None and self.place.type == "cuda"
         return is_gpu and not torch.cuda.is_available()
 
+    def tracing(self, gm: fx.GraphModule) -> AbstractContextManager[Any]:
+        """Return a context that traces a graph of Dynamo as the device would run it.
 
+        Raises :class:`CaptureError` for CUDA's autocast in a graph that is traced without CUDA.
+        """
+        if not self.is_away:
+            return nullcontext()
+        if autocasts_for_gpu(gm):
+            raise CaptureError(
+                "the model enters torch.autocast('cuda'), which torch switches off where there is "
+                "no CUDA device: its plan would be that of the model without autocast. To plan "
+                "here, enter torch.autocast('cpu', dtype=...), which keeps fewer ops in float32, "
+                "or give the model and its inputs their dtype: model.to(torch.bfloat16)."
+            )
+        if torch.get_autocast_dtype("cuda") != AUTOCAST_DTYPE:
+            warnings.warn(
+                "torch.autocast('cuda') around this call does nothing: torch switches it off where "
+                "there is no CUDA device, and the plan is that of the model without autocast. To "
+                "plan here, enter torch.autocast('cpu', dtype=...), or give the model its dtype.",
+                stacklevel=2,
+            )
+        return GpuAttention()
+
+
+AUTOCAST_DTYPE = torch.float16
+"""Dtype of CUDA's autocast unless one is given; another one is left by an autocast switched off."""
 GPU = torch.device("cuda", 0)
 """Device of the values of a graph that is planned for a GPU elsewhere."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ from fxckpt.planner.capture import name_of
 from fxckpt.planner.planned_device import PlannedDevice
 from fxckpt.solver.step_choice import Moment
 from fxckpt.torch_private import (
-    GpuAttention,
     calling_line,
     compiled_parts,
     differentiable_outputs,
@@ -169,7 +168,7 @@ class _Rehearsal:
         is_away, at = self._target.is_away, self._target.place
         with self.bytes.paused():
             gm = inline_regions(gm)
-            with GpuAttention() if is_away else nullcontext():
+            with self._target.tracing(gm):
                 trace_joint(gm, inputs, receive)
         if not joints:
             return gm.forward  # It has no backward.

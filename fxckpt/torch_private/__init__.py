@@ -143,7 +143,7 @@ from fxckpt.torch_private.capture.sizes import (
 )
 from fxckpt.torch_private.cpp_build import cpp_command
 from fxckpt.torch_private.ops.dispatcher import has_effect, holds_python, overloads_of
-from fxckpt.torch_private.ops.gpu_ops import GpuAttention, scaled_mm
+from fxckpt.torch_private.ops.gpu_ops import GpuAttention, autocasts_for_gpu, scaled_mm
 from fxckpt.torch_private.ops.name_op import NAME, name_op
 from fxckpt.torch_private.ops.rng import default_generator, fake_rng_state, lower_rng
 from fxckpt.torch_private.ops.storages import (
@@ -208,6 +208,7 @@ __all__ = [
     "around_each_step",
     "assuming",
     "at_engine_exit",
+    "autocasts_for_gpu",
     "backward_node",
     "before_forward",
     "below_autograd",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 import fxckpt
 from fxckpt.costs.devices import REFERENCE
-from fxckpt.errors import InvalidBudget, InvalidOption
+from fxckpt.errors import CaptureError, InvalidBudget, InvalidOption
 from fxckpt.planner.capture import capture_joint
 from fxckpt.planner.planned_device import planned_device
 
@@ -47,6 +48,25 @@ def test_faster_device_takes_less_time() -> None:
     seconds = [p.step_seconds for p in plans]
     assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) == 3
     assert len({p.peak_bytes for p in plans}) == 1
+
+
+def test_cuda_autocast_without_cuda_is_told() -> None:
+    """Without a GPU, torch switches it off: in a model it is an error, around one a warning."""
+    model, x = on_meta(lambda: layers(64)), torch.empty(8, 64, device="meta")
+
+    def loss(x: Tensor, kind: str, enabled: bool) -> Tensor:
+        with torch.autocast(kind, dtype=torch.bfloat16, enabled=enabled):
+            return model(x).float().sum()
+
+    for kind, enabled in (("cuda", False), ("cpu", True)):
+        fxckpt.plan(loss, x, kind, enabled, device="H100")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "CUDA is not available")  # torch's own
+        with pytest.raises(CaptureError, match=r"no CUDA device.*autocast\('cpu'"):
+            fxckpt.plan(loss, x, "cuda", True, device="H100")
+        around = torch.autocast("cuda", dtype=torch.bfloat16)
+    with around, pytest.warns(UserWarning, match="around this call does nothing"):
+        fxckpt.plan(model, x, device="H100")
 
 
 @pytest.mark.parametrize("width", [512, 500])

@@ -437,6 +437,8 @@ def capture_whole(
     except TorchDynamoException as error:
         if isinstance(error, FxckptError):
             raise
+        if isinstance(found := getattr(error, "inner_exception", None), CaptureError):
+            raise found from None  # The backend's own, about this graph.
         # Dynamo's own stack, of hundreds of lines, helps those who debug Dynamo.
         raise _capture_error(error) from (error if config.verbose else None)
     raise CaptureError("nothing to plan: the function was captured without any tensor operation.")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
+from torch.amp.autocast_mode import _enter_autocast
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -35,6 +37,16 @@ class GpuAttention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def autocasts_for_gpu(gm: fx.GraphModule) -> bool:
+    """Return whether a graph of Dynamo, or one inside it, turns on the autocast of CUDA."""
+    graphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
+    return any(
+        node.target is _enter_autocast and node.args[0] == "cuda" and node.args[2] is not False
+        for graph in graphs
+        for node in graph.nodes
+    )
 
 
 def _attention(
