@@ -308,7 +308,7 @@ def _least_peak(step: StepProgram) -> LevelChoice:
     least = [
         min(range(len(c)), key=lambda i: (c[i].held_bytes, c[i].backward_bytes)) for c in step.calls
     ]
-    best = choice_of(step, _settled(step, least))
+    best = choice_of(step, _lowered(step, least, 0))
     for _ in range(ROUNDS):
         lower = choice_of(step, _lowered(step, best.levels, best.peak_bytes - 1))
         if lower.peak_bytes >= best.peak_bytes:
@@ -319,11 +319,6 @@ def _least_peak(step: StepProgram) -> LevelChoice:
 
 ROUNDS = 64
 """Most rounds of a descent to the least peak."""
-
-
-def _settled(step: StepProgram, levels: list[int]) -> list[int]:
-    """Return levels with each call's own peak lowered where it is the step's peak."""
-    return _lowered(step, levels, 0)
 
 
 def _lowered(step: StepProgram, levels: Sequence[int], limit: int) -> list[int]:

@@ -67,7 +67,7 @@ def test_rates_agree_with_torchs_table(name: str) -> None:
         ("NVIDIA B200", "B200"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("AMD Instinct MI300X", "MI300X"),
-        ("rtx5090", None),
+        ("rtx5090", "RTX 5090"),
         ("NVIDIA T4", None),
     ],
 )

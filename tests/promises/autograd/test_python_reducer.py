@@ -16,7 +16,7 @@ from torch._dynamo import compiled_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 import fxckpt
-from tests.promises.test_compiled_autograd import (
+from tests.promises.autograd.test_compiled_autograd import (
     break_backward,
     double_gradients,
     halve_accumulated,
