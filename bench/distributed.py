@@ -238,7 +238,7 @@ def run(way: Way, mesh: DeviceMesh, model: Llama, outer: nn.Module, call: Outer)
                 loss.backward()
             losses.append(local(loss.detach()))
 
-    return measured(step, model, lambda: float(sum(losses)))
+    return measured(step, model, lambda: float(sum(loss.detach() for loss in losses)))
 
 
 def measured(step: Callable[[], None], model: nn.Module, loss: Callable[[], float]) -> Run:
@@ -285,7 +285,7 @@ def run_stages(way: Way, mesh: DeviceMesh, model: Llama, backend: Any = None) ->
         last = {"target": labels, "losses": losses} if rank == RANKS - 1 else {}
         schedule.step(*given, **last)
 
-    return measured(step, made, lambda: float(sum(losses)))
+    return measured(step, made, lambda: float(sum(loss.detach() for loss in losses)))
 
 
 def plain(way: Way, mesh: DeviceMesh) -> Run:
