@@ -59,8 +59,10 @@ def compare(
     before each run. Raises :class:`fxckpt.CaptureError` for a model on the meta device or without a
     differentiable output, and :class:`fxckpt.InvalidOption` if ``steps`` is 0.
     """
+    if steps < 1:
+        raise InvalidOption(f"steps={steps}: at least one step has to be timed.")
     leaves = _leaves(target)
-    _refuse_unrunnable(leaves, steps)
+    _refuse_meta(leaves)
     torch.compiler.reset()
     backends = [Backend(budget=budget, inner=inner, policy=policy, cost=cost) for budget in budgets]
     names = [
@@ -85,10 +87,8 @@ def compare(
     )
 
 
-def _refuse_unrunnable(leaves: Sequence[torch.Tensor], steps: int) -> None:
-    """Raise an error for a step that cannot run, or that is to run no times."""
-    if steps < 1:
-        raise InvalidOption(f"steps={steps}: at least one step has to be timed.")
+def _refuse_meta(leaves: Sequence[torch.Tensor]) -> None:
+    """Raise an error for a model on the meta device."""
     if any(leaf.is_meta for leaf in leaves):
         raise CaptureError(
             "the model is on the meta device: it can be planned, but it cannot run. "
@@ -104,13 +104,16 @@ def _untimed(
     leaves: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor] | None,
     tick: Callable[[str], object],
-) -> tuple[Run, list[torch.Tensor]]:
-    """Run one way twice; return its peak and verdict, without times, and its gradients."""
+) -> tuple[Run, list[torch.Tensor] | None]:
+    """Run one way twice; return its peak and verdict, without times, and its gradients.
+
+    An infeasible budget has neither.
+    """
     tick(name)
     try:
         _seconds(target, call, leaves)
     except BudgetInfeasible as error:
-        return Run(name, None, None, None, None, "", error), []
+        return Run(name, None, None, None, None, "", error), None
     gradients = [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
     verdict = "" if expected is None else _verdict(expected, gradients)
     tick(name)

@@ -285,7 +285,7 @@ class Recorder(TorchDispatchMode):
     def _move_handles(self, filled: Tensor, *, since: int) -> None:
         """Point handles of a tensor's storage to its new versions.
 
-        Autograd saved them before its values were there, ``since`` some call.
+        Autograd saved them before the values were there, none of them before call ``since``.
         """
         storage = self._storages[storage_key(filled)]
         for ref in reversed(self.tape.handles):

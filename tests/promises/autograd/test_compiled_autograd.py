@@ -119,6 +119,21 @@ def test_hooks_of_parameters_run(inner: str, hooks: Callable[[nn.Module], None])
     assert [plan.digest for plan in backend.plans] == [plan.digest for plan in plain.plans]
 
 
+def peak_of_second_step(
+    net: nn.Module, loss: Callable[[], torch.Tensor], backend: fxckpt.Backend
+) -> int:
+    """Return the measured peak of a step whose backward compiled autograd compiles."""
+
+    def step() -> None:
+        net.zero_grad()
+        with compiled_autograd._enable(lambda gm: torch.compile(gm, backend=backend)):
+            loss().backward()
+
+    step()
+    net.zero_grad()
+    return fxckpt.measure_peak(step)
+
+
 @pytest.mark.parametrize("hooks", [lambda net: None, double_gradients, halve_accumulated])
 def test_peak_is_that_of_the_plan(hooks: Callable[[nn.Module], None]) -> None:
     """Results that the backward writes in place are written so in the graph that it becomes."""
@@ -128,16 +143,9 @@ def test_peak_is_that_of_the_plan(hooks: Callable[[nn.Module], None]) -> None:
     x = torch.randn(1024, 64)
     backend = fxckpt.Backend(inner="aot_eager", budget=0.6, scope="graph")
     compiled = torch.compile(lambda x: net(x).square().sum(), backend=backend)
-
-    def step() -> None:
-        net.zero_grad()
-        with compiled_autograd._enable(lambda gm: torch.compile(gm, backend=backend)):
-            compiled(x).backward()
-
-    step()
-    net.zero_grad()
+    peak = peak_of_second_step(net, lambda: compiled(x), backend)
     (plan,) = backend.plans
-    assert fxckpt.measure_peak(step) == plan.peak_bytes
+    assert peak == plan.peak_bytes
 
 
 def test_inductor_keeps_order_and_frees_early() -> None:
@@ -147,14 +155,7 @@ def test_inductor_keeps_order_and_frees_early() -> None:
     x = torch.randn(512, 32)
     backend = fxckpt.Backend(budget="min", scope="graph")
     compiled = torch.compile(lambda x: net(x).square().sum(), backend=backend)
-
-    def step() -> None:
-        net.zero_grad()
-        with compiled_autograd._enable(lambda gm: torch.compile(gm, backend=backend)):
-            compiled(x).backward()
-
-    step()
-    net.zero_grad()
+    peak = peak_of_second_step(net, lambda: compiled(x), backend)
     (plan,) = backend.plans
     assert plan.recomputed
-    assert fxckpt.measure_peak(step) == plan.compiled_peak_bytes
+    assert peak == plan.compiled_peak_bytes
