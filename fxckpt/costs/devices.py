@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 import torch
@@ -83,6 +83,11 @@ class Device:
     """Share of a rate that fused attention reaches."""
     launch_seconds: float = LAUNCH_SECONDS
     """Seconds of one kernel launch; 0 where a CUDA graph replays it."""
+    forms: str = field(default="", kw_only=True, repr=False)
+    """Words that a driver may add to the name, and that leave the figures as they are.
+
+    With any other word ("Laptop", "D", a size of memory, a part of a device) it is another device.
+    """
 
     def rate(self, dtype: torch.dtype, *, tf32: bool) -> float:
         """Return the FLOP/s of matmuls of a dtype; ``tf32`` says whether float32 takes TF32.
@@ -111,15 +116,34 @@ A100 = Device(
     PCIE_4,
     PCIE_4,
     attention_share=0.65,
+    forms="SXM SXM4 80GB",
 )
 
 DEVICES = {
     device.name: device
     for device in (
         A100,
-        replace(A100, name="A100 40GB", bytes_per_second=1.555 * T, memory_bytes=40 * GB),
-        replace(A100, name="A100 PCIe", bytes_per_second=1.935 * T),
-        Device("H100", 67 * T, 67 * T, 495 * T, 989 * T, 1979 * T, 3.35 * T, 80 * GB, 52.8e9, 35e9),
+        replace(
+            A100,
+            name="A100 40GB",
+            bytes_per_second=1.555 * T,
+            memory_bytes=40 * GB,
+            forms="SXM SXM4 PCIE",
+        ),
+        replace(A100, name="A100 PCIe", bytes_per_second=1.935 * T, forms="80GB"),
+        Device(
+            "H100",
+            67 * T,
+            67 * T,
+            495 * T,
+            989 * T,
+            1979 * T,
+            3.35 * T,
+            80 * GB,
+            52.8e9,
+            35e9,
+            forms="SXM SXM5 80GB HBM3",
+        ),
         Device(
             "H100 PCIe",
             51 * T,
@@ -131,6 +155,7 @@ DEVICES = {
             80 * GB,
             PCIE_5,
             PCIE_5,
+            forms="80GB HBM2E",
         ),
         Device(
             "H100 NVL",
@@ -143,10 +168,33 @@ DEVICES = {
             94 * GB,
             PCIE_5,
             PCIE_5,
+            forms="94GB HBM3",
         ),
-        Device("H200", 67 * T, 67 * T, 495 * T, 989 * T, 1979 * T, 4.8 * T, 141 * GB, 52.8e9, 35e9),
         Device(
-            "B200", 40 * T, 80 * T, 1100 * T, 2250 * T, 4500 * T, 7.67 * T, 180 * GB, PCIE_5, PCIE_5
+            "H200",
+            67 * T,
+            67 * T,
+            495 * T,
+            989 * T,
+            1979 * T,
+            4.8 * T,
+            141 * GB,
+            52.8e9,
+            35e9,
+            forms="SXM SXM5 141GB HBM3E",
+        ),
+        Device(
+            "B200",
+            40 * T,
+            80 * T,
+            1100 * T,
+            2250 * T,
+            4500 * T,
+            7.67 * T,
+            180 * GB,
+            PCIE_5,
+            PCIE_5,
+            forms="SXM SXM6 180GB HBM3E",
         ),
         Device(
             "B300",
@@ -159,9 +207,20 @@ DEVICES = {
             288 * GB,
             PCIE_5,
             PCIE_5,
+            forms="SXM SXM6 AC 288GB HBM3E",
         ),
         Device(
-            "GB200", 45 * T, 90 * T, 1250 * T, 2500 * T, 5000 * T, 8.0 * T, 186 * GB, 350e9, 350e9
+            "GB200",
+            45 * T,
+            90 * T,
+            1250 * T,
+            2500 * T,
+            5000 * T,
+            8.0 * T,
+            186 * GB,
+            350e9,
+            350e9,
+            forms="186GB HBM3E",
         ),
         Device(
             "L40S",
@@ -174,9 +233,20 @@ DEVICES = {
             48 * GB,
             PCIE_4,
             PCIE_4,
+            forms="48GB",
         ),
         Device(
-            "A10G", 0.49 * T, 31.5 * T, 35 * T, 70 * T, 70 * T, 0.6 * T, 24 * GB, PCIE_4, PCIE_4
+            "A10G",
+            0.49 * T,
+            31.5 * T,
+            35 * T,
+            70 * T,
+            70 * T,
+            0.6 * T,
+            24 * GB,
+            PCIE_4,
+            PCIE_4,
+            forms="24GB",
         ),
         Device(
             "RTX 4090",
@@ -189,6 +259,7 @@ DEVICES = {
             24 * GB,
             PCIE_4,
             PCIE_4,
+            forms="24GB",
         ),
         Device(
             "RTX 5090",
@@ -201,6 +272,7 @@ DEVICES = {
             32 * GB,
             PCIE_5,
             PCIE_5,
+            forms="32GB",
         ),
         Device(
             "MI300X",
@@ -213,6 +285,7 @@ DEVICES = {
             192 * GB,
             PCIE_5,
             PCIE_5,
+            forms="OAM VF 192GB HBM3",
         ),
     )
 }
@@ -224,28 +297,6 @@ REFERENCE = "H100"
 
 BRANDS = {"NVIDIA", "AMD", "INSTINCT", "TESLA", "GEFORCE", "RTX", "TENSOR", "CORE", "GPU"}
 """Words of a driver's names that tell no device from another."""
-
-FORMS = {
-    "A100": "SXM SXM4 80GB",
-    "A100 40GB": "SXM SXM4 PCIE",
-    "A100 PCIe": "80GB",
-    "H100": "SXM SXM5 80GB HBM3",
-    "H100 PCIe": "80GB HBM2E",
-    "H100 NVL": "94GB HBM3",
-    "H200": "SXM SXM5 141GB HBM3E",
-    "B200": "SXM SXM6 180GB HBM3E",
-    "B300": "SXM SXM6 AC 288GB HBM3E",
-    "GB200": "186GB HBM3E",
-    "L40S": "48GB",
-    "A10G": "24GB",
-    "RTX 4090": "24GB",
-    "RTX 5090": "32GB",
-    "MI300X": "OAM VF 192GB HBM3",
-}
-"""Words that a driver may add to the name of a device, and that leave its figures as they are.
-
-With any other word ("Laptop", "D", a size of memory, a part of a device) it is another device.
-"""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -269,7 +320,7 @@ def find_device(text: str) -> Device | None:
     words = set(_words(text))
     for name, device in DEVICES.items():
         needed = set(_words(name))
-        if needed <= words <= needed.union(_words(FORMS[name])):
+        if needed <= words <= needed.union(_words(device.forms)):
             return device
     return None
 
