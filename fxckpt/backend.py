@@ -25,8 +25,8 @@ from torch import fx
 from fxckpt import budgets
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import BudgetInfeasible, CaptureError, FxckptError, InvalidOption
+from fxckpt.inductor.whole_backward import WholeBackward
 from fxckpt.partitioner import NO_TILES, Partitioner, source_digest
-from fxckpt.passes.inductor.execution_order import mark_compiled_backward
 from fxckpt.passes.meta import ORDER
 from fxckpt.passes.transforms.in_place import write_where_dead
 from fxckpt.planner.planner import LevelChooser, device_of
@@ -62,9 +62,10 @@ from fxckpt.torch_private import (
     may_act_before_failing,
     symbols_of,
     through_dynamo,
+    watching_donations,
 )
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
-from fxckpt.torch_private.inductor.lowering import Lowerings, free_early
+from fxckpt.torch_private.inductor.lowering import Lowerings
 from fxckpt.torch_private.inductor.options import (
     CustomPartitionerFn,
     inductor_backend,
@@ -291,6 +292,8 @@ class Backend:
         if has_plan and self._shared is not None:
             if not any(isinstance(x, torch.SymInt) for x in example_inputs):
                 compiled = self._shared.watched(compiled, self.plans[-1])
+        if has_plan and self.step is None and self.inner == "inductor":
+            compiled = watching_donations(compiled)
         if not has_plan and len(self.partitioner.fallbacks) == fell_back:
             self._note_forward_only(example_inputs)
         if is_cut_short(gm):
@@ -512,21 +515,22 @@ class Backend:
     ) -> Callable[..., Any]:
         try:
             if self.inner == "inductor":
-                keep_order = KeepExecutionOrder(ORDER)
+                whole = WholeBackward.of(self.plans, gm, example_inputs)
+                keep_order = KeepExecutionOrder(ORDER, "a half" if whole is None else str(whole))
                 lowerings = Lowerings(keep_order)
 
                 def compile_half(*given: Any, **named: Any) -> Any:
                     if self.step is not None:
                         self.step.compiling()  # A backward is compiled when it is first run.
-                    if named.get("is_inference") and is_in_compiled_backward():
-                        return self._compile_whole(lowerings, *given, **named)
+                    if whole is not None and named.get("is_inference"):
+                        return whole.compile(lowerings, *given, **named)
                     return lowerings.compile(*given, **named)
 
                 partitioner = _InductorPartitioner(self, lowerings, split)
                 run: Callable[..., Any] = inductor_backend(
                     gm, example_inputs, partitioner, keep_order, self._inductor, compile_half
                 )
-                return run
+                return run if whole is None else whole.guarded(run)
             compiler = make_boxed(self.inner) if callable(self.inner) else boxed
 
             def compile_backward(half: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -557,17 +561,6 @@ class Backend:
             raise through_dynamo(error.among(len(self.plans) + 1) if broke else error) from error
         except FxckptError as error:
             raise through_dynamo(error) from error
-
-    def _compile_whole(
-        self, lowerings: Lowerings, whole: fx.GraphModule, *given: Any, **named: Any
-    ) -> Any:
-        """Compile a graph that compiled autograd made of planned backwards, held to their order."""
-        if not any(plan.keeps_order for plan in self.plans):
-            return lowerings.compile(whole, *given, **named)
-        mark_compiled_backward(whole.graph)
-        if any(plan.frees_early for plan in self.plans):
-            free_early(whole.graph)
-        return lowerings.compile_whole(whole, *given, **named)
 
 
 def _check_compile(

@@ -22,10 +22,13 @@ from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 
 from fxckpt.torch_private.autograd.compiled_backward import (
     backward_node,
+    copying_kept,
+    donated_inputs,
     has_saved_values,
     is_in_compiled_backward,
     keeps_graph,
     watch_backward,
+    watching_donations,
 )
 from fxckpt.torch_private.autograd.engine import (
     after_backward,
@@ -223,12 +226,14 @@ __all__ = [
     "compile_whole",
     "compiled_parts",
     "constant_in_graph",
+    "copying_kept",
     "cpp_command",
     "current_backward",
     "debug_override",
     "default_generator",
     "default_store",
     "differentiable_outputs",
+    "donated_inputs",
     "errors_told_once",
     "failed_frames",
     "fake_like",
@@ -326,6 +331,7 @@ __all__ = [
     "unwrap_syncs",
     "upper_bound",
     "watch_backward",
+    "watching_donations",
     "with_code",
     "without_torch_regions",
     "wrap_syncs",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch._dynamo import compiled_autograd
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 
 from fxckpt.torch_private.capture.dynamo import not_compiled
 
@@ -58,7 +61,23 @@ def watch_backward(node: Any, watcher: BackwardWatcher) -> None:
     autograd would trace them.
     """
     node._fxckpt_watcher = watcher
-    function = node._forward_cls
+    _watch_function(node._forward_cls)
+
+
+def watching_donations(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled graph of whose backward :func:`donated_inputs` knows what is donated."""
+
+    def call(*args: Any) -> Any:
+        outputs = run(*args)
+        if (node := backward_node(outputs)) is not None:
+            _watch_function(node._forward_cls)
+        return outputs
+
+    return call
+
+
+def _watch_function(function: Any) -> None:
+    """Have the class of a compiled graph's autograd nodes tell their watchers of backwards."""
     if "_fxckpt_watcher" in vars(function):
         return
     backward, key = function.backward, function._compiled_autograd_key
@@ -79,6 +98,7 @@ def watch_backward(node: Any, watcher: BackwardWatcher) -> None:
     def watched_key(ctx: Any) -> Any:
         if (watcher := getattr(ctx, "_fxckpt_watcher", None)) is not None:
             watcher.unseen()
+        _donations.note(ctx)
         return key(ctx)
 
     not_compiled(watched_backward)
@@ -86,6 +106,74 @@ def watch_backward(node: Any, watcher: BackwardWatcher) -> None:
     function.backward = staticmethod(watched_backward)
     function._compiled_autograd_key = staticmethod(watched_key)
     function._fxckpt_watcher = None
+
+
+class _Donations:
+    """Storages that saved values have to themselves, in the latest backward of compiled autograd.
+
+    AOTAutograd donates them to the compiled backward of their graph, which may write there.
+    Compiled autograd's graph takes them as inputs like any other.
+    """
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._storages: set[StorageWeakRef] = set()
+
+    def note(self, ctx: Any) -> None:
+        """Add those of one node, which compiled autograd is about to trace or to run."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._storages = task, set()
+        metadata = ctx._forward_cls.metadata
+        saved, first = ctx._raw_saved_tensors, metadata.num_symints_saved_for_bw or 0
+        for i in metadata.bw_donated_idxs or ():
+            # Unpacking would call the user's hooks. What these packed is no input of the graph.
+            data = saved[i - first].data if i - first < len(saved) else None
+            if isinstance(data, torch.Tensor):
+                self._storages.add(StorageWeakRef(data.untyped_storage()))
+
+    def among(self, tensors: Sequence[Any]) -> tuple[int, ...]:
+        """Return the positions of the tensors that are the only ones in a storage of these."""
+        if self._task != torch._C._current_graph_task_id():
+            return ()
+        held = [
+            StorageWeakRef(t.untyped_storage()).cdata
+            if isinstance(t, torch.Tensor) and t.layout is torch.strided
+            else None
+            for t in tensors
+        ]
+        times, donated = Counter(held), {storage.cdata for storage in self._storages}
+        return tuple(i for i, at in enumerate(held) if at in donated and times[at] == 1)
+
+
+_donations = _Donations()
+
+
+def donated_inputs(example_inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Return the positions, among the leaves of the inputs, of what a whole backward may write.
+
+    They are saved values of graphs that :func:`watch_backward` or :func:`watching_donations` saw,
+    which nothing reads after the graph unless it is kept. Empty outside of compiled autograd, whose
+    function has all its tensors in one list; a function that it calls, or what resumes it after a
+    graph break, has them apart, and its caller may read them later.
+    """
+    if not is_in_compiled_backward() or not any(isinstance(x, list) for x in example_inputs):
+        return ()
+    return _donations.among(pytree.tree_leaves(list(example_inputs)))
+
+
+def copying_kept(run: Callable[..., Any], donated: Sequence[int]) -> Callable[..., Any]:
+    """Return a whole backward that writes to copies of its donated inputs if the graph is kept."""
+
+    def call(*args: Any) -> Any:
+        if not keeps_graph():
+            return run(*args)
+        leaves, spec = pytree.tree_flatten(args)
+        for i in donated:
+            leaves[i] = leaves[i].clone()
+        return run(*pytree.tree_unflatten(leaves, spec))
+
+    return call
 
 
 def has_saved_values(node: Any) -> bool:

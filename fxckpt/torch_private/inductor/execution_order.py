@@ -26,8 +26,8 @@ class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
     delays it if the peak is elsewhere by its estimate, which ignores kernels that overwrite inputs.
     """
 
-    def __init__(self, mark: str, of: str = "a half") -> None:
-        self.mark, self.of = mark, of
+    def __init__(self, mark: str, graph: str = "a half") -> None:
+        self.mark, self.graph = mark, graph
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """Add the dependencies to a list of scheduler nodes, and sort it by them."""
@@ -60,10 +60,10 @@ class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
     def uuid(self) -> str:
         """Return the identity of this pass and its code.
 
-        The graph of a half determines where it applies; that of a whole backward does not.
+        A half alone determines its compile. What else does is a part of the name ``graph``.
         """
         code = custom_graph_pass.get_hash_for_files((__file__,)).hex()
-        return f"fxckpt keeps the order of {self.mark} in {self.of} by {code}"
+        return f"fxckpt keeps the order of {self.mark} in {self.graph} by {code}"
 
 
 def _wait(node: Any, before: Any) -> None:

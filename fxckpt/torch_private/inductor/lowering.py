@@ -185,17 +185,36 @@ class Lowerings:
         with config.patch({"_pre_fusion_custom_pass": self.keep_order}):
             return self.compile(gm, inputs, is_backward=is_backward, cudagraphs=BoxedBool(False))
 
-    def compile_whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
-        """Compile a graph of compiled autograd whose nodes are marked with their order.
+    def compile_donated(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        donated: Sequence[int],
+        **given: Any,
+    ) -> Any:
+        """Compile a whole backward that may write to the inputs ``donated``.
 
-        Its code is cached apart from that of the same graph without marks.
+        They are positions among what AOTAutograd was given. The key of Inductor's cache lacks them:
+        a configuration must tell such compiles apart.
         """
-        from torch._inductor import config
+        from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+        from torch._guards import TracingContext
 
-        assert self.keep_order is not None
-        whole = KeepExecutionOrder(self.keep_order.mark, "a whole backward")
-        with config.patch({"_pre_fusion_custom_pass": whole}):
+        metadata: Any = TracingContext.get().fw_metadata
+        before, metadata.bw_donated_idxs = (
+            metadata.bw_donated_idxs,
+            [
+                i
+                for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+                if isinstance(of := node.meta.get("desc"), PlainAOTInput) and of.idx in donated
+            ],
+        )
+        try:
+            # Inductor writes to inputs of backwards alone.
+            given |= {"is_backward": True, "is_inference": False}
             return self.compile(gm, example_inputs, **given)
+        finally:
+            metadata.bw_donated_idxs = before
 
     def _options(self, gm: fx.GraphModule) -> dict[str, bool]:
         """Return the options of a half: to free early if it is marked so, and to stay in order."""

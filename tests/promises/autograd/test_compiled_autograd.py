@@ -159,3 +159,27 @@ def test_inductor_keeps_order_and_frees_early() -> None:
     (plan,) = backend.plans
     assert plan.recomputed
     assert peak == plan.compiled_peak_bytes
+
+
+@pytest.mark.parametrize("scope", ["step", "graph"])
+def test_inductor_overwrites_saved_values_unless_kept(scope: str) -> None:
+    """The whole backward writes to saved values as the plan's does, and to copies of kept ones."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    x = torch.randn(1024, 64)
+    net(x).square().sum().backward()
+    expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    backend = fxckpt.Backend(budget=0.9, scope=scope)
+    compiled = torch.compile(lambda x: net(x).square().sum(), backend=backend)
+    peak = peak_of_second_step(net, lambda: compiled(x), backend)
+    (plan,) = backend.plans
+    assert peak == plan.compiled_peak_bytes
+
+    net.zero_grad()
+    with compiled_autograd._enable(lambda gm: torch.compile(gm, backend=backend)):
+        loss = compiled(x)
+        for is_last in (False, False, True):
+            loss.backward(retain_graph=not is_last)
+    torch.testing.assert_close(
+        [p.grad for p in net.parameters()], [3 * g for g in expected], rtol=1e-5, atol=1e-3
+    )
