@@ -260,7 +260,7 @@ def copied_emission(planner: Planner, joint: Joint, facts: Facts, plan: Plan) ->
     # every process, as the caches of compiled code require.
     module = fx.GraphModule(joint.module, copy.deepcopy(joint.module.graph))
     facts = facts.moved_to(module.graph)
-    return Emission(replace(joint, module=module), facts, plan, exact=planner.exact)
+    return Emission(replace(joint, module=module), facts, plan)
 
 
 def default_candidate(snapshot: GraphSnapshot, saved: frozenset[str]) -> Candidate | None:

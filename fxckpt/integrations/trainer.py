@@ -8,9 +8,6 @@ from transformers import TrainerCallback
 
 from fxckpt.integrations.transformers import patch_transformers
 
-OF_TRAINER = ("every_n_layers", "offload")
-"""Entries of ``gradient_checkpointing_kwargs`` that the Trainer itself takes out."""
-
 
 class FxckptCallback(TrainerCallback):
     """Checkpoints the blocks of a trainer's model by fxckpt, from the first step on.

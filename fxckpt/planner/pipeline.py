@@ -309,7 +309,6 @@ Among :data:`EMIT_INDUCTOR` it serves a plan of which that is known.
 
 EMIT_INDUCTOR: tuple[Pass[Emission], ...] = (
     Rematerialize(),
-    InsertChecks(),
     SaveViews(),
     Partition(),
     OnHalves(raise_getitems),

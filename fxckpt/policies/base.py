@@ -350,6 +350,14 @@ class LenientPolicy(Policy):
         return repr(self.policy)
 
 
+class OpenWithoutMatch(Policy):
+    """A policy that leaves a graph open in which its patterns match nothing."""
+
+    def without_match(self, values: Sequence[Value]) -> Policy:
+        """Leave all values open."""
+        return BoundPolicy(self, (None,) * len(values))
+
+
 @dataclass(frozen=True)
 class BoundPolicy(Policy):
     """Decisions of a policy about one graph, by position of the value."""

@@ -10,14 +10,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.errors import PolicyMatchesNothing
 from fxckpt.ops.properties import COMMUNICATING, is_gather
-from fxckpt.policies.base import BoundPolicy, Policy, Value
+from fxckpt.policies.base import BoundPolicy, OpenWithoutMatch, Policy, Value
 
 CASTS = ("_to_copy", "convert_element_type")
 """Ops between a sharded parameter and its gather, besides views."""
 
 
 @dataclass(frozen=True)
-class GatherAgain(Policy):
+class GatherAgain(OpenWithoutMatch):
     """Gathers of the graph's inputs, such as sharded parameters, run again in the backward."""
 
     @property
@@ -48,10 +48,6 @@ class GatherAgain(Policy):
                 "FSDP2 gathers parameters outside of the graph, where no policy is needed."
             )
         return BoundPolicy(self, tuple(answers))
-
-    def without_match(self, values: Sequence[Value]) -> Policy:
-        """Leave all values open."""
-        return BoundPolicy(self, (None,) * len(values))
 
     def __repr__(self) -> str:
         return "gather_again"

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxckpt.errors import InvalidOption
-from fxckpt.policies.base import SAVE, BoundPolicy, Policy, TilePattern, Value, decide_all
+from fxckpt.policies.base import (
+    SAVE,
+    BoundPolicy,
+    OpenWithoutMatch,
+    Policy,
+    TilePattern,
+    Value,
+    decide_all,
+)
 from fxckpt.policies.selectors import matched_module, refuse_unmatched_modules
 from fxckpt.utils.intervals import last_uses, live_bytes
 
@@ -96,7 +104,7 @@ class Every(_SequencePolicy):
 
 
 @dataclass(frozen=True, repr=False)
-class BlockBoundaries(_SequencePolicy):
+class BlockBoundaries(OpenWithoutMatch, _SequencePolicy):
     """Values read outside the module (block) that made them are saved; its others are recomputed.
 
     Values made outside the matched modules are left open. This is ``torch.utils.checkpoint`` around
@@ -131,10 +139,6 @@ class BlockBoundaries(_SequencePolicy):
                 for i, block in enumerate(blocks)
             ),
         )
-
-    def without_match(self, values: Sequence[Value]) -> Policy:
-        """Leave all values open."""
-        return BoundPolicy(self, (None,) * len(values))
 
     def __repr__(self) -> str:
         return f"block_boundaries({', '.join(map(repr, self.patterns))})"

@@ -57,11 +57,6 @@ class Simulation:
         """:attr:`live` as ints."""
         return tuple(self.live.tolist())
 
-    @property
-    def peak_position(self) -> int:
-        """First position of the profile at which the peak is reached."""
-        return int(self.live.argmax()) if len(self.live) else 0
-
 
 def simulate(program: Program, schedule: Schedule) -> Simulation:
     """Return the live bytes and the extra time of a schedule."""

@@ -1,4 +1,4 @@
-"""Joint graph: a joint graph as plain data for planning.
+"""Facts of a joint graph: its program, as plain data for planning, and the nodes of its ops.
 
 Memory belongs to storages. An *op* is a node that fills new storages or has an effect. A node whose
 outputs all live in storages of its inputs is a *view*: it costs nothing, and every reader in the
@@ -15,11 +15,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 
+from fxckpt.costs.models import CostModel
 from fxckpt.errors import CaptureError
 from fxckpt.ops.properties import is_known_pure, is_mutating, is_random, tensors
 from fxckpt.passes.analysis.byte_counts import rng_state_bytes
@@ -37,23 +38,6 @@ from fxckpt.torch_private import HigherOrderOperator, OpOverload, is_symbolic, s
 
 Workspace = Callable[[fx.Node], int]
 """Bytes that the kernel of a node allocates and frees before it returns."""
-
-
-class Cost(Protocol):
-    """Cost model of ops."""
-
-    @property
-    def name(self) -> str:
-        """Name for reports."""
-        ...
-
-    def seconds(self, node: fx.Node) -> float:
-        """Return the seconds of one call of ``node``."""
-        ...
-
-    def flops(self, node: fx.Node) -> int:
-        """Return the FLOPs of one call of ``node``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -108,7 +92,7 @@ class _ProgramReader:
         graph: fx.Graph,
         placement: JointPlacement,
         rules: RecomputeRules,
-        cost: Cost,
+        cost: CostModel,
         workspace: Workspace,
         never_stored: frozenset[fx.Node],
         writable: Writable,
@@ -312,7 +296,7 @@ def read_facts(
     joint: fx.GraphModule,
     *,
     num_fwd_outputs: int,
-    cost: Cost,
+    cost: CostModel,
     policy: NodePolicy | None = None,
     workspace: Workspace = no_workspace,
     bind_preferences: bool = False,

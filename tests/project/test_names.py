@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,14 @@ def test_folders_hold_few_files() -> None:
     sizes = {str(f.relative_to(ROOT)): len(list(f.glob("*.py"))) for f in folders}
     assert not {name: size for name, size in sizes.items() if not 3 <= size <= 13}
     assert all((folder / "README.md").exists() for folder in folders)
+
+
+def test_every_package_is_installed() -> None:
+    """What is built holds every folder of code, not just those that the tests import from here."""
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {path.parent for top in ("fxckpt", "passes") for path in (ROOT / top).rglob("*.py")}
+    names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    assert {n if n.startswith("fxckpt") else f"fxckpt.{n}" for n in names} == set(built)
 
 
 def test_readmes_name_every_file() -> None:

@@ -247,8 +247,7 @@ def through_dynamo(error: Exception) -> Exception:
 def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function as one static graph per shape, isolated from its other compilations.
 
-    Raises:
-        CaptureError: when called, if Dynamo cannot capture one graph.
+    It raises :class:`CaptureError` when called, if Dynamo cannot capture one graph.
     """
     import inspect
 
@@ -383,6 +382,17 @@ def _logging_methods() -> _Unlisted:
     return _Unlisted(m for each in classes for m in vars(each).values() if callable(m))
 
 
+def _to_fakes(mode: FakeTensorMode, given: Any) -> Any:
+    """Return arguments with a fake tensor in place of each real one."""
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        return mode.from_tensor(leaf)
+
+    return pytree.tree_map(fake, given)
+
+
 def capture_whole(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -401,9 +411,8 @@ def capture_whole(
     ``place``, all tensors are treated as tensors there. Calls of loggers, at which a compile breaks
     the graph, are left out.
 
-    Raises:
-        CaptureError: if Dynamo cannot capture one graph, the function fails on these inputs, or it
-            contains no tensor operation.
+    Raises :class:`CaptureError` if Dynamo cannot capture one graph, the function fails on these
+    inputs, or it contains no tensor operation.
     """
     import copy
 
@@ -416,12 +425,6 @@ def capture_whole(
         leave_capture()
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
-            return leaf
-        return mode.from_tensor(leaf)
-
     ignored = _logging_methods()
     ignored |= config.ignore_logging_functions
     try:
@@ -429,7 +432,7 @@ def capture_whole(
             if isinstance(getattr(function, "__self__", function), torch.nn.Module):
                 with FakeCopyMode(mode):
                     function = copy.deepcopy(function)
-            args, kwargs = pytree.tree_map(fake, (args, kwargs))
+            args, kwargs = _to_fakes(mode, (args, kwargs))
             with mode, _forgetting_sizes(), errors_told_once():
                 torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
     except CaptureDone:

@@ -31,6 +31,7 @@ from fxckpt.torch_private.capture.dynamo import (
     _capture_error,
     _logging_methods,
     _placing,
+    _to_fakes,
     errors_told_once,
 )
 from fxckpt.torch_private.capture.sizes import _forgetting_sizes
@@ -96,22 +97,15 @@ def run_on_fakes(
     compiled, if there are any. The step runs inside ``watched``; its outputs get gradients of ones.
     The caller's module is unchanged.
 
-    Raises:
-        CaptureError: if the step does not run on these inputs, or code outside of the graphs reads
-            values of tensors.
+    Raises :class:`CaptureError` if the step does not run on these inputs, or code outside of the
+    graphs reads values of tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
-            return leaf
-        return mode.from_tensor(leaf)
-
     ignored = {*config.ignore_logging_functions, *_logging_methods()}
     try:
         with _placing(place), config.patch(ignore_logging_functions=ignored, **UNLIMITED):
             run = _copied_to_fakes(function, mode, compiler)
-            args, kwargs = pytree.tree_map(fake, (tuple(args), dict(kwargs)))
+            args, kwargs = _to_fakes(mode, (tuple(args), dict(kwargs)))
             with mode, _forgetting_sizes(), errors_told_once(), torch.enable_grad(), watched:
                 found = [
                     leaf
