@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx
 
-from fxckpt.passes.tiles.gradient_ahead import run_ahead
 from fxckpt.passes.tiles.row_regions import row_regions
 from fxckpt.passes.tiles.unroll import unroll
 from tests.passes.graphs import text_of, traced
@@ -37,12 +35,9 @@ def inputs(rows: int = 6, width: int = 2, classes: int = 9) -> tuple[Tensor, ...
     )
 
 
-def tiled_head(count: int, *, ahead: bool = False) -> fx.GraphModule:
+def tiled_head(count: int) -> fx.GraphModule:
     """The joint graph of the head, unrolled."""
     module = traced(head, *inputs())
-    if ahead:
-        ((region,),) = row_regions(module.graph)
-        assert run_ahead(module.graph, region)
     ((region,),) = row_regions(module.graph)
     unroll(module.graph, [region], count)
     module.graph.lint()
@@ -57,12 +52,9 @@ def small(primals_x: Tensor, primals_w: Tensor, tangents: Tensor) -> tuple[Tenso
     return hidden.sum(), back @ primals_w.t(), primals_x.t() @ back
 
 
-def tiled_small(*, ahead: bool) -> fx.GraphModule:
+def tiled_small() -> fx.GraphModule:
     """The joint graph of the layer, in two tiles."""
     module = traced(small, torch.ones(6, 2), torch.ones(2, 9), torch.tensor(0.5))
-    if ahead:
-        ((region,),) = row_regions(module.graph)
-        assert run_ahead(module.graph, region)
     ((region,),) = row_regions(module.graph)
     unroll(module.graph, [region], 2)
     module.graph.lint()
@@ -72,7 +64,7 @@ def tiled_small(*, ahead: bool) -> fx.GraphModule:
 def test_tiles_follow_one_another_in_each_half() -> None:
     """Sums are accumulated from tile to tile, and the gradients of rows are joined."""
     assert_expected_inline(
-        text_of(tiled_small(ahead=False).graph),
+        text_of(tiled_small().graph),
         """\
 primals_x_1: input
 primals_w_1: input
@@ -103,48 +95,10 @@ return [add_tensor, mm_1_whole, mm_2_tile_1]""",
     )
 
 
-def test_gradient_ahead_of_the_backward() -> None:
-    """The backward of a tile follows its forward, and what it computes is scaled."""
-    assert_expected_inline(
-        text_of(tiled_small(ahead=True).graph),
-        """\
-primals_x_1: input
-primals_w_1: input
-tangents_1: input
-full_default = full([], 1, dtype=torch.float32, device=device(type='cpu'), pin_memory=False)
-t = t(primals_w_1)
-t_1 = t(primals_x_1)
-primals_x_1_tile_0 = slice(primals_x_1, 0, 0, 3)
-mm_tile_0 = mm(primals_x_1_tile_0, primals_w_1)
-tanh_tile_0 = tanh(mm_tile_0)
-expand_tile_0 = expand(full_default, [3, 9])
-tanh_backward_tile_0 = tanh_backward(expand_tile_0, tanh_tile_0)
-sum_1_tile_0 = sum(tanh_tile_0)
-mm_1_tile_0 = mm(tanh_backward_tile_0, t)
-t_1_tile_0 = slice(t_1, 1, 0, 3)
-mm_2_tile_0 = mm(t_1_tile_0, tanh_backward_tile_0)
-primals_x_1_tile_1 = slice(primals_x_1, 0, 3, 6)
-mm_tile_1 = mm(primals_x_1_tile_1, primals_w_1)
-tanh_tile_1 = tanh(mm_tile_1)
-expand_tile_1 = expand(full_default, [3, 9])
-tanh_backward_tile_1 = tanh_backward(expand_tile_1, tanh_tile_1)
-sum_1_tile_1 = sum(tanh_tile_1)
-add_tensor = add(sum_1_tile_0, sum_1_tile_1)
-mm_1_tile_1 = mm(tanh_backward_tile_1, t)
-t_1_tile_1 = slice(t_1, 1, 3, 6)
-mm_2_tile_1 = addmm(mm_2_tile_0, t_1_tile_1, tanh_backward_tile_1)
-mm_1_whole = cat([mm_1_tile_0, mm_1_tile_1], 0)
-mul_tensor = mul(mm_1_whole, tangents_1)
-mul_tensor_1 = mul(mm_2_tile_1, tangents_1)
-return [add_tensor, mul_tensor, mul_tensor_1]""",
-    )
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_gradients_are_those_of_the_whole(ahead: bool) -> None:
+def test_gradients_are_those_of_the_whole() -> None:
     """Gradients are as near to those in float64 as untiled ones."""
     exact = head(*(t.double() if t.is_floating_point() else t for t in inputs()))
-    for found, expected in zip(tiled_head(3, ahead=ahead)(*inputs()), exact, strict=True):
+    for found, expected in zip(tiled_head(3)(*inputs()), exact, strict=True):
         torch.testing.assert_close(found, expected.float())
 
 
