@@ -299,7 +299,7 @@ class Partitioner(CustomPartitionerFn):
         original = remembered(joint)
         planner = replace(self.planner, ranks=ranks, is_agreed=is_agreed)
         if level is not None:
-            planner = replace(planner, budget=None, level=level)
+            planner = replace(planner, budget=None, choose_level=level)
         is_held = self.planner.budget is not None and not self._is_of_step
         growing = growing_sizes(joint) if is_held else []
         if not isinstance(budgets.parse(self.planner.budget), int):
@@ -383,12 +383,12 @@ class Partitioner(CustomPartitionerFn):
         lowerings: Lowerings,
         given: Mapping[str, Any],
     ) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
-        if planner.level is None:
+        if planner.choose_level is None:
             # A rank of other sizes than the first one's has a plan of its own.
             planner = replace(planner, is_agreed=False)
         timed = lowerings.compile_alone if planner.cost == "measured" else None
         holds_order = lowerings.keep_order is not None
-        is_kept = holds_order and planner.level is None and planner.ranks is None
+        is_kept = holds_order and planner.choose_level is None and planner.ranks is None
         fused = InductorPlanner(
             planner,
             lowerings.lower if holds_order else _without_early_frees(lowerings),

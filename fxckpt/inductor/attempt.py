@@ -135,7 +135,9 @@ class CandidateLowerer:
         graph = joint.module.graph
         snapshot = snapshot_of(graph, facts)
         default = default_candidate(snapshot, default_saved) if planner.policy is None else None
-        facts = planner.limited(graph, facts, None if default is None else default.schedule)
+        facts = planner.with_region_limits(
+            graph, facts, None if default is None else default.schedule
+        )
         snapshot = replace(snapshot, program=facts.program)
         if default is not None and exceeded(facts.program, default.schedule.saved):
             default = None

@@ -58,8 +58,8 @@ class LoweringSearch:
         """
         planner, program = self.lowerer.planner, self.lowerer.facts.program
         device = device_of(self.lowerer.joint.module.graph)
-        if planner.level is not None:
-            found = planner.level(program)
+        if planner.choose_level is not None:
+            found = planner.choose_level(program)
             assert found.best is not None
             return self._add((), found, found.best, None, is_whole=True)
         asked = budgets.parse(planner.budget)
@@ -69,7 +69,7 @@ class LoweringSearch:
 
         def aim(peak: int) -> int | None:
             nonlocal limit
-            limit = planner.limit(planner.budget, peak, device)
+            limit = planner.budget_bytes(planner.budget, peak, device)
             return None if limit is None else int((1 - self.margin) * limit)
 
         found = planner.search(program, aim)
@@ -263,13 +263,13 @@ class LoweringSearch:
         partitioner's choice, all lowered in full.
         """
         planner, default = self.lowerer.planner, self.lowerer.default
-        found = planner.searched(self.lowerer.facts.program, device)
+        found = planner.search_budget(self.lowerer.facts.program, device)
         if math.isinf(max_slowdown):
             attempts = self._near_least_peak((), found, 0)
         else:
             assert found.best is not None
             attempts = self._add((), found, found.best, 0, is_whole=True)
-            again = planner.searched(self._calibrated(attempts), device)
+            again = planner.search_budget(self._calibrated(attempts), device)
             if again.best is not None and again.best.schedule != found.best.schedule:
                 attempts = self._add(attempts, again, again.best, 0, is_whole=True)
         if default is not None:

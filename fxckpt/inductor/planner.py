@@ -76,7 +76,7 @@ class InductorPlanner:
             planner = replace(planner, known=(kept,))
         if planner.is_fixed or any(is_of_graph(plan, lines) for plan in planner.known):
             return self._applied(planner, joint)
-        if planner.ranks is not None and planner.level is None:
+        if planner.ranks is not None and planner.choose_level is None:
             return self._planned_together(planner.ranks, joint, lines, given)
         halves = self._halves_by_search(joint, lines, given)
         if self.store is not None and key is not None:
@@ -122,7 +122,7 @@ class InductorPlanner:
         workspace = planner.measured()
         facts, cost = planner.read(
             joint,
-            bind_preferences=planner.budget is None and planner.level is None,
+            bind_preferences=planner.budget is None and planner.choose_level is None,
             never_stored=FusionModel(fuses)(module.graph, saved),
             workspace=_expected_workspace(module, workspace),
         )

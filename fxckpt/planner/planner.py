@@ -44,7 +44,7 @@ from fxckpt.planner.refusals import (
 )
 from fxckpt.planner.tier_link import offload_hint, with_link
 from fxckpt.planner.tiles import TilePricer, check_tile, offering_tiles, reach, tiled
-from fxckpt.planner.together import searched_together
+from fxckpt.planner.together import search_together
 from fxckpt.plans.log import log_frontier, log_known, log_plan
 from fxckpt.plans.types import Plan
 from fxckpt.policies import as_policy
@@ -90,7 +90,7 @@ class Planner:
     tile: int | str | None = None
     """Tiles that regions of independent rows may be unrolled into: a number, or ``"auto"``."""
     search: PriceSearch = field(default_factory=PriceSearch)
-    level: LevelChooser | None = None
+    choose_level: LevelChooser | None = None
     """Chooses the schedule in place of the search, where a budget is of a step of many graphs."""
     is_agreed: bool = False
     """Whether all ranks have one plan of the graph, which may choose what is communicated again."""
@@ -135,13 +135,13 @@ class Planner:
     def _plan_by_search(self, joint: Joint) -> tuple[Facts, Plan]:
         """Return the facts and the plan of a joint graph without a known one."""
         device = device_of(joint.module.graph)
-        is_free = self.budget is None and self.level is None
+        is_free = self.budget is None and self.choose_level is None
         facts, cost = self.read(joint, bind_preferences=is_free)
-        facts = self.limited(joint.module.graph, facts)
-        if self.level is not None:
-            found = self.level(facts.program)
+        facts = self.with_region_limits(joint.module.graph, facts)
+        if self.choose_level is not None:
+            found = self.choose_level(facts.program)
         elif self.ranks is not None:
-            program, found = self.searched_together(self.ranks, facts, device)
+            program, found = self.search_with_ranks(self.ranks, facts, device)
             facts = replace(facts, program=program)
         else:
             found = self.within_budget(facts, device)
@@ -167,7 +167,7 @@ class Planner:
             return (found[0], *self.plan(found[0]))
         if self.tile is None or self.is_fixed:
             return (joint, *self.plan(joint))
-        if self.level is not None or self.ranks is not None:
+        if self.choose_level is not None or self.ranks is not None:
             raise InvalidOption(
                 f"tile={self.tile!r} is for a model that is one graph, planned by one process; "
                 "this graph is one of several of a step, or one of several ranks plans it. Leave "
@@ -191,7 +191,7 @@ class Planner:
     def _with_tile_hint(self, error: BudgetInfeasible, joint: Joint) -> BudgetInfeasible:
         """Return an error for a budget below the floor that says what tiles would reach."""
         takes_tiles = self._writes_in_place and self.offload is None and self.policy is None
-        if self.tile is not None or not takes_tiles or self.ranks or self.level:
+        if self.tile is not None or not takes_tiles or self.ranks or self.choose_level:
             return error
         found = reach(
             joint, lambda graph, budget: replace(self, budget=budget)._plan_by_search(graph), error
@@ -216,7 +216,9 @@ class Planner:
         """Return the fingerprint of a joint graph and of the budgets of its regions."""
         return (*fingerprint(graph), *(region.line for region in self.regions(graph)))
 
-    def limited(self, graph: fx.Graph, facts: Facts, default: Schedule | None = None) -> Facts:
+    def with_region_limits(
+        self, graph: fx.Graph, facts: Facts, default: Schedule | None = None
+    ) -> Facts:
         """Return the facts with the limits of the graph's regions on what is saved.
 
         ``default`` is the schedule without a budget; None for that which recomputes nothing. Raises
@@ -232,14 +234,14 @@ class Planner:
                 raise infeasible_region(limit)
         return replace(facts, program=replace(facts.program, limits=limits))
 
-    def searched(self, program: Program, device: torch.device) -> SearchResult:
+    def search_budget(self, program: Program, device: torch.device) -> SearchResult:
         """Return the result of the search for what the budget asks for.
 
         Raises :class:`SlowdownInfeasible` where even the fastest plan takes too long.
         """
         asked = budgets.parse(self.budget)
         if not isinstance(asked, budgets.LeastMemory):
-            return self.search(program, lambda peak: self.limit(asked, peak, device))
+            return self.search(program, lambda peak: self.budget_bytes(asked, peak, device))
         if math.isinf(asked.max_slowdown):
             return self.search.least_memory(program, math.inf)
         most = asked.max_slowdown * program.step_seconds
@@ -254,7 +256,7 @@ class Planner:
 
         Raises :class:`BudgetInfeasible` where none is within the budget.
         """
-        found = self.searched(facts.program, device)
+        found = self.search_budget(facts.program, device)
         if found.best is None:
             assert found.limit is not None
             raise infeasible(
@@ -266,7 +268,7 @@ class Planner:
             )
         return found
 
-    def searched_together(
+    def search_with_ranks(
         self, ranks: Ranks, facts: Facts, device: torch.device
     ) -> tuple[Program, SearchResult]:
         """Return the program of the largest sizes of all ranks, and the search's result for it.
@@ -274,13 +276,13 @@ class Planner:
         ``"auto"`` is the least of the ranks' free memory.
         """
         is_auto = budgets.parse(self.budget) == "auto"
-        room = self.limit(self.budget, 0, device) if is_auto else None
+        room = self.budget_bytes(self.budget, 0, device) if is_auto else None
 
-        def search(merged: Program, least: int | None) -> SearchResult:
+        def search_merged(merged: Program, least: int | None) -> SearchResult:
             planner = self if least is None else replace(self, budget=least)
             return planner.within_budget(replace(facts, program=merged), device)
 
-        return searched_together(ranks, "the plan of a graph", facts.program, search, room)
+        return search_together(ranks, "the plan of a graph", facts.program, search_merged, room)
 
     def frontier(
         self,
@@ -299,9 +301,9 @@ class Planner:
         begin = time.perf_counter()
         device = device_of(joint.module.graph)
         facts, cost = self.read(joint, bind_preferences=False)
-        facts = self.limited(joint.module.graph, facts)
+        facts = self.with_region_limits(joint.module.graph, facts)
 
-        def limits(floor: Candidate, baseline: Candidate) -> Sequence[int]:
+        def peaks(floor: Candidate, baseline: Candidate) -> Sequence[int]:
             if isinstance(points, int):
                 return evenly_spaced(points, floor, baseline)
             peak = baseline.simulation.peak_bytes
@@ -310,13 +312,13 @@ class Planner:
                 if budgets.parse(budget) == budgets.LeastMemory():
                     chosen.append(floor.simulation.peak_bytes)
                     continue
-                limit = self.limit(budget, peak, device)
+                limit = self.budget_bytes(budget, peak, device)
                 chosen.append(peak if limit is None else limit)
                 if chosen[-1] < floor.simulation.peak_bytes:
                     raise infeasible(budget, chosen[-1], floor.simulation.peak_bytes, peak)
             return chosen
 
-        found = self.search.frontier(facts.program, limits, tick)
+        found = self.search.frontier(facts.program, peaks, tick)
         snapshot, lines = snapshot_of(joint.module.graph, facts), self.lines(joint.module.graph)
         made = (
             build_plan(snapshot, f, f.best, budget_bytes=f.limit, cost=cost)
@@ -368,7 +370,7 @@ class Planner:
             )
         return facts, cost.name
 
-    def limit(
+    def budget_bytes(
         self, budget: budgets.Budget, baseline_peak_bytes: int, device: torch.device
     ) -> int | None:
         """Return a budget in bytes, or None for none.

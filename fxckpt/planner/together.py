@@ -29,7 +29,7 @@ class Proposal:
     """Bytes that only this rank knows of, such as its free memory; None if none are asked for."""
 
 
-def searched_together(
+def search_together(
     ranks: Ranks,
     subject: str,
     program: Program,

@@ -102,12 +102,12 @@ def _planned(planner: Planner, step: RehearsedStep) -> StepPlan:
             graph.joint.module.meta[DEVICE] = planner.device.name
         prepare(graph.joint)
         facts, name = planner.read(graph.joint, bind_preferences=False)
-        read.append((graph, planner.limited(graph.joint.module.graph, facts), name))
+        read.append((graph, planner.with_region_limits(graph.joint.module.graph, facts), name))
     baselines = [_baseline(facts) for _, facts, _ in read]
     uncheckpointed = StepProgram(tuple((baselines[g],) for g in step.calls), step.moments)
     baseline = choice_of(uncheckpointed, [0] * len(step.calls)).peak_bytes
     device = device_of(step.graphs[0].joint.module.graph)
-    limit = planner.limit(planner.budget, baseline, device)
+    limit = planner.budget_bytes(planner.budget, baseline, device)
     graphs = tuple(
         _levels(planner, number, graph, facts, name, _room(step, limit))
         for number, (graph, facts, name) in enumerate(read, 1)

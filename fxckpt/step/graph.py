@@ -12,7 +12,7 @@ import torch
 from fxckpt.errors import PlanningFailed
 from fxckpt.planner.planner import LevelChooser
 from fxckpt.planner.ranks import Ranks
-from fxckpt.planner.together import searched_together
+from fxckpt.planner.together import search_together
 from fxckpt.plans.types import Plan, schedule_of
 from fxckpt.solver.levels import Level, LevelFamily, LevelSearch, boundary_bytes, level_of
 from fxckpt.solver.program import Program
@@ -358,7 +358,7 @@ class StepGraph:
         if self.ranks is None:
             family = LevelSearch()(self._search, program, room)
         else:
-            program, family = searched_together(
+            program, family = search_together(
                 self.ranks,
                 f"the levels of graph {self.number}, {self.name}",
                 program,

@@ -7,7 +7,7 @@ from typing import Any
 
 import fxckpt
 from fxckpt.planner.ranks import Ranks
-from fxckpt.planner.together import searched_together
+from fxckpt.planner.together import search_together
 from fxckpt.solver.program import Program
 from tests.planner.test_ranks import together
 from tests.solver.test_figures import program
@@ -20,8 +20,8 @@ def search(merged: Program, room: int | None) -> tuple[int, float, int | None]:
 def test_the_greatest_figures_are_searched() -> None:
     """Both ranks get the program of the largest sizes and slowest costs, and the least room."""
     found = together(
-        lambda ranks: searched_together(ranks, "x", program(4, 3.0), search, 70),
-        lambda ranks: searched_together(ranks, "x", program(16, 0.5), search, 50),
+        lambda ranks: search_together(ranks, "x", program(4, 3.0), search, 70),
+        lambda ranks: search_together(ranks, "x", program(16, 0.5), search, 50),
     )
     assert found == [(program(16, 3.0), (16, 3.0, 50))] * 2
 
@@ -33,7 +33,7 @@ def test_largest_rank_is_named_if_none_fits() -> None:
         raise fxckpt.BudgetInfeasible("too little", floor_bytes=2, budget_bytes=1)
 
     def part(nbytes: int) -> Any:
-        return lambda ranks: searched_together(ranks, "x", program(nbytes, 1.0), fails)
+        return lambda ranks: search_together(ranks, "x", program(nbytes, 1.0), fails)
 
     assert [str(error) for error in together(part(4), part(16))] == ["rank 1: too little"] * 2
 
@@ -44,7 +44,7 @@ def test_other_programs_are_an_error() -> None:
 
     def part(given: Program) -> Any:
         def run(ranks: Ranks) -> Any:
-            return searched_together(ranks, "graph 1", given, search)
+            return search_together(ranks, "graph 1", given, search)
 
         return run
 
