@@ -23,6 +23,16 @@ def measure_peak(fn: Callable[[], object]) -> int:
     what other threads free and report the release of a block only if they saw its allocation: the
     result is too high if ``fn`` frees blocks allocated before.
 
+    Parameters
+    ----------
+    fn:
+        What is called, once.
+
+    Returns
+    -------
+    int
+        Bytes.
+
     Examples
     --------
     >>> import torch, fxckpt

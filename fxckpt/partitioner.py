@@ -76,10 +76,21 @@ FUSED = (
 )
 """Note in reports where Inductor compiles."""
 NO_TILES = (
-    "tile={!r}: tiles are for compilers that run ops one by one, in the order of the graph; "
-    "Inductor would fuse and reorder them. Use inner='aot_eager', or leave tile out."
+    "tile={0!r}: tiles are for compilers that run ops one by one, in the order of the graph; "
+    "Inductor would fuse and reorder them. Use fxckpt.Backend(inner='aot_eager', tile={0!r}), or "
+    "leave tile out."
 )
-"""Error where Inductor compiles."""
+"""Error for tiles where Inductor compiles."""
+NO_WAY = "verify={!r} is not a way to verify. Use 'exact' or None."
+"""Error for an unknown ``verify``."""
+NOT_BITWISE = (
+    "verify='exact' compares bits, and Inductor compiles the two runs of an op separately, so that "
+    "they may differ in the last one. Look for the op with fxckpt.Backend(inner='aot_eager', "
+    "verify='exact')."
+)
+"""Error for ``verify="exact"`` where Inductor compiles."""
+MEANWHILE = "\nTo run the model meanwhile, leave out fxckpt."
+"""What to do about a defect that ends the run."""
 CACHED = "A graph whose code was in torch's caches is not planned again, and not listed."
 """Note in reports where torch's caches are on."""
 
@@ -152,7 +163,7 @@ class Partitioner(CustomPartitionerFn):
                 "for each graph. Use scope='graph', or fxckpt.Backend for a whole step."
             )
         if verify not in (None, "exact"):
-            raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
+            raise InvalidOption(NO_WAY.format(verify))
         goal = budgets.within(budget, max_slowdown)
         self.planner = planner_of(
             goal,
@@ -217,11 +228,7 @@ class Partitioner(CustomPartitionerFn):
         self._is_inductors |= is_inductor
         try:
             if lowerings is not None and self.planner.exact:
-                raise InvalidOption(
-                    "verify='exact' compares bits, and Inductor compiles the two runs of an op "
-                    "separately, so that they may differ in the last one. Use "
-                    "fxckpt.Backend(inner='aot_eager', verify='exact')."
-                )
+                raise InvalidOption(NOT_BITWISE)
             if lowerings is not None and self.planner.offload is not None:
                 raise InvalidOption(NOT_INDUCTOR.format(self.planner.offload))
             if lowerings is not None and self.planner.tile is not None:
@@ -436,8 +443,9 @@ class Partitioner(CustomPartitionerFn):
         self._fallbacks.append(Fallback(graph, str(cause or failed), path, peak))
         ignored = "" if self.planner.policy is None else ", which ignores the policy"
         warnings.warn(
-            f"{failed}\nGraph {graph} takes torch's own partition, unplanned{ignored}. Repro: "
-            f"{path}; 'fxckpt doctor FILE' plans it again. {STRICT}=1 makes this an error.",
+            f"{str(failed).removesuffix(MEANWHILE)}\nGraph {graph} takes torch's own partition, "
+            f"unplanned{ignored}. Repro: {path}; 'fxckpt doctor FILE' plans it again. {STRICT}=1 "
+            "makes this an error.",
             stacklevel=2,
         )
         return halves
@@ -548,8 +556,7 @@ def _failed(error: Exception) -> FxckptError:
     if isinstance(error, FxckptError):
         return error
     failed = PlanningFailed(
-        f"planning failed, which is a defect of fxckpt: {type(error).__name__}: {error}\n"
-        "The model runs without backend='fxckpt'."
+        f"planning failed, which is a defect of fxckpt: {type(error).__name__}: {error}{MEANWHILE}"
     )
     failed.__cause__ = error
     return failed

@@ -46,7 +46,8 @@ def test_defect_ends_no_run_without_budget(
         found = gradients(torch.compile(model, backend=backend), model, x)
     if inner == "aot_eager":
         assert equal(found, expected)
-    assert len([w for w in told if "torch's own partition" in str(w.message)]) == 1
+    (warning,) = [str(w.message) for w in told if "torch's own partition" in str(w.message)]
+    assert "To run" not in warning
     (fallback,) = backend.partitioner.fallbacks
     assert fallback.repro in str(backend.report()) and fallback.peak_bytes > 0
     written = repro.load(Path(fallback.repro))

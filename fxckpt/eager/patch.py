@@ -94,7 +94,10 @@ def patch_torch() -> TorchPatch:
     wrapped by ``checkpoint_wrapper`` before. Inside ``torch.compile`` a region stays torch's own,
     which Dynamo tags.
 
-    Returns a handle whose ``undo()`` reverts the patch, also at the end of a ``with`` block.
+    Returns
+    -------
+    TorchPatch
+        A handle whose ``undo()`` reverts the patch, also at the end of a ``with`` block.
 
     Raises
     ------

@@ -35,15 +35,28 @@ OPTIONS = tuple(
 def patch_transformers(model: M, **options: Any) -> M:
     """Enable gradient checkpointing in a ``transformers`` model by :func:`fxckpt.checkpoint`.
 
-    Every block that the model checkpoints becomes a region with ``options``, those of
-    :func:`fxckpt.checkpoint`; returns the model. Parameter names and saved checkpoints are
-    unchanged. Whoever enables checkpointing in the model later, as a trainer with
+    Every block that the model checkpoints becomes a region. Parameter names and saved checkpoints
+    are unchanged. Whoever enables checkpointing in the model later, as a trainer with
     ``gradient_checkpointing=True`` does, enables fxckpt's; ``gradient_checkpointing_kwargs`` add to
     ``options`` and override them. ``model.activation_checkpointing_disable()`` (older versions:
     ``gradient_checkpointing_disable``) turns it off.
 
-    Raises :class:`InvalidOption` for a model without gradient checkpointing, for an unknown option,
-    and, when checkpointing is enabled, for what regions do not have (``offload``).
+    Parameters
+    ----------
+    model:
+        A ``transformers`` model that supports gradient checkpointing; it is changed.
+    options:
+        Those of :func:`fxckpt.checkpoint`, for each region.
+
+    Returns
+    -------
+    The model.
+
+    Raises
+    ------
+    InvalidOption
+        For a model without gradient checkpointing, for an unknown option, and, when checkpointing
+        is enabled, for what regions do not have (``offload``).
 
     Examples
     --------

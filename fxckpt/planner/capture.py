@@ -124,17 +124,36 @@ def plan(
 ) -> Plan:
     """Return the plan of ``model_or_fn(*args, **kwargs)``, which is not run.
 
-    It is the plan that :class:`fxckpt.Backend` with ``inner="aot_eager"`` makes; ``budget``,
-    ``policy``, ``cost``, ``max_slowdown``, ``offload`` and ``tile`` are as there. ``device`` is
-    what to plan for: the name of a GPU (``"H100"``, see :data:`fxckpt.costs.devices.DEVICES`),
-    which need not be here, ``"cuda"`` or ``"cpu"``. A tier without rates of its own takes those of
-    a named device's link. None is where the model is; for a model on the meta device, this
-    machine's accelerator, else an H100, as ``plan.cost`` says. Unless the model is on the meta
-    device, each distinct CPU kernel runs once, on synthetic inputs, to measure its workspace.
+    Unless the model is on the meta device or ``device`` is named, each distinct CPU kernel runs
+    once, on synthetic inputs, to measure its workspace.
 
-    Raises :class:`CaptureError` if the model does not capture as one graph or has nothing to
-    differentiate, :class:`InvalidOption` for a device that is not known, and the errors of
-    :class:`fxckpt.Backend`.
+    Parameters
+    ----------
+    model_or_fn, args, kwargs:
+        The forward of a step: a module or a function, and what it is called with. It may be on the
+        meta device.
+    budget, policy, cost, max_slowdown, offload, tile:
+        As for :class:`fxckpt.Backend`. A tier without rates of its own takes those of a named
+        device's link.
+    device:
+        What to plan for: the name of a GPU (``"H100"``, see
+        :data:`fxckpt.costs.devices.DEVICES`), which need not be here, ``"cuda"`` or ``"cpu"``. None
+        is where the model is; for a model on the meta device, this machine's accelerator, else an
+        H100, as ``plan.cost`` says.
+
+    Returns
+    -------
+    Plan
+        That which :class:`fxckpt.Backend` with ``inner="aot_eager"`` makes.
+
+    Raises
+    ------
+    CaptureError
+        If the model does not capture as one graph or has nothing to differentiate.
+    InvalidBudget, InvalidOption
+        For invalid arguments, and a device that is not known.
+    BudgetInfeasible, SlowdownInfeasible
+        If no plan fits.
 
     Examples
     --------

@@ -40,12 +40,29 @@ def frontier(
 ) -> Frontier:
     """Return the plans of ``model_or_fn(*args, **kwargs)`` at many budgets; the step is not run.
 
-    ``points`` is the number of budgets, from the least peak to the uncheckpointed one, evenly
-    spaced in their logarithm; or the budgets themselves, each as :class:`fxckpt.Backend` takes it.
-    ``policy``, ``cost``, ``device`` and ``offload`` are as in :func:`fxckpt.plan`.
-    A progress bar shows on a terminal. Raises :class:`CaptureError` as :func:`fxckpt.plan` does,
-    :class:`BudgetInfeasible` for a budget below the least peak, and :class:`InvalidOption` for
-    fewer than 2 points or no budgets.
+    A progress bar shows on a terminal.
+
+    Parameters
+    ----------
+    model_or_fn, args, kwargs, policy, cost, device, offload:
+        As for :func:`fxckpt.plan`.
+    points:
+        The number of budgets, from the least peak to the uncheckpointed one, evenly spaced in their
+        logarithm; or the budgets themselves, each as :class:`fxckpt.Backend` takes it.
+
+    Returns
+    -------
+    Frontier
+        The plans, each with its extra time, its peak and the least possible time.
+
+    Raises
+    ------
+    CaptureError
+        As :func:`fxckpt.plan` does.
+    BudgetInfeasible
+        For a budget below the least peak.
+    InvalidBudget, InvalidOption
+        For invalid arguments, fewer than 2 points or no budgets.
 
     Examples
     --------

@@ -49,13 +49,29 @@ def plan_step(
     Each graph gets a few plans, its levels, and each call the one with which the step is within the
     budget, as :class:`fxckpt.Backend` with ``inner="aot_eager"`` chooses them.
 
-    ``budget``, ``policy``, ``cost``, ``device`` and ``offload`` are as in :func:`fxckpt.plan`; a
-    budget is in bytes, or a fraction of the uncheckpointed step. Calls in flight share the limit of
-    the place that values are sent to.
+    Parameters
+    ----------
+    model_or_fn, args, kwargs, policy, cost, device:
+        As for :func:`fxckpt.plan`.
+    budget:
+        Bytes, or a fraction of the uncheckpointed step.
+    offload:
+        As for :func:`fxckpt.plan`. Calls in flight share the limit of the place that values are
+        sent to.
 
-    Raises :class:`CaptureError` if no graph has a backward, or code between the graphs reads values
-    of tensors, :class:`BudgetInfeasible` if the step fits at no level, and :class:`InvalidOption`
-    if what a policy sends away does not fit its place.
+    Returns
+    -------
+    StepPlan
+        The levels of each graph, and the one that each call takes.
+
+    Raises
+    ------
+    CaptureError
+        If no graph has a backward, or code between the graphs reads values of tensors.
+    BudgetInfeasible
+        If the step fits at no level.
+    InvalidBudget, InvalidOption
+        For invalid arguments, and where what a policy sends away does not fit its place.
 
     Examples
     --------

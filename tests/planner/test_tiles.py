@@ -132,7 +132,9 @@ def test_ways_to_tile_that_are_none(tile: Any) -> None:
 
 def test_inductor_and_offload_are_refused() -> None:
     """An option that could not be kept is an error."""
-    with pytest.raises(InvalidOption, match="Inductor would fuse and reorder them"):
+    with pytest.raises(
+        InvalidOption, match=r"reorder them. Use fxckpt.Backend\(inner='aot_eager', tile"
+    ):
         fxckpt.Backend(budget="1GiB", tile="auto")
     with pytest.raises(InvalidOption, match="Use one of the two"):
         fxckpt.Backend(budget="1GiB", inner="aot_eager", scope="graph", offload="1GiB", tile="auto")
