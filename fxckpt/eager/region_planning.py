@@ -26,7 +26,7 @@ from fxckpt.planner.pipeline import prepare
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan
 from fxckpt.reason import Decision
-from fxckpt.torch_private import outside_trace, partitioner_tag, tag_side, trace_joint
+from fxckpt.torch_private import is_traced_in_backward, outside_trace, tag_side, trace_joint
 
 
 @outside_trace()  # A mode around the region, such as the user's FakeTensorMode, must see no trace.
@@ -77,7 +77,7 @@ def region_plan_of(
 def bind_to_autograd(graph: fx.Graph) -> None:
     """Pin the ops of autograd's nodes to the backward: eager code can't move or share them."""
     for node in graph.nodes:
-        if partitioner_tag(node) == "is_backward":
+        if is_traced_in_backward(node):
             tag_side(node, backward=True)
             node.meta["ac_graph_id"] = "autograd"
 
@@ -123,7 +123,7 @@ def _kept(facts: Facts, plan: Plan, calls: Sequence[Call]) -> dict[int, frozense
     while names:
         name = names.pop()
         node = facts.owner[name]
-        if partitioner_tag(node) == "is_backward":
+        if is_traced_in_backward(node):
             names += [
                 program.storages[s].name
                 for s in reads.get(name, ())

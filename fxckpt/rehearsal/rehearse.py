@@ -31,7 +31,7 @@ from fxckpt.torch_private import (
     differentiable_outputs,
     first_line,
     inline_regions,
-    partitioner_tag,
+    is_traced_in_backward,
     run_on_fakes,
     trace_joint,
 )
@@ -228,8 +228,7 @@ def _read_again(joint: Joint) -> list[bool]:
     """Return whether the backward reads each output of the forward."""
     (output,) = joint.module.graph.find_nodes(op="output")
     return [
-        isinstance(value, fx.Node)
-        and any(partitioner_tag(user) == "is_backward" for user in value.users)
+        isinstance(value, fx.Node) and any(map(is_traced_in_backward, value.users))
         for value in output.args[0][: joint.num_fwd_outputs]
     ]
 

@@ -24,7 +24,8 @@ from fxckpt.ops.properties import (
 from fxckpt.passes.analysis.byte_counts import storage_bytes
 from fxckpt.torch_private import (
     frees_incoming_gradients,
-    partitioner_tag,
+    is_pinned_to_backward,
+    is_traced_in_backward,
     size_hint,
     storage_id,
     stream_of,
@@ -154,9 +155,9 @@ def _closure(graph: fx.Graph, written: frozenset[int], *, is_bound: bool) -> set
         if not closure.isdisjoint(node.all_input_nodes):
             closure.add(node)
             continue
-        tag = partitioner_tag(node)
-        if tag == "must_be_in_backward" or (
-            tag == "is_backward" and ((is_bound and _fills(node)) or _is_bound(node, written))
+        if is_pinned_to_backward(node) or (
+            is_traced_in_backward(node)
+            and ((is_bound and _fills(node)) or _is_bound(node, written))
         ):
             closure.add(node)
     return closure

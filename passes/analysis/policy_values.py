@@ -19,7 +19,7 @@ from fxckpt.passes.analysis.joint import Facts
 from fxckpt.passes.meta import NAME
 from fxckpt.policies.base import Value
 from fxckpt.solver.program import Side
-from fxckpt.torch_private import partitioner_tag, size_hint, storage_id
+from fxckpt.torch_private import is_pinned_to_backward, is_traced_in_backward, size_hint, storage_id
 
 
 def values_of(facts: Facts) -> list[Value]:
@@ -32,10 +32,8 @@ def values_of(facts: Facts) -> list[Value]:
     """Positions of values by the index of their op."""
     for index, op in enumerate(program.ops):
         node = facts.op_node[op.name]
-        if op.side is not Side.FORWARD and partitioner_tag(node) in (
-            "is_backward",
-            "must_be_in_backward",
-        ):
+        is_of_backward = is_traced_in_backward(node) or is_pinned_to_backward(node)
+        if op.side is not Side.FORWARD and is_of_backward:
             continue
         position[index] = len(values)
         first = next(tensors(node.meta.get("val")), None)

@@ -17,7 +17,12 @@ from fxckpt.ops.properties import tensors
 from fxckpt.passes.inductor.fusion_model import is_extern_kernel
 from fxckpt.passes.meta import IS_RECOMPUTE, RECOMPUTE_OF, VIEW_OF
 from fxckpt.passes.transforms.rematerialize import Rematerialized
-from fxckpt.torch_private import is_surely_equal, is_symbolic, storage_id
+from fxckpt.torch_private import (
+    is_pinned_to_backward,
+    is_surely_equal,
+    is_symbolic,
+    storage_id,
+)
 
 
 def save_views(
@@ -60,9 +65,7 @@ def _views_read(value: fx.Node, nodes: Mapping[str, fx.Node]) -> Iterator[tuple[
     view = copy = value
     while True:
         readers = [
-            user
-            for user in copy.users
-            if user.op == "output" or user.meta.get("partitioner_tag") == "must_be_in_backward"
+            user for user in copy.users if user.op == "output" or is_pinned_to_backward(user)
         ]
         name = str(readers[0].meta.get(RECOMPUTE_OF)) if len(readers) == 1 else ""
         if (

@@ -29,7 +29,7 @@ from fxckpt.torch_private import (
     FakeTensor,
     fake_like,
     fake_twin,
-    partitioner_tag,
+    is_pinned_to_backward,
     storage_id,
     tag_side,
 )
@@ -115,7 +115,7 @@ class _OffloadRewriter:
         self.tier = tier
         self.forward_ops = plan.forward_ops
         (self.output,) = graph.find_nodes(op="output")
-        for node in [n for n in graph.nodes if _is_backward(n)]:
+        for node in [n for n in graph.nodes if is_pinned_to_backward(n)]:
             self.output.prepend(node)
         self.saved: dict[str, fx.Node] = {}
         for node in result.saved:
@@ -128,7 +128,7 @@ class _OffloadRewriter:
             raise VerifyError(
                 f"the plan is of {len(plan.profile)} ops, the graph of {len(self.positions)}"
             )
-        self.begin = next(n for n in graph.nodes if _is_backward(n) or n is self.output)
+        self.begin = next(n for n in graph.nodes if is_pinned_to_backward(n) or n is self.output)
         """First node of the backward."""
 
     def _positions(self, program: Program, plan: Plan) -> list[fx.Node]:
@@ -143,7 +143,7 @@ class _OffloadRewriter:
                 n
                 for n in self.graph.nodes
                 if n.meta.get(IS_RECOMPUTE)
-                or (n.name in own and (_is_backward(n) or n is self.output))
+                or (n.name in own and (is_pinned_to_backward(n) or n is self.output))
             ),
         ]
 
@@ -220,10 +220,6 @@ class _OffloadRewriter:
         node.meta = {"val": val}
         tag_side(node, backward=backward)
         return node
-
-
-def _is_backward(node: fx.Node) -> bool:
-    return partitioner_tag(node) == "must_be_in_backward"
 
 
 def _is_tensor(node: fx.Node) -> bool:

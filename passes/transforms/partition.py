@@ -14,7 +14,7 @@ from torch import fx
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.placement import graph_outputs
 from fxckpt.passes.transforms.rematerialize import Rematerialized
-from fxckpt.torch_private import let_autograd_own, split, storage_id
+from fxckpt.torch_private import extract_halves, let_autograd_own, storage_id
 
 
 def partition(
@@ -25,8 +25,7 @@ def partition(
     for node in result.saved:
         if shared.isdisjoint(_storages(node)):
             let_autograd_own(node)
-    forward, backward = split(joint, result.saved, result.symbolic, num_fwd_outputs=num_fwd_outputs)
-    return forward, backward
+    return extract_halves(joint, result.saved, result.symbolic, num_fwd_outputs=num_fwd_outputs)
 
 
 def _shared_storages(graph: fx.Graph, num_fwd_outputs: int) -> set[int]:

@@ -22,7 +22,7 @@ from fxckpt.passes.analysis.graph_snapshot import module_path, op_name, source_l
 from fxckpt.passes.analysis.placement import ancestors, graph_outputs
 from fxckpt.passes.meta import CHECKSUM_OF, IS_RECOMPUTE, RECOMPUTE_OF
 from fxckpt.passes.transforms.rematerialize import Rematerialized
-from fxckpt.torch_private import fake_like, partitioner_tag, tag_side
+from fxckpt.torch_private import fake_like, is_pinned_to_backward, tag_side
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 """Increment of SplitMix64 as a signed integer."""
@@ -68,7 +68,7 @@ def _insert_fill(graph: fx.Graph, node: fx.Node) -> fx.Node:
             "call_function", torch.ops.aten.fill.Scalar, (node, 0), name=f"{node.name}_filled"
         )
     zeros.meta = {"val": node.meta["val"], CHECKSUM_OF: node.name}
-    tag_side(zeros, backward=partitioner_tag(node) == "must_be_in_backward")
+    tag_side(zeros, backward=is_pinned_to_backward(node))
     node.replace_all_uses_with(zeros, delete_user_cb=lambda user: user is not zeros)
     return zeros
 

@@ -29,6 +29,7 @@ from fxckpt.passes.meta import FIRST_RUN_OF, IS_RECOMPUTE, NEVER_STORED, RECOMPU
 from fxckpt.plans.types import Plan, Recompute
 from fxckpt.torch_private import (
     fake_rng_state,
+    is_pinned_to_backward,
     is_symbolic,
     run_and_save_rng_state,
     run_with_rng_state,
@@ -229,9 +230,7 @@ class _Rewriter:
 
     def _saved_values(self) -> Rematerialized:
         """Return the forward nodes that the rewritten backward reads."""
-        backward = [
-            n for n in self.graph.nodes if n.meta.get("partitioner_tag") == "must_be_in_backward"
-        ]
+        backward = [n for n in self.graph.nodes if is_pinned_to_backward(n)]
         (output,) = self.graph.find_nodes(op="output")
         returned = [o for o in output.args[0][self.num_fwd_outputs :] if isinstance(o, fx.Node)]
         in_backward = set(backward) | set(self.facts.tangent_closure)

@@ -75,6 +75,16 @@ def partitioner_tag(node: fx.Node) -> str | None:
     return str(tag) if tag is not None else None
 
 
+def is_traced_in_backward(node: fx.Node) -> bool:
+    """Return whether AOTAutograd traced ``node`` in the backward; the split may move it."""
+    return partitioner_tag(node) == "is_backward"
+
+
+def is_pinned_to_backward(node: fx.Node) -> bool:
+    """Return whether ``node`` must stay in the backward half of the split."""
+    return partitioner_tag(node) == "must_be_in_backward"
+
+
 def tag_side(node: fx.Node, *, backward: bool) -> None:
     """Pin ``node`` to one half of the split."""
     node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
@@ -85,14 +95,14 @@ def untag_side(node: fx.Node) -> None:
     node.meta.pop("partitioner_tag", None)
 
 
-def split(
+def extract_halves(
     joint: fx.GraphModule,
     saved: Sequence[fx.Node],
     symbolic: Sequence[fx.Node],
     *,
     num_fwd_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph into forward and backward under AOTAutograd's own contract.
+    """Return the forward and backward of a joint graph, under AOTAutograd's own contract.
 
     The contract covers the order of saved values (SymInts last), version checks, opaque objects
     and tangents.
@@ -158,8 +168,7 @@ def trace_joint(
     Nothing is executed. ``receive`` is called with the joint graph and the number of forward
     outputs, or not at all if no output requires a gradient.
 
-    Raises:
-        CaptureError: if torch cannot trace the joint graph.
+    Raises :class:`CaptureError` if torch cannot trace the joint graph.
     """
 
     def partition(

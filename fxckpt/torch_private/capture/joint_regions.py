@@ -20,6 +20,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from fxckpt.torch_private.capture.aot import is_traced_in_backward
 from fxckpt.torch_private.capture.dynamo import copied_body
 from fxckpt.torch_private.ops.storages import storage_id
 
@@ -192,7 +193,7 @@ def _annotate(copied: fx.Node, call: fx.Node) -> None:
     if held is not None:
         for key in TAGS:
             copied.meta.pop(key, None)
-    is_backward = copied.meta.get("partitioner_tag") == "is_backward"
+    is_backward = is_traced_in_backward(copied)
     keys = ("partitioner_tag", *(() if is_backward else TAGS))
     around = {key: call.meta[key] for key in keys if key in call.meta}
     copied.meta = {**around, **copied.meta, **(held or {})}

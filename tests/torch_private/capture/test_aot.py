@@ -13,12 +13,12 @@ from torch import Tensor, fx
 import fxckpt
 from fxckpt.torch_private import (
     boxed,
-    partitioner_tag,
     tag_side,
     trace_joint,
     untag_side,
     written_after,
 )
+from fxckpt.torch_private.capture.aot import partitioner_tag
 from tests.joints import plain_joint
 from tests.passes.graphs import traced
 
