@@ -28,7 +28,8 @@ from fxckpt.errors import BudgetInfeasible, CaptureError, FxckptError, InvalidOp
 from fxckpt.inductor.whole_backward import WholeBackward
 from fxckpt.partitioner import NO_TILES, Partitioner, source_digest
 from fxckpt.passes.meta import ORDER
-from fxckpt.passes.transforms.in_place import write_where_dead
+from fxckpt.passes.whole_backward.dead_operands import write_where_dead
+from fxckpt.passes.whole_backward.gradient_copies import delay_gradient_copies
 from fxckpt.planner.planner import LevelChooser, device_of
 from fxckpt.planner.ranks import Neighbour, Ranks, group_of
 from fxckpt.plans.types import Plan
@@ -543,6 +544,7 @@ class Backend:
 
             def compile_whole(whole: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
                 if self.inner == "aot_eager" and is_in_compiled_backward():
+                    delay_gradient_copies(whole.graph)
                     write_where_dead(whole.graph)
                 return compiler(whole, inputs)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from fxckpt.passes.inductor.execution_order import mark_compiled_backward
+from fxckpt.passes.whole_backward.mark_order import mark_whole_backward
 from fxckpt.plans.types import Plan
 from fxckpt.torch_private import (
     copying_kept,
@@ -53,7 +53,7 @@ class WholeBackward:
     ) -> Any:
         """Compile the graph as AOTAutograd hands it over, with its inputs in their order."""
         if self.keeps_order:
-            mark_compiled_backward(whole.graph)
+            mark_whole_backward(whole.graph)
             if self.frees_early:
                 free_early(whole.graph)
         if not self.donated:

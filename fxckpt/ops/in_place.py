@@ -52,9 +52,9 @@ ROW_WISE = frozenset(
 
 WRITING = frozenset(
     (
-        "addbmm", "addmm", "addmv", "addr", "baddbmm", "index_add", "index_copy", "index_fill",
-        "index_put", "index_reduce", "masked_fill", "masked_scatter", "scatter", "scatter_add",
-        "scatter_reduce",
+        "addbmm", "addmm", "addmv", "addr", "baddbmm", "copy", "index_add", "index_copy",
+        "index_fill", "index_put", "index_reduce", "masked_fill", "masked_scatter", "scatter",
+        "scatter_add", "scatter_reduce",
     )
 )
 """Ops that copy their first argument and write into the copy."""

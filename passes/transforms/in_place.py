@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxckpt.ops.in_place import in_place_form
-from fxckpt.ops.properties import is_mutating
-from fxckpt.passes.analysis.placement import written_storages
-from fxckpt.passes.analysis.storage_table import Writable, fills_apart, held_storages
+from fxckpt.passes.analysis.storage_table import fills_apart, held_storages
 from fxckpt.passes.meta import RECOMPUTE_OF
-from fxckpt.torch_private import OpOverload, is_symbolic
+from fxckpt.torch_private import is_symbolic
 
 
 def write_in_place(graph: fx.Graph, positions: Mapping[str, tuple[int, ...]]) -> None:
@@ -29,38 +27,18 @@ def write_in_place(graph: fx.Graph, positions: Mapping[str, tuple[int, ...]]) ->
 
     ``positions`` has the arguments that an op of the joint graph may write, by its name.
     """
-    dies = _Deaths.of(graph, held_storages(graph)).dies
+    dies = Deaths.of(graph, held_storages(graph)).dies
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         for position in positions.get(node.meta.get(RECOMPUTE_OF, node.name), ()):
             if dies(node.args[position], node):
-                _write_into(node, node.args[position])
+                write_into(node, node.args[position])
                 break
 
 
-def write_where_dead(graph: fx.Graph) -> None:
-    """Write results of a graph that has no plan into operands that die, as in a half.
-
-    Compiled autograd traces the backward of a plan into such a graph, without what it wrote so.
-    """
-    held = held_storages(graph)
-    mutated = written_storages(node for node in graph.nodes if is_mutating(node))
-    writable = Writable.of(graph, mutated, held)
-    dies = _Deaths.of(graph, held).dies
-    for node in graph.nodes:
-        form = in_place_form(node.target) if isinstance(node.target, OpOverload) else None
-        for position in form.operands if form is not None else ():
-            operand = node.args[position] if position < len(node.args) else None
-            # Few operands die: that is asked first, as to compare geometries takes longer.
-            if isinstance(operand, fx.Node) and dies(operand, node):
-                if writable.allows(node, position):
-                    _write_into(node, operand)
-                    break
-
-
 @dataclass(frozen=True)
-class _Deaths:
+class Deaths:
     """Where the storages of a graph are read for the last time."""
 
     fillers: Mapping[fx.Node, Mapping[int, fx.Node]]
@@ -71,7 +49,7 @@ class _Deaths:
     """Nodes whose op fills new storages, before any of them writes into an operand."""
 
     @classmethod
-    def of(cls, graph: fx.Graph, held: Mapping[fx.Node, tuple[int, ...]]) -> _Deaths:
+    def of(cls, graph: fx.Graph, held: Mapping[fx.Node, tuple[int, ...]]) -> Deaths:
         """Return those of a graph whose nodes have the storages ``held``.
 
         A recomputed or fetched value has the storage id of the original. An op may fill several
@@ -99,7 +77,8 @@ class _Deaths:
         )
 
 
-def _write_into(node: fx.Node, operand: fx.Node) -> None:
+def write_into(node: fx.Node, operand: fx.Node) -> None:
+    """Turn an op into its in-place form, which writes into an operand."""
     form = in_place_form(node.target)
     assert form is not None
     if form.out is not None:

@@ -148,6 +148,18 @@ def test_peak_is_that_of_the_plan(hooks: Callable[[nn.Module], None]) -> None:
     assert peak == plan.peak_bytes
 
 
+def test_copies_of_gradients_come_last() -> None:
+    """Gradients in another layout than their parameters' are copied as late as autograd does."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Wide() for _ in range(2)))
+    x = torch.randn(32, 32)
+    backend = fxckpt.Backend(inner="aot_eager", budget="min", scope="graph")
+    compiled = torch.compile(lambda x: net(x).square().sum(), backend=backend)
+    peak = peak_of_second_step(net, lambda: compiled(x), backend)
+    (plan,) = backend.plans
+    assert peak == plan.peak_bytes
+
+
 def test_inductor_keeps_order_and_frees_early() -> None:
     """At the least budget the graph of compiled autograd has the plan's peak under Inductor."""
     torch.manual_seed(0)
