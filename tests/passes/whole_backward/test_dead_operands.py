@@ -22,7 +22,9 @@ def test_inputs_are_left_alone() -> None:
     graph = traced(whole, torch.ones(8), torch.ones(8)).graph
     write_where_dead(graph)
     graph.lint()
-    assert_expected_inline(text_of(graph), """\
+    assert_expected_inline(
+        text_of(graph),
+        """\
 gradient_1: input
 saved_1: input
 sin = sin(saved_1)
@@ -30,7 +32,8 @@ cos = cos(sin, out=sin)
 mul = mul(gradient_1, cos, out=cos)
 new_empty_strided = new_empty_strided(mul, [8], [1])
 copy = copy_(new_empty_strided, mul)
-return copy""")
+return copy""",
+    )
 
 
 def test_values_read_later_are_kept() -> None:

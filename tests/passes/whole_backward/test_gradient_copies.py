@@ -23,7 +23,9 @@ def test_copies_only_the_output_reads_come_last() -> None:
     graph = traced(accumulated, torch.ones(4, 4), torch.ones(4, 4)).graph
     delay_gradient_copies(graph)
     graph.lint()
-    assert_expected_inline(text_of(graph), """\
+    assert_expected_inline(
+        text_of(graph),
+        """\
 gradient_1: input
 saved_1: input
 mm = mm(gradient_1, saved_1)
@@ -32,7 +34,8 @@ cos = cos(saved_1)
 mm_1 = mm(gradient_1, cos)
 new_empty_strided = new_empty_strided(t, [4, 4], [4, 1])
 copy = copy(new_empty_strided, t)
-return [mm_1, copy]""")
+return [mm_1, copy]""",
+    )
 
 
 def test_a_copy_that_is_read_stays() -> None:

@@ -20,11 +20,14 @@ def test_what_reads_no_gradient_recomputes() -> None:
     graph.output(graph.call_function(min, (own, later), name="last"))
     mark_whole_backward(graph)
     lines = [f"{node.meta.get(ORDER, '-')} {line}" for node, line in lines_of(graph)]
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 - gradient: input
 - saved: input
 (0, True) again = abs(saved)
 (0, False) own = max(gradient, again)
 (1, True) later = abs(again)
 (1, False) last = min(own, later)
-- return last""")
+- return last""",
+    )
