@@ -26,7 +26,7 @@ from fxckpt import budgets
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import BudgetInfeasible, CaptureError, FxckptError, InvalidOption
 from fxckpt.inductor.whole_backward import WholeBackward
-from fxckpt.partitioner import NO_TILES, Partitioner, source_digest
+from fxckpt.partitioner import NO_TILES, NO_WAY, NOT_BITWISE, Partitioner, source_digest
 from fxckpt.passes.meta import ORDER
 from fxckpt.passes.whole_backward.dead_operands import write_where_dead
 from fxckpt.passes.whole_backward.gradient_copies import delay_gradient_copies
@@ -282,13 +282,12 @@ class Backend:
             self.partitioner.expect_several_graphs()
         planned, fell_back = len(self.plans), len(self.partitioner.fallbacks)
         self._was_called = True
-        agrees = self._is_together()
-        split = partial(self.partitioner.split, together=agrees, is_agreed=agrees)
-        compiled = (
-            self._compile(gm, example_inputs, split)
-            if self.step is None
-            else self._compile_for_step(gm, example_inputs, self.step)
-        )
+        if self.step is None:
+            agrees = self._is_together()
+            partition = partial(self.partitioner.partition, together=agrees, is_agreed=agrees)
+            compiled = self._compile(gm, example_inputs, partition)
+        else:
+            compiled = self._compile_for_step(gm, example_inputs, self.step)
         has_plan = len(self.plans) > planned
         if has_plan and self._shared is not None:
             if not any(isinstance(x, torch.SymInt) for x in example_inputs):
@@ -402,42 +401,13 @@ class Backend:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], step: StepTracker
     ) -> Callable[..., Any]:
         """Compile a graph whose calls take their levels from the step."""
-        kept = KeptGraph.of(gm, example_inputs)
-        # A cell would keep the real inputs of the first call for good.
-        first = [(gm, example_inputs)]
         is_together = self._is_together()
-
-        def compile_level(chooser: LevelChooser | None, now: bool) -> tuple[Any, Plan | None]:
-            count = len(self.plans)
-
-            def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-                return self._compile(module, inputs, split)
-
-            def split(joint: fx.GraphModule, *given: Any, **named: Any) -> Any:
-                halves = self.partitioner.split(
-                    joint,
-                    *given,
-                    level=chooser,
-                    together=is_together and now,
-                    is_agreed=is_together,
-                    **named,
-                )
-                graph.runs_again = not self._replays and not may_act_before_failing(
-                    halves[0].graph, in_order=self.inner == "aot_eager"
-                )
-                return halves
-
-            try:
-                run = compile_graph(*first.pop()) if first else kept.compile(compile_graph)
-            except CaptureDone:
-                run = None
-            return run, self.plans[-1] if len(self.plans) > count else None
-
-        graph = StepGraph(
+        compiler = _LevelCompiler(self, gm, example_inputs, is_together)
+        graph = compiler.graph = StepGraph(
             len(self._graphs) + 1,
             calling_line(),
             device_of(gm.graph),
-            compile_level,
+            compiler,
             self.partitioner.planner.search,
             symbols_of(example_inputs),
             ranks=self._ranks if is_together else None,
@@ -570,7 +540,7 @@ def _check_compile(
 ) -> None:
     """Raise :class:`InvalidOption` for options of a compile that do not fit together."""
     if verify not in (None, "exact"):
-        raise InvalidOption(f"verify={verify!r} is not a way to verify. Use 'exact' or None.")
+        raise InvalidOption(NO_WAY.format(verify))
     if not callable(inner) and inner not in INNER_NAMES:
         raise InvalidOption(
             f"inner={inner!r} is not an inner compiler. Use one of "
@@ -578,11 +548,7 @@ def _check_compile(
             '(gm, example_inputs) -> callable. Example: fxckpt.Backend(inner="aot_eager").'
         )
     if verify == "exact" and inner == "inductor":
-        raise InvalidOption(
-            "verify='exact' compares bits, and Inductor compiles the two runs of an op "
-            "separately, so that they may differ in the last one. Look for the op with "
-            "inner='aot_eager': fxckpt.Backend(inner='aot_eager', verify='exact')."
-        )
+        raise InvalidOption(NOT_BITWISE)
     if inner != "inductor" and (mode or options):
         raise InvalidOption(
             f"mode={mode!r}, options={options!r} are Inductor's, and inner={inner!r} is not. "
@@ -649,6 +615,70 @@ def _hashes_of(plan: Plan) -> tuple[str, str]:
     program = "unknown" if plan.snapshot is None else structure_of(plan.snapshot.program)
     decisions = f"{plan.saved} {plan.schedule}".encode()
     return program, hashlib.sha256(decisions).hexdigest()[:16]
+
+
+class _LevelCompiler:
+    """Compiles one graph of a step anew for each of its levels."""
+
+    graph: StepGraph
+    """The graph, which is made with its compiler."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        is_together: bool,
+    ) -> None:
+        self._backend, self._is_together = backend, is_together
+        self._kept = KeptGraph.of(gm, example_inputs)
+        self._first = [(gm, example_inputs)]
+        """Emptied at the first compile: the real inputs of the first call are not kept for good."""
+
+    def __call__(self, chooser: LevelChooser | None, now: bool) -> tuple[Any, Plan | None]:
+        """Return the compiled graph, None where the capture was left, and its plan.
+
+        ``now`` says that all ranks of the group compile it.
+        """
+        backend = self._backend
+        count = len(backend.plans)
+        partition = partial(self._partition, chooser, now)
+
+        def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            return backend._compile(module, inputs, partition)
+
+        try:
+            run = (
+                compile_graph(*self._first.pop())
+                if self._first
+                else self._kept.compile(compile_graph)
+            )
+        except CaptureDone:
+            run = None
+        return run, backend.plans[-1] if len(backend.plans) > count else None
+
+    def _partition(
+        self,
+        chooser: LevelChooser | None,
+        now: bool,
+        joint: fx.GraphModule,
+        *given: Any,
+        **named: Any,
+    ) -> Any:
+        """Return the halves at the level chosen, and note whether a forward may run again."""
+        backend = self._backend
+        halves = backend.partitioner.partition(
+            joint,
+            *given,
+            choose_level=chooser,
+            together=self._is_together and now,
+            is_agreed=self._is_together,
+            **named,
+        )
+        self.graph.runs_again = not backend._replays and not may_act_before_failing(
+            halves[0].graph, in_order=backend.inner == "aot_eager"
+        )
+        return halves
 
 
 class _InductorPartitioner(CustomPartitionerFn):

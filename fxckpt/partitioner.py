@@ -1,7 +1,7 @@
 """Partitioner: the planner as the partitioner of AOTAutograd or Inductor.
 
-:class:`fxckpt.Backend` compiles through :meth:`Partitioner.split`; code that has no backend of ours
-calls the object itself.
+:class:`fxckpt.Backend` compiles through :meth:`Partitioner.partition`; code that has no backend of
+ours calls the object itself.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Partitioner(CustomPartitionerFn):
         self._is_of_step = True
 
     def join(self, ranks: Ranks) -> None:
-        """Plan as one with the other ranks of a group, where :meth:`split` is told to."""
+        """Plan as one with the other ranks of a group, where :meth:`partition` is told to."""
         self.planner = replace(self.planner, ranks=ranks)
 
     def report(self) -> Report:
@@ -233,18 +233,18 @@ class Partitioner(CustomPartitionerFn):
                 raise InvalidOption(NOT_INDUCTOR.format(self.planner.offload))
             if lowerings is not None and self.planner.tile is not None:
                 raise InvalidOption(NO_TILES.format(self.planner.tile))
-            return self.split(gm, joint_inputs, lowerings=lowerings, **kwargs)
+            return self.partition(gm, joint_inputs, lowerings=lowerings, **kwargs)
         except FxckptError as error:
             raise through_dynamo(error) from error
 
-    def split(
+    def partition(
         self,
         joint: fx.GraphModule,
         joint_inputs: Sequence[object],
         *,
         num_fwd_outputs: int,
         lowerings: Lowerings | None = None,
-        level: LevelChooser | None = None,
+        choose_level: LevelChooser | None = None,
         together: bool = False,
         is_agreed: bool = False,
         **given: Any,
@@ -263,20 +263,20 @@ class Partitioner(CustomPartitionerFn):
                 raise _failed(error) from error
         joint = inline_joint_regions(joint)
         ranks = self.planner.ranks
-        split = partial(
-            self._split,
+        partition = partial(
+            self._partition,
             joint,
             joint_inputs,
             num_fwd_outputs=num_fwd_outputs,
             lowerings=lowerings,
-            level=level,
+            choose_level=choose_level,
             is_agreed=is_agreed,
             given=given,
         )
         if ranks is None or not together:
-            return split(ranks=None)
+            return partition(ranks=None)
         try:
-            halves = split(ranks=ranks)
+            halves = partition(ranks=ranks)
         except Exception as error:
             # To leave a capture is no failure: it was as far as all were to come.
             if not isinstance(error, CaptureDone):
@@ -285,28 +285,28 @@ class Partitioner(CustomPartitionerFn):
         ranks.confirm("the halves of a graph")
         return halves
 
-    def _split(
+    def _partition(
         self,
         joint: fx.GraphModule,
         joint_inputs: Sequence[object],
         *,
         num_fwd_outputs: int,
         lowerings: Lowerings | None,
-        level: LevelChooser | None,
+        choose_level: LevelChooser | None,
         is_agreed: bool,
         ranks: Ranks | None,
         given: Mapping[str, Any],
     ) -> Halves:
         """Return the halves of a joint graph, planned by this process or by the ranks together.
 
-        ``lowerings`` lowers halves where Inductor compiles them. ``level`` chooses the schedule of
-        a graph whose budget is that of a step. A defect of the planner ends no run that asked for
-        no budget: see :meth:`_fall_back`.
+        ``lowerings`` lowers halves where Inductor compiles them. ``choose_level`` chooses the
+        schedule of a graph whose budget is that of a step. A defect of the planner ends no run that
+        asked for no budget: see :meth:`_fall_back`.
         """
         original = remembered(joint)
         planner = replace(self.planner, ranks=ranks, is_agreed=is_agreed)
-        if level is not None:
-            planner = replace(planner, budget=None, choose_level=level)
+        if choose_level is not None:
+            planner = replace(planner, budget=None, choose_level=choose_level)
         is_held = self.planner.budget is not None and not self._is_of_step
         growing = growing_sizes(joint) if is_held else []
         if not isinstance(budgets.parse(self.planner.budget), int):

@@ -58,7 +58,7 @@ class RecordingPartitioner(Partitioner):
             self.planner = replace(self.planner, known=tuple(known))
         self.made: list[Halves] = []
 
-    def split(
+    def partition(
         self,
         joint: fx.GraphModule,
         joint_inputs: Sequence[Any],
@@ -67,7 +67,7 @@ class RecordingPartitioner(Partitioner):
         **given: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and backward half of a joint graph, and keep copies of both."""
-        forward, backward = super().split(
+        forward, backward = super().partition(
             joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **given
         )
         plan = self.plans[-1]
@@ -116,7 +116,7 @@ class RecordingBackend(Backend):
             capture_whole(function, tuple(args), dict(kwargs), self)
             return
         joint = capture_joint(function, args, dict(kwargs))
-        self.partitioner.split(joint.module, (), num_fwd_outputs=joint.num_fwd_outputs)
+        self.partitioner.partition(joint.module, (), num_fwd_outputs=joint.num_fwd_outputs)
 
 
 class Runner(ABC):

@@ -19,7 +19,7 @@ from tests.models.blocks import Net, gradients
 def test_uuid_changes_with_options() -> None:
     def uuid(**options: Any) -> str:
         backend = fxckpt.Backend(**options)
-        return _InductorPartitioner(backend, Lowerings(None), backend.partitioner.split).uuid()
+        return _InductorPartitioner(backend, Lowerings(None), backend.partitioner.partition).uuid()
 
     assert uuid(budget=0.5) == uuid(budget=0.5)
     assert len({uuid(), uuid(budget=0.5), uuid(budget=0.6), uuid(cost="flops")}) == 4
