@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 CONSTRAINTS := sed 's/^torch==.*/torch==$(TORCH)/$(if $(filter-out $(PINNED),$(TORCH)),; /^setuptools==/d)'
 
 # What differs most between versions of torch, in a few minutes.
-SMOKE := tests/project/test_versions.py tests/test_backend.py tests/promises/test_random.py tests/planner/test_streams.py \
+SMOKE := tests/project/test_versions.py tests/backend/test_api.py tests/promises/test_random.py tests/planner/test_streams.py \
     tests/inductor/test_compile.py tests/inductor/test_memory.py tests/eager/drop_in tests/cli
 
 # mypy and import-linter know no package-dir: they read the two folders as they are installed.

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fxckpt.backend import Backend, InnerCompiler
+from fxckpt.backend import Backend
+from fxckpt.backend.options import InnerCompiler
 from fxckpt.budgets import Budget, format_bytes
 from fxckpt.cli.factory import ModelCall
 from fxckpt.costs.models import CostModel

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxckpt.backend import OPTIONS, Backend
+from fxckpt.backend import Backend
+from fxckpt.backend.options import OPTIONS
 from fxckpt.errors import CaptureError, FxckptError
 from fxckpt.partitioner import OPTIONS as PLANNING_OPTIONS
 from fxckpt.partitioner import Partitioner

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import fxckpt
-from fxckpt.backend import _InductorPartitioner
+from fxckpt.backend.api import _InductorPartitioner
 from fxckpt.torch_private.inductor.lowering import Lowerings
 from tests.models.blocks import Net, gradients
 

@@ -9,31 +9,38 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import partial
 from itertools import accumulate
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import fx
 
 from fxckpt import budgets
+from fxckpt.backend.missing_plan import MissingPlan
+from fxckpt.backend.options import (
+    OPTIONS,
+    InnerCompiler,
+    by_environment,
+    call_text,
+    check_inner,
+    check_offload,
+    check_scope,
+    check_tile_with,
+    given_by_name,
+)
 from fxckpt.costs.models import CostModel
-from fxckpt.errors import BudgetInfeasible, CaptureError, FxckptError, InvalidOption
+from fxckpt.errors import BudgetInfeasible, FxckptError, InvalidOption
 from fxckpt.inductor.whole_backward import WholeBackward
-from fxckpt.partitioner import NO_TILES, NO_WAY, NOT_BITWISE, Partitioner, source_digest
+from fxckpt.partitioner import Partitioner, source_digest
 from fxckpt.passes.meta import ORDER
 from fxckpt.passes.whole_backward.dead_operands import write_where_dead
 from fxckpt.passes.whole_backward.gradient_copies import delay_gradient_copies
 from fxckpt.planner.planner import LevelChooser, device_of
 from fxckpt.planner.ranks import Neighbour, Ranks, group_of
 from fxckpt.plans.types import Plan
-from fxckpt.policies import policy_named
 from fxckpt.profiling import record_runs
 from fxckpt.reports.compile_report import Break, Report, outputs_bytes
 from fxckpt.solver.figures import structure_of
@@ -41,7 +48,6 @@ from fxckpt.step.graph import StepGraph
 from fxckpt.step.shared_budget import SharedBudget
 from fxckpt.step.tracker import StepTracker
 from fxckpt.tiers import Tier
-from fxckpt.tiers.tier import NOT_INDUCTOR
 from fxckpt.torch_private import (
     CaptureDone,
     KeptGraph,
@@ -52,7 +58,6 @@ from fxckpt.torch_private import (
     break_after,
     calling_line,
     calls_of,
-    failed_frames,
     inline_regions,
     is_cut_short,
     is_in_a_forward,
@@ -73,32 +78,6 @@ from fxckpt.torch_private.inductor.options import (
     inductor_options,
 )
 from fxckpt.torch_private.versions import warn_of_newer
-
-InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-INNER_NAMES = ("inductor", "aot_eager")
-"""Inner compilers that have a name; others are functions."""
-BUDGET, POLICY = "FXCKPT_BUDGET", "FXCKPT_POLICY"
-"""Environment variables of ``backend="fxckpt"``."""
-OPTIONS = (
-    "budget",
-    "policy",
-    "inner",
-    "cost",
-    "verify",
-    "mode",
-    "options",
-    "max_slowdown",
-    "scope",
-    "in_flight",
-    "strict",
-    "offload",
-    "group",
-    "tile",
-)
-SCOPES = ("step", "graph")
-"""What a budget is for: all graphs of a step, or each graph alone."""
-IDLE_STEPS = 3
-"""Steps of optimizers after which a backend that compiles nothing tells of it."""
 
 
 class Backend:
@@ -207,22 +186,22 @@ class Backend:
         group: Any = None,
         tile: int | str | None = None,
     ) -> None:
-        _check_scope(scope, in_flight, strict)
-        _check_compile(inner, verify, mode, options)
-        _check_offload(offload, inner, group)
+        check_scope(scope, in_flight, strict)
+        check_inner(inner, verify, mode, options)
+        check_offload(offload, inner, group)
         self._inductor = inductor_options(mode, options)
         self.partitioner = Partitioner(
             budget, policy, cost, verify, max_slowdown, offload=offload, tile=tile
         )
         """Plans the graphs."""
-        _check_tile_with(self.partitioner.planner.tile, inner, group)
+        check_tile_with(self.partitioner.planner.tile, inner, group)
         self._replays = bool(self._inductor.get("triton.cudagraphs"))
         """Whether CUDA graphs replay the halves."""
         self.inner = inner
         """The compiler of the halves."""
         self._breaks: list[Break] = []
         is_of_step = scope == "step" and budgets.is_in_bytes(budget)
-        name = _name_of(budget, policy=policy, inner=inner, in_flight=in_flight)
+        name = call_text(budget, policy=policy, inner=inner, in_flight=in_flight)
         self.step = StepTracker(budget, in_flight, strict, name) if is_of_step else None
         """Runs the calls of a step, if the budget is one of a step."""
         self._prepare_partitioner()
@@ -230,14 +209,9 @@ class Backend:
         self._shared = SharedBudget(limit) if isinstance(limit, int) else None
         """Tells of calls that hold more than the budget together, if each graph has all of it."""
         self._graphs: list[StepGraph] = []
-        self._forward_only: list[str] = []
-        """Lines that called graphs which train and have no backward."""
-        self._has_told, self._was_called, self._is_strict = False, False, strict
-        self._steps_without = 0
-        """Steps of optimizers since it was made, while nothing was compiled with it."""
-        self._made_at = time.time()
+        self._missing_plan = MissingPlan(self, self._breaks, is_strict=strict)
         if budget is not None or max_slowdown is not None:
-            after_optimizers(self._tell_of_no_plan)
+            self._missing_plan.watch_optimizers()
         given = (budget, policy, inner, cost, verify, mode, options)
         self._options = (*given, max_slowdown, scope, in_flight, strict, offload, group, tile)
         self._group, self._has_joined = group, False
@@ -281,7 +255,7 @@ class Backend:
         if is_cut_short(gm):
             self.partitioner.expect_several_graphs()
         planned, fell_back = len(self.plans), len(self.partitioner.fallbacks)
-        self._was_called = True
+        self._missing_plan.note_call()
         if self.step is None:
             agrees = self._is_together()
             partition = partial(self.partitioner.partition, together=agrees, is_agreed=agrees)
@@ -295,7 +269,7 @@ class Backend:
         if has_plan and self.step is None and self.inner == "inductor":
             compiled = watching_donations(compiled)
         if not has_plan and len(self.partitioner.fallbacks) == fell_back:
-            self._note_forward_only(example_inputs)
+            self._missing_plan.note_forward_only(example_inputs)
         if is_cut_short(gm):
             reason, source = break_after(gm)
             held = outputs_bytes(self.plans[-1]) if has_plan else 0
@@ -338,64 +312,6 @@ class Backend:
                 "itself. fxckpt.Backend(..., group='world') plans once for all.",
                 stacklevel=2,
             )
-
-    def _note_forward_only(self, example_inputs: Sequence[Any]) -> None:
-        """Keep the line of a graph that trains and has no backward."""
-        if torch.is_grad_enabled() and any(
-            isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
-        ):
-            self._forward_only.append(calling_line())
-
-    def _tell_of_no_plan(self) -> None:
-        """Warn once where nothing was planned when an optimizer stepped; if strict, raise.
-
-        A backend that nothing was compiled with tells after a few steps, and never raises: they may
-        be those of another model.
-        """
-        alike = [b for b in _named if repr(b) == repr(self)] if self in _named else [self]
-        if self._has_told or any(b.plans or b.partitioner.fallbacks for b in alike):
-            return
-        left = [] if self._was_called else failed_frames(self._made_at)
-        is_idle = not self._forward_only and not left
-        if is_idle:
-            self._steps_without += not any(b._was_called for b in alike)
-            if self._steps_without < IDLE_STEPS:
-                return
-        for each in alike:
-            each._has_told = True
-        if is_idle:
-            warnings.warn(
-                "a budget was asked for, and there is no plan: torch compiled nothing with "
-                f"{self!r} in the first {IDLE_STEPS} optimizer steps since it was made. Of a "
-                "container of torch's own, such as nn.Sequential, model.compile() compiles "
-                "nothing: use torch.compile(model, backend=...).",
-                stacklevel=2,
-            )
-            return
-        message = self._no_plan_message(left)
-        if self._is_strict:
-            raise CaptureError(message)
-        warnings.warn(message, stacklevel=2)
-
-    def _no_plan_message(self, left: Sequence[tuple[str, str]]) -> str:
-        """Return the message for a model that was run in Python, or compiled without a backward.
-
-        ``left`` are the frames that Dynamo left to Python, each a reason and a line.
-        """
-        lines = ", ".join(dict.fromkeys(filter(None, self._forward_only)))
-        found = (
-            "Dynamo made no graph of"
-            if left
-            else f"no compiled graph ({lines}) has an output that needs a gradient, so that none "
-            "has a backward"
-        )
-        found += "".join(f" {line} ({reason})" for reason, line in left[-1:])
-        found += "".join(f". The graph broke at {b.source}: {b.reason}" for b in self._breaks)
-        return (
-            f"a budget was asked for, and there is no plan: {found}. What is saved for the "
-            "backward is held by code that runs in Python. Change that code so that it compiles, "
-            "or wrap it in fxckpt.checkpoint(). TORCH_LOGS=graph_breaks lists all breaks."
-        )
 
     def _compile_for_step(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], step: StepTracker
@@ -535,79 +451,10 @@ class Backend:
             raise through_dynamo(error) from error
 
 
-def _check_compile(
-    inner: object, verify: object, mode: str | None, options: Mapping[str, Any] | None
-) -> None:
-    """Raise :class:`InvalidOption` for options of a compile that do not fit together."""
-    if verify not in (None, "exact"):
-        raise InvalidOption(NO_WAY.format(verify))
-    if not callable(inner) and inner not in INNER_NAMES:
-        raise InvalidOption(
-            f"inner={inner!r} is not an inner compiler. Use one of "
-            f"{', '.join(map(repr, INNER_NAMES))}, or a callable "
-            '(gm, example_inputs) -> callable. Example: fxckpt.Backend(inner="aot_eager").'
-        )
-    if verify == "exact" and inner == "inductor":
-        raise InvalidOption(NOT_BITWISE)
-    if inner != "inductor" and (mode or options):
-        raise InvalidOption(
-            f"mode={mode!r}, options={options!r} are Inductor's, and inner={inner!r} is not. "
-            "Leave them out, or use inner='inductor'."
-        )
-
-
 def _most_in_flight(calls: Sequence[tuple[int, int, bool]]) -> int:
     """Return the most forwards of all stages whose backwards are still to come."""
     changes = (-1 if is_backward else 1 for _, _, is_backward in calls)
     return max(accumulate(changes))
-
-
-def _check_scope(scope: str, in_flight: int, strict: bool) -> None:
-    """Raise :class:`InvalidOption` for options of a step's budget that do not fit together."""
-    if scope not in SCOPES:
-        raise InvalidOption(f"scope={scope!r} is not a scope of a budget. Use 'step' or 'graph'.")
-    if not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1:
-        raise InvalidOption(
-            f"in_flight={in_flight!r} is not a number of forwards. Give an int from 1 up."
-        )
-    if scope != "step" and (in_flight != 1 or strict):
-        raise InvalidOption(
-            f"in_flight={in_flight!r}, strict={strict!r} are for the budget of a step, and "
-            f"scope={scope!r}. Use scope='step', or leave them out."
-        )
-
-
-def _check_offload(offload: object, inner: object, group: object) -> None:
-    """Raise :class:`InvalidOption` for an offload that the other options rule out."""
-    if offload is None:
-        return
-    if inner == "inductor":
-        raise InvalidOption(NOT_INDUCTOR.format(offload))
-    if group is not None:
-        raise InvalidOption(
-            f"offload={offload!r}, group={group!r}: each rank has a link of its own, and ranks "
-            "that plan as one send nothing away. Use one of the two."
-        )
-
-
-def _check_tile_with(tile: object, inner: object, group: object) -> None:
-    """Raise :class:`InvalidOption` for tiles that the other options rule out."""
-    if tile is None:
-        return
-    if inner == "inductor":
-        raise InvalidOption(NO_TILES.format(tile))
-    if group is not None:
-        raise InvalidOption(
-            f"tile={tile!r}, group={group!r}: tiles are planned for one process. Use one of the "
-            "two."
-        )
-
-
-def _name_of(budget: budgets.Budget, **options: object) -> str:
-    """Return the call that makes a backend, with those options that are not the usual ones."""
-    usual = {"policy": None, "inner": "inductor", "in_flight": 1}
-    given = {"budget": budget, **{k: v for k, v in options.items() if v != usual[k]}}
-    return f"Backend({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
 def _hashes_of(plan: Plan) -> tuple[str, str]:
@@ -725,54 +572,14 @@ def fxckpt_backend(
     budget and policy, those of :func:`by_environment` hold.
     """
     try:
-        if unknown:
-            raise InvalidOption(
-                f"unknown argument {next(iter(unknown))!r} for backend='fxckpt'. Give "
-                "options={...}, or mode=...."
-            )
-        if options is not None and not isinstance(options, Mapping):
-            raise InvalidOption(
-                f"options={options!r} is a {type(options).__name__}. Give a dict: "
-                "options={'budget': '2GiB'}."
-            )
-        ours = {name: value for name, value in (options or {}).items() if name in OPTIONS}
-        inductor = {name: value for name, value in (options or {}).items() if name not in OPTIONS}
-        if mode is not None:
-            ours["mode"] = mode
-        if inductor:
-            _refuse_misspelt(inductor)
-            ours["options"] = {**(ours.get("options") or {}), **inductor}
-        backend = _backend_of(by_environment(ours))
+        backend = _backend_of(by_environment(given_by_name(options, mode, unknown)))
     except FxckptError as error:
         raise through_dynamo(error) from error
     return backend(gm, example_inputs)
 
 
-def by_environment(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with the budget and the policy that the environment gives, if they lack one.
-
-    ``FXCKPT_BUDGET`` is a budget, ``FXCKPT_POLICY`` the name of one of :mod:`fxckpt.policies` or
-    ``MODULE:NAME``. They serve programs that pass no options to a backend, such as trainers.
-
-    Raises
-    ------
-    InvalidBudget, InvalidOption
-        A variable is not usable.
-    """
-    given = dict(options)
-    budget, policy = (os.environ.get(name, "") for name in (BUDGET, POLICY))
-    is_planned = isinstance(given.get("policy"), Plan)
-    if budget and not is_planned and not {"budget", "max_slowdown"} & set(given):
-        given["budget"] = budgets.from_text(budget)
-    if policy and "policy" not in given:
-        given["policy"] = policy_named(policy)
-    return given
-
-
 _numbers = itertools.count()
 """Numbers of the backends, in the order of their first compiles, for ranks to name them."""
-_named: WeakSet[Backend] = WeakSet()
-"""Backends of ``backend="fxckpt"``; where a budget is for each graph, each has its own."""
 _backends: dict[str, Backend] = {}
 """Backends of ``backend="fxckpt"`` by their options: graphs of equal options are of one step."""
 _shared_budgets: dict[str, SharedBudget] = {}
@@ -782,26 +589,9 @@ _shared_budgets: dict[str, SharedBudget] = {}
 def _backend_of(options: Mapping[str, Any]) -> Backend:
     """Return the backend that all graphs compiled with these options share."""
     backend = Backend(**options)
-    _named.add(backend)
+    backend._missing_plan.tell_with_equals()
     if backend.step is None:
         if backend._shared is not None:
             backend._shared = _shared_budgets.setdefault(repr(backend), backend._shared)
         return backend
     return _backends.setdefault(repr(backend), backend)
-
-
-def _refuse_misspelt(options: Mapping[str, Any]) -> None:
-    """Raise :class:`InvalidOption` for options that Inductor does not know either."""
-    try:
-        inductor_options(None, options)
-    except InvalidOption as error:
-        near = [
-            match
-            for name in options
-            for match in get_close_matches(str(name).lower(), OPTIONS, 1, cutoff=0.8)
-        ]
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise InvalidOption(
-            f"{error} {hint}Options of backend='fxckpt': {', '.join(OPTIONS)}. "
-            "Example: torch.compile(model, backend='fxckpt', options={'budget': '2GiB'})."
-        ) from error
