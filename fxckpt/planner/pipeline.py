@@ -25,6 +25,7 @@ from fxckpt.passes.analysis.joint import Facts
 from fxckpt.passes.graphs import Joint
 from fxckpt.passes.inductor.channels_last import to_channels_last
 from fxckpt.passes.inductor.copy_views_alone import copy_views_alone
+from fxckpt.passes.inductor.draw_as_traced import draw_as_traced
 from fxckpt.passes.inductor.execution_order import mark_execution_order
 from fxckpt.passes.inductor.fusion_model import is_extern_kernel
 from fxckpt.passes.inductor.isolate_matmuls import isolate_matmuls
@@ -317,6 +318,7 @@ EMIT_INDUCTOR: tuple[Pass[Emission], ...] = (
     OnBackward(to_channels_last, _changes_layout),
     OnBackward(mark_execution_order, _keeps_order),
     OnBackward(preserve_strides),
+    OnHalves(draw_as_traced),
     *FREE_EARLY,
     OnHalves(wrap_syncs),
 )
