@@ -131,7 +131,7 @@ def tp(model: Llama, mesh: DeviceMesh, *, sequence: bool = False, vocab: bool = 
             plan |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
             plan |= {"attention": gather, "mlp": gather}
         parallelize_module(block, mesh, plan)
-        return model
+    return model
 
 
 def ring(model: Llama, mesh: DeviceMesh) -> nn.Module:
