@@ -49,3 +49,19 @@ def test_a_copy_that_is_read_stays() -> None:
     before = text_of(graph)
     delay_gradient_copies(graph)
     assert text_of(graph) == before
+
+
+def test_a_copy_of_a_written_input_stays() -> None:
+    """The end of the graph writes the parameter whose old value is another one's gradient."""
+
+    def updated(parameter: Tensor, gradient: Tensor) -> Tensor:
+        old = parameter.t()
+        empty = torch.ops.aten.new_empty_strided.default(old, [4, 4], [4, 1])
+        copied = torch.ops.aten.copy.default(empty, old)
+        torch.ops.aten.copy_.default(parameter, parameter - gradient)
+        return copied
+
+    graph = traced(updated, torch.ones(4, 4), torch.ones(4, 4)).graph
+    before = text_of(graph)
+    delay_gradient_copies(graph)
+    assert text_of(graph) == before
