@@ -127,10 +127,10 @@ class _Donations:
         metadata = ctx._forward_cls.metadata
         saved, first = ctx._raw_saved_tensors, metadata.num_symints_saved_for_bw or 0
         for i in metadata.bw_donated_idxs or ():
-            # Unpacking would call the user's hooks. What these packed is no input of the graph.
-            data = saved[i - first].data if i - first < len(saved) else None
-            if isinstance(data, torch.Tensor):
-                self._storages.add(StorageWeakRef(data.untyped_storage()))
+            value = saved[i - first] if i - first < len(saved) else None
+            # What a hook of the user packed, the user may keep.
+            if value is not None and value.unpack_hook is None:
+                self._storages.add(StorageWeakRef(value.data.untyped_storage()))
 
     def among(self, tensors: Sequence[Any]) -> tuple[int, ...]:
         """Return the positions of the tensors that are the only ones in a storage of these."""

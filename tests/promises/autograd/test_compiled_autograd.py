@@ -195,3 +195,25 @@ def test_inductor_overwrites_saved_values_unless_kept(scope: str) -> None:
     torch.testing.assert_close(
         [p.grad for p in net.parameters()], [3 * g for g in expected], rtol=1e-5, atol=1e-3
     )
+
+
+def test_values_that_hooks_packed_are_not_overwritten() -> None:
+    """A hook may keep the saved values that a backward without hooks overwrites."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    x = torch.randn(1024, 64)
+    backend = fxckpt.Backend(budget=0.9, scope="graph")
+    compiled = torch.compile(lambda x: net(x).square().sum(), backend=backend)
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(value: Tensor) -> Tensor:
+        kept.append((value, value.clone()))
+        return value
+
+    with compiled_autograd._enable(lambda gm: torch.compile(gm, backend=backend)):
+        compiled(x).backward()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            loss = compiled(x)
+        loss.backward()
+    assert kept
+    assert all(torch.equal(value, before) for value, before in kept)
