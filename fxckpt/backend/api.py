@@ -333,7 +333,7 @@ class Backend:
         graph.break_after = break_after(gm) if goes_on else None
         is_alone = not (self._breaks or goes_on or is_in_a_forward())
         run = (
-            graph.compile_alone()
+            graph.compile_alone(step.share)
             if is_alone and step.is_known_alone()
             else graph.compile_cautiously(step.limit_of)
         )

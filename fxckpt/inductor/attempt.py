@@ -75,9 +75,12 @@ class Attempt:
 
     def with_its_peak_as_budget(self) -> Attempt:
         """Return the attempt whose plan has its own compiled peak for its budget."""
+        return self.with_budget(self.halves[2].compiled_peak_bytes)
+
+    def with_budget(self, limit: int | None) -> Attempt:
+        """Return the attempt whose plan has a limit in bytes for its budget."""
         forward, backward, plan = self.halves
-        plan = replace(plan, budget_bytes=plan.compiled_peak_bytes)
-        return replace(self, halves=(forward, backward, plan))
+        return replace(self, halves=(forward, backward, replace(plan, budget_bytes=limit)))
 
 
 @dataclass(frozen=True)

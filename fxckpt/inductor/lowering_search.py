@@ -74,17 +74,21 @@ class LoweringSearch:
 
         found = planner.search(program, aim)
         attempts = self._until_fit(found, limit)
-        first = _latest_fit(attempts, limit)
+        if any(attempt.fits(limit) for attempt in attempts):
+            first = _latest_fit(attempts, limit)
+        else:
+            assert limit is not None
+            first, limit = self._within_share_of_default(attempts, found, limit)
         if not is_timed:
             return (first,)
         return (first, *self._alternatives(found, attempts, first, limit))
 
     def _until_fit(self, found: SearchResult, limit: int | None) -> Attempts:
-        """Return attempts of which at least one fits.
+        """Return attempts, of which one fits if any can.
 
         The plans near the least peak do not depend on the budget, so that a budget of the least
         peak that an error names is feasible. They and the default choice are lowered in full, as
-        their peaks may become that number. Raises :class:`~fxckpt.errors.BudgetInfeasible`.
+        their peaks may become that number.
         """
         default = self.lowerer.default
         if limit is None:
@@ -101,9 +105,29 @@ class LoweringSearch:
             if attempts and attempts[-1].fits(limit):
                 is_default = attempts[-1].candidate is default
                 return attempts if is_default else self._refine(attempts, limit)
-        least = min(attempt.compiled_bytes for attempt in attempts if attempt.is_whole)
-        baseline = found.baseline.simulation.peak_bytes
-        raise infeasible(self.lowerer.planner.budget, limit, least, baseline)
+        return attempts
+
+    def _within_share_of_default(
+        self, attempts: Attempts, found: SearchResult, limit: int
+    ) -> tuple[Attempt, int]:
+        """Return the fastest attempt within a fraction of the default choice, and its limit.
+
+        The default partitioner's choice may compile to more than the uncheckpointed peak as
+        planned, as it does for tiny models; then a fraction is of that. Raises
+        :class:`~fxckpt.errors.BudgetInfeasible`.
+        """
+        budget, whole = self.lowerer.planner.budget, [each for each in attempts if each.is_whole]
+        base = planned = found.baseline.simulation.peak_bytes
+        default = [each for each in whole if each.candidate is self.lowerer.default]
+        if default and isinstance(share := budgets.parse(budget), float):
+            base = max(planned, default[0].compiled_bytes)
+            limit = int(share * base)
+        fitting = [each for each in whole if each.fits(limit)]
+        if not fitting:
+            least = min(each.compiled_bytes for each in whole)
+            raise infeasible(budget, limit, least, base, is_compiled=base > planned)
+        fastest = min(fitting, key=lambda each: each.candidate.simulation.extra_seconds)
+        return fastest.with_budget(limit), limit
 
     def _default_if_promising(
         self, attempts: Attempts, found: SearchResult, limit: int

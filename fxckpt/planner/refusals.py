@@ -30,19 +30,23 @@ def infeasible(
     floor_bytes: int,
     baseline_peak_bytes: int,
     hint: str = "",
+    *,
+    is_compiled: bool = False,
 ) -> BudgetInfeasible:
     """Return the error for a budget below the floor.
 
-    As compiled, the floor may be above the uncheckpointed peak as planned, of which fractions are.
+    As compiled, the floor may be above the uncheckpointed peak as planned, of which fractions are;
+    with ``is_compiled`` they are of the compiled peak of torch's own partition.
     """
     asked, floor = budgets.format_apart(budget_bytes, floor_bytes)
     planned = " as planned, before it is compiled" if floor_bytes > baseline_peak_bytes else ""
+    of = "the compiled peak of torch's own partition" if is_compiled else "its uncheckpointed peak"
     fraction = budgets.least_fraction(budget, floor_bytes, baseline_peak_bytes)
     enough = f"'{floor_bytes}B'" if fraction is None else f"{fraction} ('{floor_bytes}B')"
     return BudgetInfeasible(
-        f"budget={budget!r} is {asked}, below the least peak found for this graph, {floor}; its "
-        f"uncheckpointed peak is {budgets.format_bytes(baseline_peak_bytes)}{planned}. Raise the "
-        f"budget to at least {enough}, or make the batch smaller.{hint}",
+        f"budget={budget!r} is {asked}, below the least peak found for this graph, {floor}; "
+        f"{of} is {budgets.format_bytes(baseline_peak_bytes)}{planned}. Raise the budget to "
+        f"at least {enough}, or make the batch smaller.{hint}",
         floor_bytes=floor_bytes,
         budget_bytes=budget_bytes,
     )

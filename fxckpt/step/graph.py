@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -105,6 +106,8 @@ class StepGraph:
         """Plans: that of the graph alone if there is one, then the family if it is known."""
         self.baseline_alone = 0
         """Uncheckpointed peak of the plan for the whole budget, if it was compiled for that."""
+        self.base_ratio = 1.0
+        """What a fraction is of, over the uncheckpointed peak as planned, if that was too low."""
         self.room: int | None = None
         """Bytes that its backward may take by the plan for the whole budget, None if none is."""
         self._model_error = AS_SIMULATED
@@ -141,8 +144,12 @@ class StepGraph:
         """Whether the graph was compiled as if it were the whole step."""
         return bool(self.plans) and self.plans[0].index is None
 
-    def compile_alone(self) -> Callable[..., Any]:
-        """Compile the graph for the whole budget, as if it were the step."""
+    def compile_alone(self, share: float | None = None) -> Callable[..., Any]:
+        """Compile the graph for the whole budget, as if it were the step.
+
+        ``share`` is a budget that is a fraction. Where it was of more than the uncheckpointed peak
+        as planned, those of the step are too.
+        """
         run, plan = self._compile(None, True)
         assert run is not None
         if plan is not None:
@@ -152,6 +159,11 @@ class StepGraph:
             self.baseline_alone = plan.baseline_peak_bytes
             if plan.budget_bytes is not None:
                 self.room = plan.budget_bytes - boundary_bytes(program)
+                if share is not None and plan.budget_bytes > int(share * self.baseline_alone):
+                    base = ceil(plan.budget_bytes / share)
+                    base += int(share * base) < plan.budget_bytes  # The quotient was rounded.
+                    self.base_ratio = base / max(1, self.baseline_alone)
+                    self.baseline_alone = base
             candidate = _candidate(program, schedule_of(plan))
             ratios = _ratios(program, candidate, plan)
             self.plans = [LevelPlan(program, candidate, None, ratios, run, plan)]
@@ -291,7 +303,9 @@ class StepGraph:
             if len(self._baselines) > SIZES:
                 self._baselines.clear()
             program = self._at(self._program, sizes)
-            self._baselines[sizes] = level_of(program, _candidate(program, save_all(program)))
+            planned = level_of(program, _candidate(program, save_all(program)))
+            above = Ratios(self.base_ratio, self.base_ratio)
+            self._baselines[sizes] = _scaled(planned, above)
         level = self._baselines[sizes]
         return _raised(level, *self.excess) if excess else level
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -54,6 +55,18 @@ class StepRecord:
     def has_backward(self) -> bool:
         """Whether some call had its backward."""
         return any(moment.is_backward for moment in self.moments)
+
+    @property
+    def most_in_flight(self) -> int:
+        """Most calls of one graph, which was compiled as if it were the step, at once."""
+        alone = {i: id(call.graph) for i, call in enumerate(self.calls) if call.graph.is_alone}
+        counts = (
+            Counter(
+                alone[i] for i in {*moment.held, moment.running} if i is not None and i in alone
+            )
+            for moment in self.moments
+        )
+        return max((n for count in counts for n in count.values()), default=0)
 
     @property
     def signature(self) -> tuple[object, ...]:

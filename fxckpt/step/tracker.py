@@ -95,6 +95,12 @@ class StepTracker:
         assert self._levels.meter is not None
         return self._levels.meter
 
+    @property
+    def share(self) -> float | None:
+        """Budget that is a fraction; None for another."""
+        parsed = budgets.parse(self._levels.budget)
+        return parsed if isinstance(parsed, float) else None
+
     # Calls ------------------------------------------------------------------------------------
 
     def forward(self, graph: StepGraph, args: Sequence[Any]) -> Any:

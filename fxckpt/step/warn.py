@@ -67,8 +67,11 @@ def _exceeded(record: StepRecord, limit: int, step: int, *, has_settled: bool) -
         f"({budgets.format_bytes(limit)}): {record.peak_at}."
     )
     if not has_settled:
-        return message + (
-            " Later steps are planned with what this one showed. If several forwards are in "
-            "flight at once, say so: fxckpt.Backend(..., in_flight=n)."
-        )
+        message += " Later steps are planned with what this one showed."
+        if record.most_in_flight > 1:
+            message += (
+                " If several forwards are in flight at once, say so: fxckpt.Backend(..., "
+                "in_flight=n)."
+            )
+        return message
     return message + " backend.report() lists what the step holds."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,6 +25,15 @@ from tests.solver.programs import QUICK_SEARCH, chain
 
 PROGRAM = chain(12)
 BASELINE = simulate(PROGRAM, save_all(PROGRAM)).peak_bytes
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What a search reads of a plan."""
+
+    digest: Any
+    compiled_peak_bytes: int
+    budget_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -58,14 +68,14 @@ class ScaledLowerer:
         assert number == len(self.made) + 1
         planned = simulate(PROGRAM, candidate.schedule).peak_bytes
         compiled = int(self.factor * planned)
-        plan: Any = SimpleNamespace(digest=candidate.schedule, compiled_peak_bytes=compiled)
+        plan: Any = StandIn(candidate.schedule, compiled, limit)
         halves: Any = (None, None, plan)
         self.made.append(Attempt(candidate, halves, PROGRAM, planned, compiled, is_whole))
         return self.made[-1]
 
 
 def searched(
-    budget: int, *, factor: float, default: Candidate | None = None, is_timed: bool = False
+    budget: int | float, *, factor: float, default: Candidate | None = None, is_timed: bool = False
 ) -> tuple[tuple[Attempt, ...], list[Attempt]]:
     """Return the finalists of a search, and all of its attempts."""
     lowerer = ScaledLowerer(factor, Planner(budget=budget, search=QUICK_SEARCH), default)
@@ -122,6 +132,25 @@ def test_infeasible_fraction_is_not_named_again() -> None:
         LoweringSearch(cast(CandidateLowerer, lowerer)).finalists(is_timed=False)
     assert caught.value.floor_bytes > BASELINE
     assert f"to at least '{caught.value.floor_bytes}B', or" in str(caught.value)
+
+
+def test_fractions_may_be_of_the_default_choice() -> None:
+    """Where the default choice compiles to more than was planned, a fraction is of that."""
+    default = saving_all(PROGRAM)
+    (found,), made = searched(1.0, factor=9.0, default=default)
+    assert found.candidate is default and sum(each.candidate is default for each in made) == 1
+    assert found.halves[2].budget_bytes == found.compiled_bytes == 9 * BASELINE
+    with pytest.raises(fxckpt.BudgetInfeasible) as caught:
+        searched(0.1, factor=9.0, default=default)
+    named = re.search(r"to at least (\S+) \('(\d+)B'\)", str(caught.value))
+    assert named is not None
+    least, floor = named.groups()
+    assert caught.value.budget_bytes == int(0.9 * BASELINE)
+    assert caught.value.floor_bytes == int(floor) <= float(least) * 9 * BASELINE
+    (found,), _ = searched(float(least), factor=9.0, default=default)
+    assert found.compiled_bytes == caught.value.floor_bytes
+    with pytest.raises(fxckpt.BudgetInfeasible):
+        searched(BASELINE, factor=9.0, default=default)
 
 
 def test_bytes_left_over_buy_a_faster_plan() -> None:

@@ -318,3 +318,30 @@ def test_kept_order_has_no_cycles() -> None:
     with pytest.raises(fxckpt.BudgetInfeasible) as caught:
         InductorPlanner(Planner(budget=1, cost="flops")).partition(Joint(joint, count))
     assert caught.value.floor_bytes <= default
+
+
+@pytest.mark.parametrize("scope", ["graph", "step"])
+def test_whole_fractions_of_tiny_models_fit(scope: str) -> None:
+    """Such a model compiles to more than planned; the step has the limit of its plan."""
+
+    class Gated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.linear(self.linear(x).tanh() * x.sigmoid())
+            return y
+
+    backend = fxckpt.Backend(1.0, scope=scope)
+    model = Gated()
+    run = torch.compile(model, backend=backend)
+    for _ in range(3):
+        model.zero_grad()
+        run(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    plan = backend.plans[0]
+    assert plan.compiled_peak_bytes == plan.budget_bytes
+    assert plan.budget_bytes is not None and plan.budget_bytes > plan.baseline_peak_bytes
+    step = backend.report().step
+    assert (step is None) == (scope == "graph")
+    assert step is None or step.budget_bytes == plan.budget_bytes

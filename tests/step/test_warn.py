@@ -64,3 +64,23 @@ def test_small_code_left_to_python_is_untold() -> None:
     model.compile(backend=fxckpt.Backend("64MiB", inner="aot_eager", scope="step"))
     for _ in range(2):
         measured(model)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
+def test_forwards_in_flight_are_told_if_seen(together: bool) -> None:
+    """Gradients of an earlier micro-batch are over the budget too, with one forward at a time."""
+    model, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(64, 32)
+    optimizer = torch.optim.SGD(model.parameters())
+    backend = fxckpt.Backend(
+        fxckpt.plan(model, x, budget="min").budget_bytes,
+        inner="aot_eager",
+        scope="step",
+    )
+    run = torch.compile(model, backend=backend)
+    with pytest.warns(UserWarning, match="Later steps are planned") as told:
+        for _ in range(1 if together else 2):
+            losses = [run(x).sum() for _ in range(2 if together else 1)]
+            for loss in losses:
+                loss.backward()
+    optimizer.step()
+    assert len(told) == 1 and ("in_flight" in str(told[0].message)) == together
