@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fxckpt
@@ -102,6 +105,51 @@ def test_ranks_plan_as_one() -> None:
     assert first["bitwise"] and second["bitwise"]
     assert "rank 1: budget='400KB'" in first["infeasible"]
     assert first["infeasible"] == second["infeasible"]
+
+
+def trained(folder: str, steps: int, *, compiles: bool) -> tuple[nn.Module, Any]:
+    """Return a sharded model and its optimizer after some steps, which go on from ``folder``."""
+    module = made()
+    for layer in module.layers:
+        fully_shard(layer)
+    model: Any = fully_shard(module)
+    optimizer = torch.optim.AdamW(model.parameters())
+    backend = fxckpt.Backend(0.9, inner="aot_eager")
+    if compiles:
+        model.compile(backend=backend)
+    if folder:
+        names, states = get_state_dict(model, optimizer)
+        dcp.load({"model": names, "optimizer": states}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=names, optim_state_dict=states)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(batch(256)).square().mean().backward()
+        optimizer.step()
+    assert bool(backend.plans) == compiles
+    return model, optimizer
+
+
+def save_and_go_on(folder: str) -> dict[str, Any]:
+    """Save a compiled model; go on from there with a plain one, and the other way around."""
+    found = {}
+    for saves in (True, False):
+        model, optimizer = trained("", 2, compiles=saves)
+        names, states = get_state_dict(model, optimizer)
+        path = f"{folder}/{saves}"
+        dcp.save({"model": names, "optimizer": states}, checkpoint_id=path)
+        found[f"names {saves}"] = [*names, *states["state"]]
+        later, _ = trained(path, 1, compiles=not saves)
+        straight, _ = trained("", 3, compiles=False)
+        pairs = zip(later.parameters(), straight.parameters(), strict=True)
+        found[f"equal {saves}"] = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+    return found
+
+
+def test_checkpoints_of_shards_keep_their_names(tmp_path: Path) -> None:
+    """What a compiled model saved loads into a plain one, and goes on bitwise; and back."""
+    for found in on_ranks(save_and_go_on, str(tmp_path)):
+        assert found["names True"] == found["names False"]
+        assert found["equal True"] and found["equal False"]
 
 
 def run_script(name: str) -> str:
