@@ -109,14 +109,14 @@ def test_ranks_plan_as_one() -> None:
 
 def trained(folder: str, steps: int, *, compiles: bool) -> tuple[nn.Module, Any]:
     """Return a sharded model and its optimizer after some steps, which go on from ``folder``."""
-    module = made()
-    for layer in module.layers:
-        fully_shard(layer)
-    model: Any = fully_shard(module)
-    optimizer = torch.optim.AdamW(model.parameters())
     backend = fxckpt.Backend(0.9, inner="aot_eager")
-    if compiles:
-        model.compile(backend=backend)
+    blocks = nn.Sequential(made(), made())
+    for block in blocks:
+        fully_shard(block)
+        if compiles:
+            block.compile(backend=backend)
+    model: Any = fully_shard(blocks)
+    optimizer = torch.optim.AdamW(model.parameters())
     if folder:
         names, states = get_state_dict(model, optimizer)
         dcp.load({"model": names, "optimizer": states}, checkpoint_id=folder)
