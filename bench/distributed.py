@@ -341,7 +341,10 @@ def rows(name: str, share: float, path: str) -> None:
         try:
             got = make()
         except Exception as error:
-            text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:90]}"
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # A schedule wraps what its stage raised.
+                cause = cause.__cause__
+            text = f"{type(cause).__name__}: {str(cause).strip().splitlines()[0][:200]}"
             found.append([name, label, budget, None, None, None, text, ""])
             torch.save(found, path)
             return None

@@ -398,7 +398,7 @@ class Backend:
         return in_flight
 
     def _compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], split: Callable[..., Any]
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], partition: Callable[..., Any]
     ) -> Callable[..., Any]:
         try:
             if self.inner == "inductor":
@@ -413,7 +413,7 @@ class Backend:
                         return whole.compile(lowerings, *given, **named)
                     return lowerings.compile(*given, **named)
 
-                partitioner = _InductorPartitioner(self, lowerings, split)
+                partitioner = _InductorPartitioner(self, lowerings, partition)
                 run: Callable[..., Any] = inductor_backend(
                     gm, example_inputs, partitioner, keep_order, self._inductor, compile_half
                 )
@@ -438,7 +438,7 @@ class Backend:
                 fw_compiler=compiler,
                 bw_compiler=compile_backward,
                 inference_compiler=compile_whole,
-                partition_fn=split,
+                partition_fn=partition,
                 keep_inference_input_mutations=True,
             )
             return compile_graph(gm, example_inputs)  # type: ignore[no-any-return]
@@ -534,14 +534,16 @@ class _InductorPartitioner(CustomPartitionerFn):
     Two with equal options and equal code have equal uuids.
     """
 
-    def __init__(self, backend: Backend, lowerings: Lowerings, split: Callable[..., Any]) -> None:
-        self._backend, self._lowerings, self._split = backend, lowerings, split
+    def __init__(
+        self, backend: Backend, lowerings: Lowerings, partition: Callable[..., Any]
+    ) -> None:
+        self._backend, self._lowerings, self._partition = backend, lowerings, partition
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         kwargs.pop("compiler")
-        halves: tuple[fx.GraphModule, fx.GraphModule] = self._split(
+        halves: tuple[fx.GraphModule, fx.GraphModule] = self._partition(
             gm, joint_inputs, lowerings=self._lowerings, **kwargs
         )
         return halves
