@@ -181,7 +181,7 @@ def test_inductor_overwrites_saved_values_unless_kept(scope: str) -> None:
     x = torch.randn(1024, 64)
     net(x).square().sum().backward()
     expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
-    backend = fxckpt.Backend(budget=0.9, scope=scope)
+    backend = fxckpt.Backend(budget=0.9, scope=scope, cost="flops")
     compiled = torch.compile(lambda x: net(x).square().sum(), backend=backend)
     peak = peak_of_second_step(net, lambda: compiled(x), backend)
     (plan,) = backend.plans
