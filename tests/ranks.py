@@ -39,7 +39,7 @@ def _run(rank: int, folder: str, function: Callable[..., Any], args: tuple[Any, 
         dist.destroy_process_group()
 
 
-def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
+def on_ranks(function: Callable[..., Any], *args: Any, seconds: float = 200) -> list[Any]:
     """Return what a function of a module returns on each rank; plain data alone."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +50,7 @@ def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
         for process in processes:
             process.start()
         for process in processes:
-            process.join(200)
+            process.join(seconds)
         try:
             assert not any(process.is_alive() for process in processes), "a rank hangs"
             return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(RANKS)]

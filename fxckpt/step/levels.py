@@ -54,6 +54,7 @@ class KnownStep:
 
     learned: LearnedStep
     limit: int
+    """Budget in bytes of the latest one."""
     levels: tuple[int, ...]
     """Levels that it had last."""
     choices: dict[Sizes, tuple[tuple[int, int], StepChoice]] = field(default_factory=dict)
@@ -174,7 +175,8 @@ class StepLevels:
         if known is None:
             return None
         version, chosen = known.choices.get(sizes, (None, None))
-        if version == (self.version, known.version):
+        if chosen is not None and version == (self.version, known.version):
+            known.limit = chosen.limit
             return chosen
         learned, expected = known.learned, known.learned.sizes_after([sizes])
         limit = self.limit(learned, expected)
@@ -210,7 +212,9 @@ class StepLevels:
         if known is None:
             return None
         if sizes in known.choices:
-            return known.choices[sizes][1]
+            chosen = known.choices[sizes][1]
+            known.limit = chosen.limit
+            return chosen
         learned = known.learned
         expected = learned.sizes_after([sizes])
         limit = self.limit(learned, expected)
@@ -220,6 +224,7 @@ class StepLevels:
                 each.learn_levels(learned.room(room))
         choice = self.compiled_choice(learned, expected, room)
         chosen = StepChoice(learned, expected, choice, limit)
+        known.limit = limit
         known.choices[sizes] = (self.version, known.version), chosen
         return chosen
 
