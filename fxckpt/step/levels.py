@@ -53,8 +53,6 @@ class KnownStep:
     """A step that was seen, and the levels chosen for it at each size of its first call."""
 
     learned: LearnedStep
-    limit: int
-    """Budget in bytes of the latest one."""
     levels: tuple[int, ...]
     """Levels that it had last."""
     choices: dict[Sizes, tuple[tuple[int, int], StepChoice]] = field(default_factory=dict)
@@ -129,7 +127,7 @@ class StepLevels:
         found = known.get(record.signature)
         if found is None:
             learned, levels = LearnedStep.of(record), tuple(c.position for c in record.calls)
-            found = known[record.signature] = KnownStep(learned, self.limit(learned), levels)
+            found = known[record.signature] = KnownStep(learned, levels)
             if len(known) > KINDS:
                 del known[next(iter(known))]
         elif found.learned.add(record):
@@ -175,8 +173,7 @@ class StepLevels:
         if known is None:
             return None
         version, chosen = known.choices.get(sizes, (None, None))
-        if chosen is not None and version == (self.version, known.version):
-            known.limit = chosen.limit
+        if version == (self.version, known.version):
             return chosen
         learned, expected = known.learned, known.learned.sizes_after([sizes])
         limit = self.limit(learned, expected)
@@ -202,7 +199,7 @@ class StepLevels:
         """Keep a choice for steps whose first call has these sizes, and return it."""
         if self.settled_at is None:
             self.settled_at = self.steps + 1
-        known.limit, known.levels = chosen.limit, chosen.choice.levels
+        known.levels = chosen.choice.levels
         known.choices[sizes] = (self.version, known.version), chosen
         return chosen
 
@@ -212,9 +209,7 @@ class StepLevels:
         if known is None:
             return None
         if sizes in known.choices:
-            chosen = known.choices[sizes][1]
-            known.limit = chosen.limit
-            return chosen
+            return known.choices[sizes][1]
         learned = known.learned
         expected = learned.sizes_after([sizes])
         limit = self.limit(learned, expected)
@@ -224,7 +219,6 @@ class StepLevels:
                 each.learn_levels(learned.room(room))
         choice = self.compiled_choice(learned, expected, room)
         chosen = StepChoice(learned, expected, choice, limit)
-        known.limit = limit
         known.choices[sizes] = (self.version, known.version), chosen
         return chosen
 

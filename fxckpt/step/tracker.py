@@ -440,7 +440,10 @@ class StepTracker:
         self.last = record
         found = self._levels.learn(record)
         if self._meter.is_exact:
-            self._warnings.compare(record, found.limit, self.steps, self._levels.settled_at)
+            limit = 0 if self._current is None else self._current.limit
+            if record.peak_bytes > limit:  # A fraction is of what this step took outside, too.
+                limit = self._levels.limit(found.learned)
+            self._warnings.compare(record, limit, self.steps, self._levels.settled_at)
 
     def _position(self, number: int, graph: StepGraph, sizes: Sizes) -> int:
         """Return the plan that a call takes."""
