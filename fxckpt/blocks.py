@@ -63,6 +63,8 @@ def compile_blocks(blocks: Iterable[nn.Module], budget: budgets.Budget, **option
             "fxckpt.compile_blocks(model.layers, budget='2GiB')."
         )
     backend = Backend(budget, **options)
+    if backend.step is not None:
+        backend.step.is_of_blocks = len(modules) > 1
     for module in modules:
         compile_module(module, backend)
     return backend

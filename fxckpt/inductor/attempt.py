@@ -89,6 +89,8 @@ class _Lowering:
 
     peak_bytes: int
     """Peak of both halves, or, over the limit, of the half that was lowered first."""
+    halves_bytes: tuple[int, int] | None
+    """Peaks of the forward and of the backward; None if the forward was not lowered."""
     held_bytes: int | None
     """Bytes held for the backward alone; None if the forward was not lowered."""
     frees_early: bool
@@ -171,6 +173,7 @@ class CandidateLowerer:
         plan = replace(
             plan,
             compiled_peak_bytes=lowering.peak_bytes,
+            compiled_halves_bytes=lowering.halves_bytes,
             compiled_held_bytes=lowering.held_bytes,
             frees_early=lowering.frees_early,
         )
@@ -249,14 +252,14 @@ class CandidateLowerer:
 
         peak, frees_early = backward_peak()
         if limit is not None and peak > limit and not is_whole:
-            return _Lowering(peak, None, frees_early, program)
+            return _Lowering(peak, None, None, frees_early, program)
         if lowered is None:
             # The lowered forward tells which saved values share a buffer.
             lowered = lower(forward, None, {})
             peak, frees_early = backward_peak()
-        peak = max(peak, int(forward_bytes(lowered, forward, facts, workspace).max()))
+        halves = int(forward_bytes(lowered, forward, facts, workspace).max()), peak
         held = held_bytes(lowered, num_fwd_outputs=num_fwd_outputs)
-        return _Lowering(peak, held, frees_early, program)
+        return _Lowering(max(halves), halves, held, frees_early, program)
 
 
 def copied_emission(planner: Planner, joint: Joint, facts: Facts, plan: Plan) -> Emission:

@@ -200,6 +200,8 @@ class Plan:
     """Name of the cost model."""
     compiled_peak_bytes: int | None = None
     """Peak by the inner compiler's schedule of the two halves, or None if none was asked."""
+    compiled_halves_bytes: tuple[int, int] | None = None
+    """Peaks of the forward and of the backward by that schedule; None if not both were asked."""
     compiled_held_bytes: int | None = None
     """Bytes that its forward holds for its backward alone; None if none was asked."""
     never_stored: tuple[str, ...] = ()

@@ -295,8 +295,8 @@ class StepGraph:
         names = [name for _, name in self._symbols]
         return program.at(dict(zip(names, sizes, strict=True)))
 
-    def uncheckpointed(self, sizes: Sizes = (), *, excess: bool = True) -> Level | None:
-        """Return the bytes of the uncheckpointed graph; with ``excess``, what wrappers take too."""
+    def uncheckpointed(self, sizes: Sizes = ()) -> Level | None:
+        """Return the bytes of the uncheckpointed graph, with what wrappers were seen to take."""
         if self._program is None:
             return None
         if sizes not in self._baselines:
@@ -306,8 +306,7 @@ class StepGraph:
             planned = level_of(program, _candidate(program, save_all(program)))
             above = Ratios(self.base_ratio, self.base_ratio)
             self._baselines[sizes] = _scaled(planned, above)
-        level = self._baselines[sizes]
-        return _raised(level, *self.excess) if excess else level
+        return _raised(self._baselines[sizes], *self.excess)
 
     def run(self, position: int) -> Callable[..., Any]:
         """Return the compiled function of a plan; compile it if it is new."""
@@ -405,18 +404,19 @@ def _candidate(program: Program, schedule: Schedule) -> Candidate:
 def _ratios(program: Program, candidate: Candidate, plan: Plan) -> Ratios:
     """Return the compiled bytes of a plan over those of its schedule.
 
-    Where Inductor compiles, the plan is of a program that its lowering corrected.
+    Where Inductor compiles, the plan is of a program that its lowering corrected, and each half has
+    a peak of its own: that of the step tells nothing of the other half.
     """
     simulated = level_of(program, candidate)
-    compiled = (plan.compiled_peak_bytes or plan.peak_bytes) / max(1, plan.peak_bytes)
-    forward = max(plan.profile[: plan.forward_ops], default=0)
-    backward = max(plan.profile[plan.forward_ops :], default=0) - boundary_bytes(program)
+    planned = plan.profile[: plan.forward_ops], plan.profile[plan.forward_ops :]
+    peaks = plan.compiled_halves_bytes or tuple(max(half, default=0) for half in planned)
+    forward, backward = peaks[0], peaks[1] - boundary_bytes(program)
     held = 1.0
     if simulated.held_bytes and plan.compiled_held_bytes is not None:
         held = plan.compiled_held_bytes / simulated.held_bytes
     return Ratios(
-        compiled * forward / max(1, simulated.forward_bytes),
-        compiled * max(backward, simulated.held_bytes) / max(1, simulated.backward_bytes),
+        forward / max(1, simulated.forward_bytes),
+        max(backward, simulated.held_bytes) / max(1, simulated.backward_bytes),
         held,
     )
 

@@ -196,15 +196,14 @@ class LearnedStep:
         """Return the peak of the uncheckpointed step, of which fractions are.
 
         Sizes that vary are the largest seen, ``sizes``, or those planned for, whichever needs more.
-        The baseline of a graph which
-        was planned as if it were the step counts its outputs and incoming gradients in full, and is
-        the least: such a step keeps the budget that it was planned for.
+        The baseline of a graph which was planned as if it were the step counts its outputs and
+        incoming gradients in full, and is the least: such a step has the budget that it was planned
+        for, or more.
         """
-        is_one = len(self.calls) == 1 and self.calls[0].is_alone
         peaks = [graph.baseline_alone for graph in self.calls]
         for at in {self.largest, tuple(sizes or self.sizes), ((),) * len(self.calls)}:
             found = [
-                graph.uncheckpointed(each, excess=not is_one) if fixed is None else None
+                graph.uncheckpointed(each) if fixed is None else None
                 for graph, each, fixed in zip(self.calls, at, self.fixed, strict=True)
             ]
             levels = tuple(

@@ -63,6 +63,8 @@ class StepTracker:
     ) -> None:
         self.in_flight, self.name = in_flight, name
         """Most forwards of one graph in flight, and the name of the backend in errors."""
+        self.is_of_blocks = False
+        """Whether its graphs are known to be parts of a model, whatever calls the first one."""
         self.ranks: Ranks | None = None
         """The ranks that choose levels as one; None chooses for this process alone."""
         self.last: StepRecord | None = None
@@ -514,7 +516,9 @@ class StepTracker:
 
         The loss of a pipeline is never in the graph of its last stage.
         """
-        return self.in_flight == 1 and not self._flights and not self._has_schedule
+        if self.is_of_blocks or self._has_schedule:
+            return False
+        return self.in_flight == 1 and not self._flights
 
     def follow(self, in_flight: int) -> None:
         """Take the most forwards in flight from a schedule, which tells of its steps."""

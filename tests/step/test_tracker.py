@@ -299,6 +299,38 @@ def test_what_micro_batches_leave_counts_without_optimizer() -> None:
     assert report is not None and report.measured_peak_bytes <= limit
 
 
+def test_blocks_that_a_loop_calls_begin_cautiously() -> None:
+    """No module's forward surrounds the first graph, and other blocks follow all the same."""
+    blocks = nn.ModuleList(Block(dropout=0.0) for _ in range(6))
+
+    def step() -> None:
+        x = X
+        for block in blocks:
+            x = block(x)
+        x.square().mean().backward()
+
+    step()
+    clear(blocks)
+    limit = int(0.5 * fxckpt.measure_peak(step))
+    fxckpt.compile_blocks(blocks, limit, inner="aot_eager")
+    for _ in range(3):
+        clear(blocks)
+        assert fxckpt.measure_peak(step) <= limit
+
+
+def test_a_whole_budget_fits_kept_gradients() -> None:
+    """What a tiny step takes beyond its plan is also what the uncheckpointed one takes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    backend = fxckpt.Backend(1.0, inner="aot_eager")
+    forward, x = torch.compile(model, backend=backend), torch.randn(2, 4)
+    for _ in range(4):
+        forward(x).sum().backward()
+    report = backend.report().step
+    assert report is not None and report.steps == 4
+    assert backend._graphs[0].excess[1] > 0
+
+
 def test_graph_scope_gives_each_graph_the_budget() -> None:
     model, backend = compiled(0.9, scope="graph")
     measured(model)
