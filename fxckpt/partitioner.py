@@ -34,7 +34,6 @@ from fxckpt.plans.types import Plan
 from fxckpt.policies.torch_form import FunctionPolicy
 from fxckpt.reports.compile_report import Fallback, Report
 from fxckpt.tiers import Tier, tier_of
-from fxckpt.tiers.tier import NOT_INDUCTOR
 from fxckpt.torch_private import (
     CaptureDone,
     assuming,
@@ -75,6 +74,12 @@ FUSED = (
     "than with fxckpt.Backend, which holds it to the plan's order and frees buffers early."
 )
 """Note in reports where Inductor compiles."""
+NOT_SENT = (
+    "offload={!r}: where Inductor compiles the halves of a Partitioner, it orders their ops as it "
+    "likes, and values that are sent away would stay on the device for longer than planned. Use "
+    "fxckpt.Backend(offload=...), which holds it to the plan's order."
+)
+"""Error for an offload where Inductor compiles in an order of its own."""
 NO_TILES = (
     "tile={0!r}: tiles are for compilers that run ops one by one, in the order of the graph; "
     "Inductor would fuse and reorder them. Use fxckpt.Backend(inner='aot_eager', tile={0!r}), or "
@@ -230,7 +235,7 @@ class Partitioner(CustomPartitionerFn):
             if lowerings is not None and self.planner.exact:
                 raise InvalidOption(NOT_BITWISE)
             if lowerings is not None and self.planner.offload is not None:
-                raise InvalidOption(NOT_INDUCTOR.format(self.planner.offload))
+                raise InvalidOption(NOT_SENT.format(self.planner.offload))
             if lowerings is not None and self.planner.tile is not None:
                 raise InvalidOption(NO_TILES.format(self.planner.tile))
             return self.partition(gm, joint_inputs, lowerings=lowerings, **kwargs)

@@ -27,7 +27,10 @@ CHECKSUM_OF = "fxckpt_checksum_of"
 """Marks a checksum, or filled memory, that may be saved beside the plan; holds its op's name."""
 
 ORDER = "fxckpt_order"
-"""Holds ``(own nodes before it, whether it is a copy)`` of a node of the backward."""
+"""Holds ``(own nodes before it, whether it is a copy)`` of a node of a half."""
+
+LAST_READER = "fxckpt_last_reader"
+"""Marks an op that all other readers of its operands run before."""
 
 MODEL = "fxckpt_model"
 """On a graph module: holds the name of the model that it was captured from."""

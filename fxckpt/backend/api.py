@@ -35,7 +35,7 @@ from fxckpt.costs.models import CostModel
 from fxckpt.errors import BudgetInfeasible, FxckptError, InvalidOption
 from fxckpt.inductor.whole_backward import WholeBackward
 from fxckpt.partitioner import Partitioner, source_digest
-from fxckpt.passes.meta import ORDER
+from fxckpt.passes.meta import LAST_READER, ORDER
 from fxckpt.passes.whole_backward.dead_operands import write_where_dead
 from fxckpt.passes.whole_backward.gradient_copies import delay_gradient_copies
 from fxckpt.planner.planner import LevelChooser, device_of
@@ -132,8 +132,8 @@ class Backend:
     offload:
         Where saved values may be sent in place of being kept or recomputed, to be fetched in the
         backward: one of :mod:`fxckpt.tiers`, or the limit of a :class:`fxckpt.tiers.Host`
-        (``"64GiB"``). The budget is of the device alone. None keeps them there. It needs
-        an ``inner`` that is not Inductor, and a model on the CPU.
+        (``"64GiB"``). The budget is of the device alone. None keeps them there. It needs a model on
+        the CPU.
     group:
         A process group whose ranks plan as one, or ``"world"``: each graph is planned once, at the
         largest sizes and slowest costs of all ranks, and every rank has that plan. If one cannot go
@@ -403,7 +403,9 @@ class Backend:
         try:
             if self.inner == "inductor":
                 whole = WholeBackward.of(self.plans, gm, example_inputs)
-                keep_order = KeepExecutionOrder(ORDER, "a half" if whole is None else str(whole))
+                keep_order = KeepExecutionOrder(
+                    ORDER, "a half" if whole is None else str(whole), LAST_READER
+                )
                 lowerings = Lowerings(keep_order)
 
                 def compile_half(*given: Any, **named: Any) -> Any:

@@ -14,7 +14,6 @@ from fxckpt.errors import InvalidOption
 from fxckpt.partitioner import NO_TILES, NO_WAY, NOT_BITWISE
 from fxckpt.plans.types import Plan
 from fxckpt.policies import policy_named
-from fxckpt.tiers.tier import NOT_INDUCTOR
 from fxckpt.torch_private.inductor.options import inductor_options
 
 InnerCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -82,8 +81,6 @@ def check_offload(offload: object, inner: object, group: object) -> None:
     """Raise :class:`InvalidOption` for an offload that the other options rule out."""
     if offload is None:
         return
-    if inner == "inductor":
-        raise InvalidOption(NOT_INDUCTOR.format(offload))
     if group is not None:
         raise InvalidOption(
             f"offload={offload!r}, group={group!r}: each rank has a link of its own, and ranks "

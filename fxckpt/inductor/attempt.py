@@ -15,6 +15,7 @@ from fxckpt.inductor.memory import (
     forward_bytes,
     held_bytes,
     lower_backward,
+    lower_forward,
     optimistic_program,
     with_lowered_workspace,
 )
@@ -226,7 +227,7 @@ class CandidateLowerer:
         num_fwd_outputs = self.joint.num_fwd_outputs
         # The backward is likelier to be over the limit: it is lowered first, unless the layouts of
         # its inputs follow from the lowered forward.
-        lowered = lower(forward, None, {}) if changes_layout(forward) else None
+        lowered = lower_forward(forward, lower) if changes_layout(forward) else None
         lowered_backward = lower_backward(
             forward, backward, lower, num_fwd_outputs=num_fwd_outputs, lowered_forward=lowered
         )
@@ -255,7 +256,7 @@ class CandidateLowerer:
             return _Lowering(peak, None, None, frees_early, program)
         if lowered is None:
             # The lowered forward tells which saved values share a buffer.
-            lowered = lower(forward, None, {})
+            lowered = lower_forward(forward, lower)
             peak, frees_early = backward_peak()
         halves = int(forward_bytes(lowered, forward, facts, workspace).max()), peak
         held = held_bytes(lowered, num_fwd_outputs=num_fwd_outputs)
@@ -268,7 +269,7 @@ def copied_emission(planner: Planner, joint: Joint, facts: Facts, plan: Plan) ->
     # every process, as the caches of compiled code require.
     module = fx.GraphModule(joint.module, copy.deepcopy(joint.module.graph))
     facts = facts.moved_to(module.graph)
-    return Emission(replace(joint, module=module), facts, plan)
+    return planner.emission(replace(joint, module=module), facts, plan)
 
 
 def default_candidate(snapshot: GraphSnapshot, saved: frozenset[str]) -> Candidate | None:

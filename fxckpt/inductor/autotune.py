@@ -19,6 +19,7 @@ from fxckpt.costs.isolated_op import synthetic_input
 from fxckpt.ops.properties import has_hidden_effect, is_collective, is_mutating, is_torchs_own
 from fxckpt.passes.analysis.placement import graph_outputs
 from fxckpt.plans.types import Plan
+from fxckpt.tiers.ops import MOVES
 from fxckpt.torch_private import HigherOrderOperator, OpOverload, outside_trace
 
 log = logging.getLogger("fxckpt")
@@ -92,7 +93,8 @@ def _timed(
 def unsafe_op(halves: Sequence[fx.GraphModule]) -> str | None:
     """Return an op of the halves that must not run on synthetic inputs; None if there is none.
 
-    Ops that are not torch's own, that have effects, or that talk to other ranks must not.
+    Ops that are not torch's own, that have effects, or that talk to other ranks must not. Values
+    may be sent away and fetched.
     """
     graphs = [
         gm.graph for half in halves for gm in half.modules() if isinstance(gm, fx.GraphModule)
@@ -102,6 +104,8 @@ def unsafe_op(halves: Sequence[fx.GraphModule]) -> str | None:
 
 
 def _is_safe(node: fx.Node) -> bool:
+    if node.target in MOVES:
+        return True
     if isinstance(node.target, HigherOrderOperator):
         # Its bodies are modules, and checked with the others. What it does with an op or a kernel
         # that it is given is unknown.

@@ -19,6 +19,7 @@ from fxckpt import budgets
 from fxckpt.inductor.attempt import Attempt, CandidateLowerer
 from fxckpt.planner.planner import device_of
 from fxckpt.planner.refusals import infeasible
+from fxckpt.planner.tier_link import offload_hint
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import Schedule
 from fxckpt.solver.search.candidates import Candidate, SearchResult
@@ -125,7 +126,10 @@ class LoweringSearch:
         fitting = [each for each in whole if each.fits(limit)]
         if not fitting:
             least = min(each.compiled_bytes for each in whole)
-            raise infeasible(budget, limit, least, base, is_compiled=base > planned)
+            planner, facts = self.lowerer.planner, self.lowerer.facts
+            device = device_of(self.lowerer.joint.module.graph)
+            hint = offload_hint(planner.offload, device, facts, found)
+            raise infeasible(budget, limit, least, base, hint, is_compiled=base > planned)
         fastest = min(fitting, key=lambda each: each.candidate.simulation.extra_seconds)
         return fastest.with_budget(limit), limit
 

@@ -22,7 +22,7 @@ from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.byte_counts import replay_bytes, storage_bytes
 from fxckpt.passes.analysis.joint import Facts, Workspace
 from fxckpt.passes.analysis.placement import graph_outputs, is_held_by_caller, tangents_of
-from fxckpt.passes.meta import RECOMPUTE_OF
+from fxckpt.passes.meta import AWAY, RECOMPUTE_OF
 from fxckpt.solver.program import IntArray, Program
 from fxckpt.torch_private import size_hint, storage_id
 from fxckpt.torch_private.inductor.layouts import is_convolution, may_donate, with_layouts
@@ -35,6 +35,12 @@ Lower = Callable[[fx.GraphModule, Sequence[int] | None, Mapping[str, tuple[int, 
 Called with the half, the positions of inputs that a backward may overwrite (None for a forward),
 and the strides, by name, of inputs that differ from the traced ones.
 """
+
+
+def lower_forward(forward: fx.GraphModule, lower: Lower) -> LoweredHalf:
+    """Return the lowered forward, with the buffers that are on the device."""
+    away = {node.name for node in forward.graph.nodes if AWAY in node.meta}
+    return lower(forward, None, {}).without(away)
 
 
 def forward_bytes(
@@ -105,6 +111,8 @@ def backward_bytes(
         for tensor in tensors(output.meta.get("val")) if isinstance(output, fx.Node) else ():
             held.until(buffers.get(output.name, storage_id(tensor)), tensor, math.inf)
     for node, name in zip(inputs, lowered.last_read, strict=True):
+        if AWAY in node.meta:
+            continue
         # An input that no kernel reads, though an op did (a pooling's backward, for its sizes), is
         # never freed.
         stays = lowered.last_read[name] < 0 or (

@@ -99,6 +99,7 @@ def key_of(joint: fx.GraphModule, planner: Planner, code: str, given: dict[str, 
         planner.cost,
         planner.replays,
         planner.measure_workspace,
+        planner.offload,
         sorted(given.items()),
     )
     parts = [

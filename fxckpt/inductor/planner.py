@@ -25,16 +25,22 @@ from fxckpt.passes.analysis.graph_snapshot import snapshot_of
 from fxckpt.passes.analysis.joint import Workspace
 from fxckpt.passes.graphs import Joint
 from fxckpt.passes.inductor.fusion_model import FusionModel, is_extern_kernel
-from fxckpt.passes.meta import ORDER
+from fxckpt.passes.meta import LAST_READER, ORDER
 from fxckpt.planner.pipeline import EMIT_INDUCTOR, PREPARE_INDUCTOR, emit_halves, prepare
 from fxckpt.planner.planner import Planner, device_of, is_of_graph
 from fxckpt.planner.ranks import Ranks
 from fxckpt.planner.refusals import warn_of_unbounded_sizes
 from fxckpt.plans.log import log_plan
 from fxckpt.plans.types import Plan
+from fxckpt.tiers.ops import send
 from fxckpt.torch_private.inductor.default_partitioner import default_saved, fuses
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
-from fxckpt.torch_private.inductor.layouts import changes_layout, channels_last, is_convolution
+from fxckpt.torch_private.inductor.layouts import (
+    changes_layout,
+    channels_last,
+    is_convolution,
+    lay_out_as_output,
+)
 from fxckpt.torch_private.inductor.lowering import Lowerings
 
 
@@ -44,7 +50,9 @@ class InductorPlanner:
 
     planner: Planner
     """Budget, policy, cost model and search."""
-    lower: Lower = field(default_factory=lambda: Lowerings(KeepExecutionOrder(ORDER)).lower)
+    lower: Lower = field(
+        default_factory=lambda: Lowerings(KeepExecutionOrder(ORDER, last=LAST_READER)).lower
+    )
     """Lowers a half to its kernels and buffers."""
     store: PlanCache | None = None
     """Cache of plans on disk; None plans in every process."""
@@ -63,6 +71,8 @@ class InductorPlanner:
         """
         planner = self.planner
         begin = time.perf_counter()
+        if planner.offload is not None:
+            lay_out_as_output(send)
         prepare(joint, PREPARE_INDUCTOR)
         module = joint.module
         # The code that unpacks traced arguments is unused here, and torch warns when it is copied.

@@ -246,6 +246,10 @@ def _changes_layout(state: Emission) -> bool:
     return state.plan.keeps_order and changes_layout(state.forward)
 
 
+def _sends(state: Emission) -> bool:
+    return bool(state.plan.offloads)
+
+
 def _frees_early(state: Emission) -> bool:
     return state.plan.frees_early
 
@@ -266,6 +270,25 @@ class OnBackward:
         """Rewrite the backward in place where the rewrite applies."""
         if self.applies(state):
             self.rewrite(state.backward.graph)
+        return state
+
+
+@dataclass(frozen=True)
+class OnForward:
+    """A rewrite of the forward, of emissions to which it applies."""
+
+    rewrite: Callable[[fx.Graph], object]
+    applies: Callable[[Emission], bool]
+
+    @property
+    def name(self) -> str:
+        """Name of the rewrite."""
+        return self.rewrite.__name__
+
+    def __call__(self, state: Emission, /) -> Emission:
+        """Rewrite the forward in place where the rewrite applies."""
+        if self.applies(state):
+            self.rewrite(state.forward.graph)
         return state
 
 
@@ -310,6 +333,7 @@ Among :data:`EMIT_INDUCTOR` it serves a plan of which that is known.
 
 EMIT_INDUCTOR: tuple[Pass[Emission], ...] = (
     Rematerialize(),
+    InsertOffloadOps(),
     SaveViews(),
     Partition(),
     OnHalves(raise_getitems),
@@ -317,6 +341,7 @@ EMIT_INDUCTOR: tuple[Pass[Emission], ...] = (
     OnBackward(isolate_matmuls, _keeps_order),
     OnBackward(to_channels_last, _changes_layout),
     OnBackward(mark_execution_order, _keeps_order),
+    OnForward(mark_execution_order, _sends),
     OnBackward(preserve_strides),
     OnHalves(draw_as_traced),
     *FREE_EARLY,

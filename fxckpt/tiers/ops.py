@@ -27,7 +27,9 @@ SCHEMAS = {
     "fetched": "(Tensor(a) value, Tensor held, int tier) -> Tensor(a)",
 }
 for _name, _schema in SCHEMAS.items():
-    torch.library.define(f"fxckpt::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    # What comes back has the layout that was sent, whichever that is.
+    layout = () if _name == "send" else (torch.Tag.flexible_layout,)
+    torch.library.define(f"fxckpt::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag, *layout))
 
 
 @torch.library.impl("fxckpt::send", "CompositeExplicitAutograd")
@@ -59,6 +61,31 @@ def _fetched(value: Tensor, held: Tensor, tier: int) -> Tensor:
     return value
 
 
+def _fake_send(value: Tensor, tier: int) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+
+
+def _fake_sent(held: Tensor, value: Tensor, tier: int) -> Tensor:
+    return held
+
+
+def _fake_fetch(held: Tensor, tier: int, device: torch.device) -> Tensor:
+    return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=device)
+
+
+def _fake_fetched(value: Tensor, held: Tensor, tier: int) -> Tensor:
+    return value
+
+
+for _name, _fake in {
+    "send": _fake_send,
+    "sent": _fake_sent,
+    "fetch": _fake_fetch,
+    "fetched": _fake_fetched,
+}.items():
+    torch.library.register_fake(f"fxckpt::{_name}", _fake)
+
+
 def _address(held: Tensor) -> int:
     return held.untyped_storage().data_ptr()
 
@@ -81,3 +108,5 @@ send: OpOverload = torch.ops.fxckpt.send.default
 sent: OpOverload = torch.ops.fxckpt.sent.default
 fetch: OpOverload = torch.ops.fxckpt.fetch.default
 fetched: OpOverload = torch.ops.fxckpt.fetched.default
+MOVES = (send, sent, fetch, fetched)
+"""The four ops."""

@@ -33,12 +33,6 @@ MEASURED_BYTES = 2**25
 MEASURED_RUNS = 5
 """Number of such copies each way; the fastest counts."""
 
-NOT_INDUCTOR = (
-    "offload={!r}: values are sent away where ops run one by one, and Inductor compiles them. Use "
-    "fxckpt.Backend(inner='aot_eager', offload=...)."
-)
-"""Message of the error for Inductor."""
-
 _numbers = itertools.count(1)
 _tiers: weakref.WeakValueDictionary[int, Tier] = weakref.WeakValueDictionary()
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from fxckpt.errors import OffloadMismatch, VerifyError
 from fxckpt.passes.analysis.joint import Facts
-from fxckpt.passes.meta import AWAY, CHECKSUM_OF, FIRST_RUN_OF, IS_RECOMPUTE, VIEW_OF
+from fxckpt.passes.meta import AWAY, CHECKSUM_OF, FIRST_RUN_OF, IS_RECOMPUTE, LAST_READER, VIEW_OF
 from fxckpt.passes.transforms.recompute_checks import checksum
 from fxckpt.passes.transforms.rematerialize import Rematerialized
 from fxckpt.plans.types import Offload, Plan
@@ -184,6 +184,7 @@ class _OffloadRewriter:
             kept = self._call(sent, (held, value, self.tier), f"{value.name}_sent", held_val)
         for node in (held, kept):
             node.meta |= {AWAY: value.name, VIEW_OF: value.name}
+        kept.meta[LAST_READER] = True
         with self.graph.inserting_before(begins):
             to = (kept, self.tier, value.meta["val"].device)
             begun = self._call(fetch, to, f"{value.name}_fetch", back_val, backward=True)

@@ -1,12 +1,13 @@
-"""Scheduler pass that holds Inductor to the execution order of a planned backward."""
+"""Scheduler pass that holds Inductor to the execution order of a planned half."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from torch import fx
 from torch._inductor import custom_graph_pass
 
 # torch 2.11 has one class for passes of graphs and of schedules.
@@ -16,18 +17,19 @@ _SchedulerPass: Any = getattr(
 
 
 class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
-    """Keeps recomputations from running early, and the backward's own extern kernels in order.
+    """Keeps recomputations from running early, and a half's own extern kernels in order.
 
     Inductor fuses kernels that read the same inputs, wherever they are. It would so recompute one
     layer for several stages at once, with all results alive. Here, a kernel that recomputes depends
-    on the last of the backward's own kernels before it in the graph; the dependency orders the two,
+    on the last of the half's own kernels before it in the graph; the dependency orders the two,
     keeps nothing alive and costs nothing at run time. An extern kernel, which is never fused with
     another, depends on the one before it: a delayed product keeps its operands alive, and Inductor
     delays it if the peak is elsewhere by its estimate, which ignores kernels that overwrite inputs.
+    A kernel with the mark ``last`` depends on all other readers of its operands.
     """
 
-    def __init__(self, mark: str, graph: str = "a half") -> None:
-        self.mark, self.graph = mark, graph
+    def __init__(self, mark: str, graph: str = "a half", last: str = "") -> None:
+        self.mark, self.graph, self.last = mark, graph, last
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """Add the dependencies to a list of scheduler nodes, and sort it by them."""
@@ -36,6 +38,12 @@ class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
 
         if any(isinstance(node, FusedSchedulerNode) for node in nodes):
             return nodes  # A fused kernel has no single position.
+        scheduler = V.graph.scheduler
+        for node in nodes:
+            if any(self.last in origin.meta for origin in _origins(node)):
+                for reader in _other_readers(node, scheduler.name_to_buf):
+                    _wait(node, reader)
+        nodes = scheduler.topological_sort_schedule(nodes)
         places = _places(nodes, self.mark)
         own = sorted(
             (order, i)
@@ -52,7 +60,6 @@ class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
         calls = [nodes[i] for _, i in own if nodes[i].is_extern()]
         for earlier, later in pairwise(calls):
             _wait(later, earlier)
-        scheduler = V.graph.scheduler
         scheduler.nodes = scheduler.topological_sort_schedule(nodes)
         scheduler.compute_ancestors()
         return list(scheduler.nodes)
@@ -64,6 +71,35 @@ class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
         """
         code = custom_graph_pass.get_hash_for_files((__file__,)).hex()
         return f"fxckpt keeps the order of {self.mark} in {self.graph} by {code}"
+
+
+def _other_readers(node: Any, buffers: Mapping[str, Any]) -> list[Any]:
+    """Return the readers of a scheduler node's operands that do not depend on the node."""
+    from torch._inductor.scheduler import OutputNode
+
+    users = (
+        user.node
+        for dep in node.read_writes.reads
+        if dep.name in buffers
+        for user in buffers[dep.name].users
+        if not user.is_weak
+    )
+    found = {
+        user.get_name(): user
+        for user in users
+        if not isinstance(user, OutputNode)
+        and user is not node
+        and node.get_name() not in user.ancestors
+        and user.get_outputs()
+    }
+    return list(found.values())
+
+
+def _origins(node: Any) -> Iterator[fx.Node]:
+    """Yield the graph's nodes that a scheduler node computes."""
+    for each in node.get_nodes():
+        if each.node is not None:
+            yield from each.node.get_origins()
 
 
 def _wait(node: Any, before: Any) -> None:
@@ -101,11 +137,5 @@ def _places(nodes: Sequence[Any], mark: str) -> list[tuple[int, bool | None]]:
 
 def _place(node: Any, mark: str) -> tuple[int, bool] | None:
     """Return the greatest mark among a scheduler node's origins; of equals the backward's own."""
-    marks = [
-        o.meta[mark]
-        for n in node.get_nodes()
-        if n.node is not None
-        for o in n.node.get_origins()
-        if mark in o.meta
-    ]
+    marks = [origin.meta[mark] for origin in _origins(node) if mark in origin.meta]
     return max(marks, key=lambda m: (m[0], not m[1]), default=None)

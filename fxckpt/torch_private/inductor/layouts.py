@@ -103,3 +103,35 @@ def may_donate() -> bool:
     from torch._functorch import config
 
     return bool(config.donated_buffer)
+
+
+def lay_out_as_output(op: OpOverload) -> None:
+    """Let Inductor lay out what an op reads as it would if the half returned it.
+
+    It returns a value in the layout it was traced in, an image of a convolution channels last.
+    """
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    if op not in lowerings:
+        make_fallback(op, layout_constraint=_as_output, warn=False)
+
+
+def _as_output(call: fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments of a call, with tensors laid out as outputs."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    def laid_out(given: Any, node: Any) -> Any:
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if not isinstance(value, torch.Tensor) or not isinstance(given, ir.IRNode):
+            return given
+        given.realize()  # Else a copy would be laid out, and the value be stored twice.
+        strides: Sequence[Any] = value.stride()
+        if value.dim() == 4 and node in V.graph.nodes_prefer_channels_last:
+            strides = ir.FlexibleLayout.stride_ordered_for_memory_format(
+                given.get_size(), torch.channels_last
+            )
+        order = ir.get_stride_order(strides, V.graph.sizevars.shape_env)
+        return ir.ExternKernel.require_stride_order(given, order)
+
+    return tuple(map(laid_out, args, call.args)), kwargs

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,12 @@ class LoweredHalf:
         """Return the bytes of the half's own buffers during each kernel, and at its end."""
         intervals = ((first, last, nbytes) for _, nbytes, first, last in self.allocated)
         return live_bytes(intervals, len(self.kernels) + 1)
+
+    def without(self, nodes: Collection[str]) -> LoweredHalf:
+        """Return the half without the buffers that the extern kernels of named nodes allocate."""
+        calls = {i for i, (name, _) in self.operands.items() if name in nodes}
+        kept = tuple(buffer for buffer in self.allocated if buffer[2] not in calls)
+        return replace(self, allocated=kept)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""Values sent away by steps that Inductor compiles: the same bits, exact peaks, no race."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxckpt
+from fxckpt.inductor.plan_cache import PlanCache
+from fxckpt.solver.search.price_search import PriceSearch
+from fxckpt.tiers import Host, Tier
+from tests.promises.offload.stack import Layer, WithLoss
+from tests.tiers.adversary import Adversary
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def loss_of_layers(count: int = 2) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return WithLoss(nn.Sequential(*(Layer(16) for _ in range(count)))), torch.randn(256, 16)
+
+
+def compiled(
+    model: nn.Module, budget: object, tier: Tier | None, **options: object
+) -> tuple[Forward, fxckpt.Backend]:
+    torch._dynamo.reset()
+    options = {"scope": "graph", **options}
+    backend = fxckpt.Backend(budget, offload=tier, **options)  # type: ignore[arg-type]
+    return torch.compile(model, backend=backend), backend
+
+
+def gradients(model: nn.Module, forward: Forward, x: Tensor) -> list[Tensor]:
+    """The gradients of one step, which draws the same masks each time."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    forward(x).backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) > 0 and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+def test_peaks_and_bits_are_those_promised(late: bool) -> None:
+    """Gradients are those of the compile without offload; the peak is the one that was read."""
+    model, x = loss_of_layers()
+    expected = gradients(model, compiled(model, None, None)[0], x)
+    host = Adversary(late=late)
+    forward, backend = compiled(model, 0.62, host)
+    assert same(expected, gradients(model, forward, x))
+    (plan,) = backend.plans
+    assert host.sent == host.fetched == len(plan.offloads) > 0
+    host.restart_peak()
+    measured = fxckpt.measure_peak(lambda: forward(x).backward())
+    assert measured == plan.compiled_peak_bytes <= (plan.budget_bytes or 0)
+    assert host.peak_bytes == plan.away_bytes and host.used_bytes == 0
+
+
+def test_a_second_backward_fetches_again() -> None:
+    model, x = loss_of_layers()
+    host = Adversary(late=True)
+    forward, backend = compiled(model, 0.62, host)
+    loss = forward(x)
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    assert same(first, [p.grad for p in model.parameters() if p.grad is not None])
+    assert host.fetched == 2 * host.sent == 2 * len(backend.plans[0].offloads) > 0
+    del loss
+    assert host.used_bytes == 0
+
+
+def test_a_step_that_ends_early_leaks_nothing() -> None:
+    """A forward without a backward, and a tier that is full, leave the next step right."""
+    model, x = loss_of_layers()
+    forward, backend = compiled(model, 0.62, Host("1GiB", 1e12))
+    expected = gradients(model, forward, x)
+    host = Host(backend.plans[0].away_bytes, 1e12)
+    forward, _ = compiled(model, 0.62, host)
+    loss = forward(x)
+    assert host.used_bytes > 0
+    with pytest.raises(fxckpt.TierFull, match="more forwards wait for their backward"):
+        forward(x)
+    del loss
+    gc.collect()
+    assert host.used_bytes == 0
+    assert same(expected, gradients(model, forward, x))
+    assert host.used_bytes == 0 and not host.copies
+
+
+def test_a_kept_plan_sends_what_it_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next process finds the plan of an equal tier; another tier is planned for anew."""
+    store = PlanCache(tmp_path / "plans")
+    monkeypatch.setattr(PlanCache, "beside_inductor", lambda: store)
+    model, x = loss_of_layers()
+    forward, backend = compiled(model, 0.62, Host("1GiB", 1e12))
+    expected, (plan,) = gradients(model, forward, x), backend.plans
+    monkeypatch.setattr(PriceSearch, "__call__", None)
+    again = Host("1GiB", 1e12)
+    forward, backend = compiled(model, 0.62, again)
+    assert same(expected, gradients(model, forward, x))
+    assert backend.plans[0].offloads == plan.offloads
+    assert again.peak_bytes == plan.away_bytes
+    for other in (None, Host("2GiB", 1e12)):
+        with pytest.raises(fxckpt.PlanningFailed, match="not callable"):
+            compiled(model, 0.62, other)[0](x)
+
+
+def test_what_a_policy_demands_is_sent() -> None:
+    model, x = loss_of_layers()
+    expected = gradients(model, compiled(model, None, None)[0], x)
+    host = Adversary(late=True)
+    policy = fxckpt.policies.offload("model.*.gates")
+    forward, backend = compiled(model, None, host, policy=policy)
+    assert same(expected, gradients(model, forward, x))
+    rows = backend.plans[0].explain().filter(decision="offloaded").rows
+    assert {row.reason for row in rows} == {fxckpt.Reason.POLICY} and host.sent == len(rows) > 0
+
+
+def test_an_infeasible_budget_tells_of_offload() -> None:
+    model, x = loss_of_layers()
+    with pytest.raises(fxckpt.BudgetInfeasible, match=r"With offload=.*could reach about \d"):
+        compiled(model, 0.1, None)[0](x)
