@@ -77,13 +77,10 @@ def _fake_fetched(value: Tensor, held: Tensor, tier: int) -> Tensor:
     return value
 
 
-for _name, _fake in {
-    "send": _fake_send,
-    "sent": _fake_sent,
-    "fetch": _fake_fetch,
-    "fetched": _fake_fetched,
-}.items():
-    torch.library.register_fake(f"fxckpt::{_name}", _fake)
+torch.library.register_fake("fxckpt::send", _fake_send)
+torch.library.register_fake("fxckpt::sent", _fake_sent)
+torch.library.register_fake("fxckpt::fetch", _fake_fetch)
+torch.library.register_fake("fxckpt::fetched", _fake_fetched)
 
 
 def _address(held: Tensor) -> int:
