@@ -30,6 +30,11 @@ class RecordedCall:
         """Bytes that it holds from its forward to its backward."""
         return 0 if self.is_repeated else self.graph.held_bytes(self.position, self.sizes)
 
+    @property
+    def away_bytes(self) -> int:
+        """Bytes that it has sent away from its forward to its backward."""
+        return 0 if self.is_repeated else self.graph.away_bytes(self.position, self.sizes)
+
 
 @dataclass
 class StepRecord:

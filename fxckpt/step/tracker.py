@@ -304,8 +304,7 @@ class StepTracker:
 
     def _away(self) -> int:
         """Return the bytes that the calls in flight have sent away."""
-        calls = (self._record.calls[number] for number in self._flights)
-        return sum(call.graph.away_bytes(call.position, call.sizes) for call in calls)
+        return sum(self._record.calls[number].away_bytes for number in self._flights)
 
     def _version(self) -> int:
         """Return a number that changes with every compile."""
@@ -472,7 +471,7 @@ class StepTracker:
         """
         if graph.repeated is None:
             graph.learn_levels()
-            graph.repeated = graph.least(self.limit_of(graph))
+            graph.repeated = graph.least(self.limit_of(graph), self._away())
         return graph.repeated
 
     def _rest(self, current: StepChoice) -> StepChoice:

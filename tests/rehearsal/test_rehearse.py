@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from fxckpt.planner.planned_device import PlannedDevice
 from fxckpt.rehearsal.rehearse import LiveBytes, rehearse
+from fxckpt.torch_private.capture.dynamo import isolated
 
 
 class Calls(nn.Module):
@@ -51,6 +53,24 @@ def test_rehearsals_have_no_limit() -> None:
     block.compile()
     for _ in range(torch._dynamo.config.recompile_limit + 2):
         assert len(rehearse(nn.Sequential(block), (x,), {}, PlannedDevice()).graphs) == 1
+
+
+@pytest.mark.skipif(not isolated(), reason="this torch counts all compilations together")
+def test_rehearsals_leave_the_limit_to_the_user() -> None:
+    """Compilations of rehearsals are counted apart from those that the user's steps make."""
+
+    class Own(Block):
+        """A class whose code no other test compiles."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).sin()
+
+    block, x = Own(), torch.randn(4, 8)
+    block.compile(backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for _ in range(3):
+            rehearse(nn.Sequential(block), (x,), {}, PlannedDevice())
+        assert torch.equal(block(x), block.layer(x).sin())
 
 
 def test_live_bytes_follow_storages() -> None:

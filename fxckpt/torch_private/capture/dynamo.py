@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import operator
 import sys
@@ -244,17 +245,22 @@ def through_dynamo(error: Exception) -> Exception:
     return wrapped
 
 
+def isolated(**limits: int) -> dict[str, Any]:
+    """Return options of ``torch.compile`` that count its compilations apart from all others.
+
+    They are new in torch 2.13. In older versions all compilations of one function share one limit.
+    """
+    options = {"isolate_recompiles": True, **limits}
+    known = inspect.signature(torch.compile).parameters
+    return {name: value for name, value in options.items() if name in known}
+
+
 def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function as one static graph per shape, isolated from its other compilations.
 
     It raises :class:`CaptureError` when called, if Dynamo cannot capture one graph.
     """
-    import inspect
-
-    # New in torch 2.13. In older versions all compilations of one function share one limit.
-    newer = {"recompile_limit": 64, "isolate_recompiles": True}
-    known = inspect.signature(torch.compile).parameters
-    options: dict[str, Any] = {name: value for name, value in newer.items() if name in known}
+    options = isolated(recompile_limit=64)
     compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False, **options)
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -33,13 +33,14 @@ from fxckpt.torch_private.capture.dynamo import (
     _placing,
     _to_fakes,
     errors_told_once,
+    isolated,
 )
 from fxckpt.torch_private.capture.sizes import _forgetting_sizes
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 """A frame of a stack trace in text."""
 UNLIMITED: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
-"""Dynamo counts the compilations of all steps that were run on fakes, and they share no code."""
+"""Before torch 2.13 Dynamo counts the compilations of all steps together, which share no code."""
 NEEDS_DATA = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -58,16 +59,14 @@ def compiled_parts(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return found
 
 
-def compile_module(
-    module: torch.nn.Module, backend: Callable[..., Any], dynamic: bool | None = None
-) -> None:
+def compile_module(module: torch.nn.Module, backend: Callable[..., Any], **options: Any) -> None:
     """Compile a module in place, as ``module.compile()`` does, containers of torch included.
 
     Dynamo compiles no frame of torch's own, such as the forward of ``nn.Sequential``, unless a
     frame of another file calls it. Such modules share no compiled code.
     """
     if not type(module).__module__.startswith("torch.nn."):
-        module.compile(backend=backend, dynamic=dynamic)
+        module.compile(backend=backend, **options)
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +74,7 @@ def compile_module(
 
     # Dynamo's limit of recompilations is one per code object.
     call.__code__ = call.__code__.replace()
-    module._compiled_call_impl = torch.compile(call, backend=backend, dynamic=dynamic)
+    module._compiled_call_impl = torch.compile(call, backend=backend, **options)
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
@@ -157,7 +156,7 @@ def _copied_to_fakes(
     """Return a function compiled like the user's; a module, or a method's, with fake parameters."""
 
     def compiled(of: Any) -> Any:
-        return torch.compile(of, backend=compiler, dynamic=False)
+        return torch.compile(of, backend=compiler, dynamic=False, **isolated())
 
     while isinstance(function, OptimizedModule):
         function = function._orig_mod
@@ -176,7 +175,7 @@ def _copied_to_fakes(
         return compiled(copied)  # type: ignore[no-any-return]
     for part in parts.values():
         part = part._orig_mod if isinstance(part, OptimizedModule) else part
-        compile_module(memo[id(part)], compiler, dynamic=False)
+        compile_module(memo[id(part)], compiler, dynamic=False, **isolated())
     return copied  # type: ignore[no-any-return]
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxckpt
+from fxckpt.step.graph import StepGraph
 from fxckpt.tiers import Host, Tier
 from tests.tiers.adversary import Adversary
 
@@ -94,6 +96,38 @@ def test_least_step_is_lower_with_offload() -> None:
             settled(Host(limit, RATE), 0.05)
         floors.append(error.value.floor_bytes or 0)
     assert floors[1] < floors[0]
+
+
+def test_repeated_blocks_leave_others_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others have sent away is not there for a block that a checkpoint repeats."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Layer(32) for _ in range(4))), torch.randn(1024, 32)
+    backend = fxckpt.compile_blocks(model, 3_000_000, inner="aot_eager", offload=Host("1GiB", RATE))
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        y = model[0](x)
+        for layer in model[1:]:
+            y = checkpoint(layer, y, use_reentrant=False)
+        y.square().mean().backward()
+
+    for _ in range(3):
+        step()
+    taken: list[int] = []
+    least = StepGraph.least
+
+    def noted(graph: StepGraph, limit: int | None = None, away: int = 0) -> int:
+        taken.append(away)
+        return least(graph, limit, away)
+
+    monkeypatch.setattr(StepGraph, "least", noted)
+    for graph in backend._graphs:
+        graph.repeated = None
+    step()
+    assert backend.step is not None and backend.step.last is not None
+    first, *repeated = backend.step.last.calls
+    assert taken == [first.away_bytes] and first.away_bytes > 0
+    assert repeated and not any(call.away_bytes for call in repeated)
 
 
 def test_one_graph_keeps_its_plan() -> None:
