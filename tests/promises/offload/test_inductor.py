@@ -15,6 +15,7 @@ from fxckpt.inductor.plan_cache import PlanCache
 from fxckpt.solver.search.price_search import PriceSearch
 from fxckpt.tiers import Host, Tier
 from tests.promises.offload.stack import Layer, WithLoss
+from tests.promises.offload.test_many_graphs import Layer as Block
 from tests.tiers.adversary import Adversary
 
 Forward = Callable[[Tensor], Tensor]
@@ -130,3 +131,29 @@ def test_an_infeasible_budget_tells_of_offload() -> None:
     model, x = loss_of_layers()
     with pytest.raises(fxckpt.BudgetInfeasible, match=r"With offload=.*could reach about \d"):
         compiled(model, 0.1, None)[0](x)
+
+
+def test_blocks_keep_the_budget_of_a_step() -> None:
+    """Levels of several graphs send values away, with the bits of the unplanned compile."""
+
+    def settled(backend: fxckpt.Backend) -> tuple[int, list[Tensor]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        blocks, x = nn.Sequential(*(Block(32) for _ in range(3))), torch.randn(512, 32)
+        for block in blocks:
+            block.compile(backend=backend)
+
+        def step() -> None:
+            blocks.zero_grad(set_to_none=True)
+            blocks(x).square().mean().backward()
+
+        for _ in range(3):
+            step()
+        peak = fxckpt.measure_peak(step)
+        return peak, [p.grad for p in blocks.parameters() if p.grad is not None]
+
+    most, expected = settled(fxckpt.Backend())
+    host = Adversary(late=True)
+    peak, found = settled(fxckpt.Backend(most // 2, offload=host))
+    assert same(expected, found) and peak <= most // 2
+    assert host.sent == host.fetched > 0 and host.used_bytes == 0
