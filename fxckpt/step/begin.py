@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fxckpt.step.graph import StepGraph
 from fxckpt.step.measure import StepMeter
 from fxckpt.torch_private import parts_of
 
@@ -29,6 +31,8 @@ class StepBegin:
         """Outermost modules, whose forwards are the begins of steps."""
         self._leaves = WeakIdKeyDictionary()
         """Parameters of graphs whose gradients are accumulated."""
+        self._first: weakref.WeakSet[StepGraph] = weakref.WeakSet()
+        """Graphs that steps began with."""
         self._left = 0
         """Bytes of the latest step that were still allocated at its end."""
 
@@ -44,6 +48,15 @@ class StepBegin:
         is_new = root not in self._roots
         self._roots.add(root)
         return is_new
+
+    def collect_before(self, graph: StepGraph) -> None:
+        """Collect garbage before the first step that begins with a graph.
+
+        If it were freed amid the step, it would hide what the step allocates.
+        """
+        if graph not in self._first:
+            self._first.add(graph)
+            gc.collect()
 
     def note_end(self, meter: StepMeter) -> None:
         """Note what a step that ended has left."""

@@ -7,7 +7,6 @@ takes the level that was chosen for its place in the step.
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -370,8 +369,7 @@ class StepTracker:
             levels.meter = StepMeter(graph.device)
             after_optimizers(self._optimizer_stepped)
         meter = levels.meter
-        if levels.known_of(graph) is None:
-            gc.collect()  # Garbage that were freed amid a step would hide what the step allocates.
+        self._beginning.collect_before(graph)
         self._beginning.find(meter)
         self._refused = meter.refused()
         self._watch_root()
