@@ -479,9 +479,7 @@ class Partitioner(CustomPartitionerFn):
             copied(joint), joint_inputs, num_fwd_outputs=num_fwd_outputs, inner=None
         )
         peak = emitted_peak(*saved_all, num_fwd_outputs=num_fwd_outputs)
-        return budgets.resolve(
-            self.planner.budget, baseline_peak_bytes=peak, device=device_of(joint.graph)
-        )
+        return self.planner.budget_bytes(self.planner.budget, peak, device_of(joint.graph))
 
     def uuid(self) -> str | None:
         """Return the key of torch's caches: the options, and the version of fxckpt's own code.

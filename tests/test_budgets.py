@@ -128,6 +128,24 @@ def test_backend_takes_a_slowdown(inner: str) -> None:
     assert "max_slowdown=0.5" in repr(backend)
 
 
+@pytest.mark.parametrize("scope", ["step", "graph"])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_auto_asks_optimizers_amid_a_compile(foreach: bool | None, scope: str) -> None:
+    """The free memory is what the state of optimizers leaves, though all tensors are fake then."""
+    torch.compiler.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    backend = fxckpt.Backend("auto", inner="aot_eager", scope=scope)
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        optimizer.zero_grad()
+        compiled(torch.randn(32, 64)).sum().backward()
+        optimizer.step()
+    (plan,) = backend.plans
+    assert plan.budget_bytes is not None
+    assert plan.budget_bytes <= budgets.free_bytes(CPU)
+
+
 def test_slowdown_and_budget_exclude_each_other() -> None:
     """A budget and a target in time together, or a target that is no share, are errors."""
     with pytest.raises(fxckpt.InvalidBudget, match="Leave one of them out"):

@@ -54,7 +54,7 @@ from fxckpt.solver.schedule import Schedule, save_all
 from fxckpt.solver.search.candidates import Candidate, SearchResult
 from fxckpt.solver.search.price_search import PriceSearch, evenly_spaced
 from fxckpt.tiers import Tier
-from fxckpt.torch_private import graph_budget
+from fxckpt.torch_private import graph_budget, outside_trace
 
 log = logging.getLogger("fxckpt")
 
@@ -383,7 +383,8 @@ class Planner:
                 f"is named. Give bytes: it has {budgets.format_bytes(self.device.memory_bytes)} "
                 "for parameters, gradients, optimizer states and the step."
             )
-        return budgets.resolve(budget, baseline_peak_bytes=baseline_peak_bytes, device=device)
+        with outside_trace():  # An optimizer is asked for its state, by tensors that are not fake.
+            return budgets.resolve(budget, baseline_peak_bytes=baseline_peak_bytes, device=device)
 
     def measured(self) -> Workspace:
         """Return the measurement of workspace, which runs each distinct op once."""
