@@ -76,7 +76,10 @@ def _parse_text(budget: str) -> int | float | str | LeastMemory:
     match = _TEXT.fullmatch(budget)
     unit = match[2].lower() if match else ""
     if match is None or unit not in {*_UNITS, "%"}:
-        raise InvalidBudget(f"budget={budget!r} does not parse as a number of bytes. {_ALLOWED}")
+        hint = f"Did you mean '{word}%' or '{word}GiB'? " if word.isdecimal() else ""
+        raise InvalidBudget(
+            f"budget={budget!r} does not parse as a number of bytes. {hint}{_ALLOWED}"
+        )
     if unit == "%":
         share = Fraction(match[1]) / 100
         if not 0 < share <= 1:

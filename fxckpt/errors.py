@@ -113,6 +113,14 @@ class BudgetInfeasible(FxckptError):
             budget_bytes=self.budget_bytes,
         )
 
+    def within_step(self) -> BudgetInfeasible:
+        """Return the error of a graph that is planned as if it were the step."""
+        return _infeasible(
+            f"{self} What the step allocates outside of the graph comes on top.",
+            self.floor_bytes,
+            self.budget_bytes,
+        )
+
     def on_rank(self, rank: int) -> BudgetInfeasible:
         """Return the error that the other ranks of a group raise with the one that cannot go on."""
         return _infeasible(_of_rank(rank, self), self.floor_bytes, self.budget_bytes)

@@ -128,6 +128,12 @@ def test_backend_takes_a_slowdown(inner: str) -> None:
     assert "max_slowdown=0.5" in repr(backend)
 
 
+def test_a_bare_number_is_answered_with_units() -> None:
+    """The error of a number in a string without a unit shows both that may be meant."""
+    with pytest.raises(fxckpt.InvalidBudget, match="Did you mean '60%' or '60GiB'"):
+        budgets.parse("60")
+
+
 @pytest.mark.parametrize("scope", ["step", "graph"])
 @pytest.mark.parametrize("foreach", [None, False])
 def test_auto_asks_optimizers_amid_a_compile(foreach: bool | None, scope: str) -> None:

@@ -54,6 +54,6 @@ def losses(*callbacks: FxckptCallback) -> list[float]:
 
 budgeted = FxckptCallback("model", budget="min", inner="aot_eager")
 assert losses(budgeted) == losses(), "the losses differ"
-(plan,) = budgeted.backends["model"].plans
+(plan,) = budgeted.backend.plans
 assert plan.peak_bytes < plan.baseline_peak_bytes
 print(f"equal losses, peak {plan.peak_bytes / plan.baseline_peak_bytes:.0%} of the model's own")

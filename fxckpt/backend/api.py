@@ -448,7 +448,9 @@ class Backend:
             raise
         except BudgetInfeasible as error:
             broke = is_cut_short(gm) or self._breaks
-            raise through_dynamo(error.among(len(self.plans) + 1) if broke else error) from error
+            told = error if self.step is None else error.within_step()
+            told = error.among(len(self.plans) + 1) if broke else told
+            raise through_dynamo(told) from error
         except FxckptError as error:
             raise through_dynamo(error) from error
 

@@ -16,6 +16,7 @@ except ImportError:
     from pytorch_lightning import Callback
 
 from fxckpt.backend import Backend
+from fxckpt.backend.options import given_by_name
 from fxckpt.errors import InvalidOption
 from fxckpt.reports.compile_report import Report
 from fxckpt.torch_private import compile_module
@@ -25,23 +26,24 @@ class FxckptCallback(Callback):  # type: ignore[misc]
     """Compiles modules of a LightningModule by :class:`fxckpt.Backend` when a fit begins.
 
     ``modules`` are names of submodules (``"model"``, ``"encoder.layers"``), by default every child
-    with parameters; ``options`` are those of :class:`fxckpt.Backend`, and a budget holds for each
-    module's graph. ``training_step`` and its ``self.log`` run as they are, so does validation. At
-    the end of the fit the modules run uncompiled again. :meth:`report` prints the plans.
+    with parameters. ``options`` are those of ``torch.compile(backend="fxckpt")``: those of
+    :class:`fxckpt.Backend`, and Inductor's own. A budget is that of the step, over all the modules.
+    ``training_step`` and its ``self.log`` run as they are, so does validation. At the end of the
+    fit the modules run uncompiled again. :attr:`backend` has the plans.
 
-    Raises :class:`fxckpt.InvalidOption` when the fit begins, if there is no such module.
+    Raises :class:`fxckpt.InvalidOption` for options that do not exist, and when the fit begins, if
+    there is no such module.
     """
 
     def __init__(self, *modules: str, **options: Any) -> None:
         self.modules = modules
-        self.options = options
-        self.backends: dict[str, Backend] = {}
-        """The backend of each module that was compiled, by name."""
-        Backend(**options)  # Raises for invalid options before a fit begins.
+        self.backend = Backend(**given_by_name(options, None, {}))
+        """The backend that compiles all the modules."""
+        self._compiled: list[nn.Module] = []
 
-    def report(self) -> dict[str, Report]:
-        """Return the report of each module, by name."""
-        return {name: backend.report() for name, backend in self.backends.items()}
+    def report(self) -> Report:
+        """Return the report of the fit, which prints as text; its ``step`` is a table."""
+        return self.backend.report()
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Compile the modules; called by Lightning."""
@@ -58,12 +60,12 @@ class FxckptCallback(Callback):  # type: ignore[misc]
                 f"Its children with parameters: {', '.join(children) or 'none'}. Keep the model in "
                 "one, as self.model = ..., and call it in training_step."
             )
-        for name in wanted:
-            self.backends[name] = Backend(**self.options)
-            compile_module(found[name], self.backends[name])
+        self._compiled = [found[name] for name in wanted]
+        for module in self._compiled:
+            compile_module(module, self.backend)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Run the modules uncompiled again; called by Lightning, after errors too."""
-        found = dict(pl_module.named_modules())
-        for name in self.backends:
-            found[name]._compiled_call_impl = None
+        for module in self._compiled:
+            module._compiled_call_impl = None
+        self._compiled = []

@@ -80,6 +80,8 @@ class StepLevels:
         """Most bytes allocated when memory ran out, None if it never did."""
         self.free: int | None = None
         """Free bytes of the device before the first step, where those are the budget."""
+        self._baseline = 0
+        """Most bytes of an uncheckpointed step so far, of which fractions are."""
         self._known: dict[int, dict[tuple[object, ...], KnownStep]] = {}
         """Steps that were seen, by their first graph and their signature."""
         self._expected: dict[int, tuple[object, ...]] = {}
@@ -132,6 +134,8 @@ class StepLevels:
                 del known[next(iter(known))]
         elif found.learned.add(record):
             found.version += 1
+        if found.learned.count == 1 or found.version:
+            self._baseline = max(self._baseline, found.learned.baseline_bytes())
         # A step unlike the last ones is expected again once it was seen twice.
         if first not in self._expected or found.learned.count > 1:
             self._expected[first] = record.signature
@@ -143,14 +147,14 @@ class StepLevels:
         return LearnedStep.of(record) if known is None else known.learned
 
     def limit(self, learned: LearnedStep, sizes: Sequence[Sizes] | None = None) -> int:
-        """Return the budget of a step in bytes; a fraction is of one that has these sizes too."""
+        """Return the budget of a step in bytes; a fraction is of one that has these sizes too.
+
+        A step that is smaller than others were, such as one of a last batch, may take as much.
+        """
         if self.free is not None:
             return self.free
-        limit = budgets.resolve(
-            self.budget,
-            baseline_peak_bytes=learned.baseline_bytes(sizes),
-            device=self.device,
-        )
+        baseline = max(self._baseline, learned.baseline_bytes(sizes))
+        limit = budgets.resolve(self.budget, baseline_peak_bytes=baseline, device=self.device)
         assert limit is not None
         return limit
 
