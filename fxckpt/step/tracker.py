@@ -77,6 +77,8 @@ class StepTracker:
         """Bytes held by each call in flight, by its number."""
         self._current: StepChoice | None = None
         """Levels chosen for this step; None while it is learned."""
+        self._limit = 0
+        """Budget in bytes when the step began; 0 while it is learned."""
         self._forward_ended: tuple[StepGraph, int] | None = None
         """Graph of the latest forward, and the bytes allocated at its end, until code follows."""
         self._backward: object | None = None
@@ -384,6 +386,7 @@ class StepTracker:
             else:
                 chosen = levels.choice_alone(graph, sizes)
             self._current = levels.anticipated(chosen, meter.allocated() - meter.start)
+        self._limit = 0 if self._current is None else self._current.limit
 
     def _watch_root(self) -> None:
         """Let later steps begin where the outermost module does, before its first graph.
@@ -439,9 +442,9 @@ class StepTracker:
         self.last = record
         found = self._levels.learn(record)
         if self._meter.is_exact:
-            limit = 0 if self._current is None else self._current.limit
+            limit = self._limit
             if record.peak_bytes > limit:  # A fraction is of what this step took outside, too.
-                limit = self._levels.limit(found.learned)
+                limit = max(limit, self._levels.limit(found.learned))
             self._warnings.compare(record, limit, self.steps, self._levels.settled_at)
 
     def _position(self, number: int, graph: StepGraph, sizes: Sizes) -> int:
