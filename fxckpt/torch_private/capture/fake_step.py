@@ -175,7 +175,8 @@ def _copied_to_fakes(
         return compiled(copied)  # type: ignore[no-any-return]
     for part in parts.values():
         part = part._orig_mod if isinstance(part, OptimizedModule) else part
-        compile_module(memo[id(part)], compiler, dynamic=False, **isolated())
+        # Parts of one class share a graph, which those that are isolated would not.
+        compile_module(memo[id(part)], compiler, dynamic=False)
     return copied  # type: ignore[no-any-return]
 
 
