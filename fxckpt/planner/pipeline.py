@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import fx
@@ -255,9 +255,10 @@ def _frees_early(state: Emission) -> bool:
 
 
 @dataclass(frozen=True)
-class OnBackward:
-    """A rewrite of the backward, of emissions to which it applies."""
+class OnHalf:
+    """A rewrite of one half, of emissions to which it applies."""
 
+    half: Literal["forward", "backward"]
     rewrite: Callable[[fx.Graph], object]
     applies: Callable[[Emission], bool] = _always
 
@@ -267,28 +268,10 @@ class OnBackward:
         return self.rewrite.__name__
 
     def __call__(self, state: Emission, /) -> Emission:
-        """Rewrite the backward in place where the rewrite applies."""
+        """Rewrite the half in place where the rewrite applies."""
         if self.applies(state):
-            self.rewrite(state.backward.graph)
-        return state
-
-
-@dataclass(frozen=True)
-class OnForward:
-    """A rewrite of the forward, of emissions to which it applies."""
-
-    rewrite: Callable[[fx.Graph], object]
-    applies: Callable[[Emission], bool]
-
-    @property
-    def name(self) -> str:
-        """Name of the rewrite."""
-        return self.rewrite.__name__
-
-    def __call__(self, state: Emission, /) -> Emission:
-        """Rewrite the forward in place where the rewrite applies."""
-        if self.applies(state):
-            self.rewrite(state.forward.graph)
+            half = state.forward if self.half == "forward" else state.backward
+            self.rewrite(half.graph)
         return state
 
 
@@ -325,7 +308,7 @@ EMIT: tuple[Pass[Emission], ...] = (
 )
 """From the planned joint graph to the two halves."""
 
-FREE_EARLY: tuple[Pass[Emission], ...] = (OnBackward(free_early, _frees_early),)
+FREE_EARLY: tuple[Pass[Emission], ...] = (OnHalf("backward", free_early, _frees_early),)
 """For halves once they are lowered: only the lowering tells that a plan must free early.
 
 Among :data:`EMIT_INDUCTOR` it serves a plan of which that is known.
@@ -338,11 +321,11 @@ EMIT_INDUCTOR: tuple[Pass[Emission], ...] = (
     Partition(),
     OnHalves(raise_getitems),
     OnHalves(bind_sizes),
-    OnBackward(isolate_matmuls, _keeps_order),
-    OnBackward(to_channels_last, _changes_layout),
-    OnBackward(mark_execution_order, _keeps_order),
-    OnForward(mark_execution_order, _sends),
-    OnBackward(preserve_strides),
+    OnHalf("backward", isolate_matmuls, _keeps_order),
+    OnHalf("backward", to_channels_last, _changes_layout),
+    OnHalf("backward", mark_execution_order, _keeps_order),
+    OnHalf("forward", mark_execution_order, _sends),
+    OnHalf("backward", preserve_strides),
     OnHalves(draw_as_traced),
     *FREE_EARLY,
     OnHalves(wrap_syncs),

@@ -18,7 +18,7 @@ from fxckpt.planner.pipeline import (
     PREPARE,
     PREPARE_INDUCTOR,
     Emission,
-    OnBackward,
+    OnHalf,
     OnJoint,
     Place,
     emit_halves,
@@ -78,7 +78,7 @@ def test_the_hook_verifies_the_halves() -> None:
         backward.erase_node(recomputed)
 
     with pytest.raises(VerifyError):
-        emit_halves(emission(), (*EMIT, OnBackward(save_more)))
+        emit_halves(emission(), (*EMIT, OnHalf("backward", save_more)))
 
 
 def test_graph_for_another_device_is_placed_first(caplog: pytest.LogCaptureFixture) -> None:
@@ -106,6 +106,10 @@ def test_rewrite_that_does_not_apply_is_omitted() -> None:
 
     emit_halves(
         emission(),
-        (*EMIT, OnBackward(Noting("never"), lambda _: False), OnBackward(Noting("always"))),
+        (
+            *EMIT,
+            OnHalf("backward", Noting("never"), lambda _: False),
+            OnHalf("backward", Noting("always")),
+        ),
     )
     assert seen == ["always"]

@@ -148,6 +148,23 @@ def test_fractions_are_of_the_largest_step() -> None:
         assert step(compiled, torch.randn(n, 16))[0] <= 0.61 * longest
 
 
+@pytest.mark.parametrize("by_blocks", [False, True])
+def test_a_smaller_step_may_take_as_much(by_blocks: bool) -> None:
+    """A last batch has the budget of the others, though it is a step of its own."""
+    model = Model()
+    backend = fxckpt.Backend(0.6, inner="aot_eager")
+    for block in model.blocks if by_blocks else ():
+        block.compile(backend=backend)
+    call = model if by_blocks else torch.compile(model, backend=backend)
+    found = []
+    for n in (512, 512, 512, 64):
+        step(call, torch.randn(n, 16))
+        report = backend.report().step
+        assert report is not None
+        found.append(report.budget_bytes)
+    assert found[-1] >= found[-2]
+
+
 def test_floats_that_vary_have_levels() -> None:
     """Graphs with floats as inputs are compiled at several levels, each right for any float."""
 
