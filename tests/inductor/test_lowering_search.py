@@ -44,7 +44,7 @@ class ScaledLowerer:
     planner: Planner
     default: Candidate | None = None
     made: list[Attempt] = field(default_factory=list)
-    facts: Any = field(default_factory=lambda: SimpleNamespace(program=PROGRAM))
+    facts: Any = field(default_factory=lambda: SimpleNamespace(program=PROGRAM, owner={}))
     joint: Joint = field(
         default_factory=lambda: Joint(traced(chain_of_ops, torch.ones(4), torch.ones(4)), 1)
     )
