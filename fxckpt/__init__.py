@@ -13,7 +13,7 @@ from fxckpt import (
 
 # isort: split
 from fxckpt import policies, tiers
-from fxckpt.backend import Backend
+from fxckpt.backend import Backend, report
 from fxckpt.blocks import compile_blocks
 from fxckpt.eager.api import (
     SAC_IGNORED_OPS,
@@ -153,6 +153,7 @@ __all__ = [
     "policies",
     "record_regions",
     "register_op",
+    "report",
     "report_memory",
     "rewrite",
     "set_checkpoint_debug_enabled",

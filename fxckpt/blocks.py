@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -63,8 +63,18 @@ def compile_blocks(blocks: Iterable[nn.Module], budget: budgets.Budget, **option
             "fxckpt.compile_blocks(model.layers, budget='2GiB')."
         )
     backend = Backend(budget, **options)
-    if backend.step is not None:
-        backend.step.is_of_blocks = len(modules) > 1
-    for module in modules:
-        compile_module(module, backend)
+    compile_each(modules, backend)
     return backend
+
+
+def compile_each(
+    blocks: Sequence[nn.Module], backend: Backend, *, only_with_gradients: bool = False
+) -> None:
+    """Compile the blocks of a model in place, with one backend.
+
+    With ``only_with_gradients`` calls where gradients are off, as in evaluation, stay eager.
+    """
+    if backend.step is not None:
+        backend.step.is_of_blocks = len(blocks) > 1
+    for block in blocks:
+        compile_module(block, backend, only_with_gradients=only_with_gradients)

@@ -1,5 +1,5 @@
 """Backend of torch.compile."""
 
-from fxckpt.backend.api import Backend, fxckpt_backend
+from fxckpt.backend.api import Backend, fxckpt_backend, report
 
-__all__ = ["Backend", "fxckpt_backend"]
+__all__ = ["Backend", "fxckpt_backend", "report"]

@@ -42,7 +42,7 @@ from fxckpt.planner.planner import LevelChooser, device_of
 from fxckpt.planner.ranks import Neighbour, Ranks, group_of
 from fxckpt.plans.types import Plan
 from fxckpt.profiling import record_runs
-from fxckpt.reports.compile_report import Break, Report, outputs_bytes
+from fxckpt.reports.compile_report import Break, Origin, Report, outputs_bytes
 from fxckpt.solver.figures import structure_of
 from fxckpt.step.graph import StepGraph
 from fxckpt.step.shared_budget import SharedBudget
@@ -243,9 +243,20 @@ class Backend:
         return self.partitioner.plans
 
     def report(self) -> Report:
-        """Return one table per plan, the graph breaks, and the latest step; print it."""
+        """Return the figures of the latest step, the plans and the graph breaks; print it."""
         step = None if self.step is None else self.step.report()
-        return Report(self.plans, tuple(self._breaks), self.partitioner.fallbacks, step)
+        origins = {
+            id(level.plan): Origin(graph.number, graph.name)
+            for graph in self._graphs
+            for level in graph.plans
+        }
+        return Report(
+            self.plans,
+            tuple(self._breaks),
+            self.partitioner.fallbacks,
+            step,
+            origins=() if self.step is None else tuple(origins.get(id(p)) for p in self.plans),
+        )
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one captured graph; called by Dynamo."""
@@ -579,15 +590,42 @@ def fxckpt_backend(
     """
     try:
         backend = _backend_of(by_environment(given_by_name(options, mode, unknown)))
+        _latest[:] = [backend]
     except FxckptError as error:
         raise through_dynamo(error) from error
     return backend(gm, example_inputs)
+
+
+def report() -> Report:
+    """Return the report of the backend that ``backend="fxckpt"`` made last; it prints as text.
+
+    For programs that hold no :class:`Backend`, such as trainers that take a backend by name.
+
+    Raises :class:`InvalidOption` if nothing was compiled by name.
+
+    >>> import torch, fxckpt
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8), torch.nn.GELU()) * 6)
+    >>> options = {"budget": 0.9, "inner": "aot_eager"}
+    >>> compiled = torch.compile(model, backend="fxckpt", options=options)
+    >>> compiled(torch.randn(256, 8)).sum().backward()
+    >>> step = fxckpt.report().step
+    >>> step.measured_peak_bytes <= step.budget_bytes
+    True
+    """
+    if not _latest:
+        raise InvalidOption(
+            "nothing was compiled with backend='fxckpt' in this process yet: run a step first. A "
+            "fxckpt.Backend has a report of its own, backend.report()."
+        )
+    return _latest[0].report()
 
 
 _numbers = itertools.count()
 """Numbers of the backends, in the order of their first compiles, for ranks to name them."""
 _backends: dict[str, Backend] = {}
 """Backends of ``backend="fxckpt"`` by their options: graphs of equal options are of one step."""
+_latest: list[Backend] = []
+"""The backend that was made, or used for a new graph, last by name; empty before the first."""
 _shared_budgets: dict[str, SharedBudget] = {}
 """Calls in flight of backends with equal options, where a budget is for each graph."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -21,6 +22,8 @@ INNER_NAMES = ("inductor", "aot_eager")
 """Inner compilers that have a name; others are functions."""
 BUDGET, POLICY = "FXCKPT_BUDGET", "FXCKPT_POLICY"
 """Environment variables of ``backend="fxckpt"``."""
+VARIABLES = (BUDGET, POLICY, "FXCKPT_STRICT", "FXCKPT_CACHE_DIR")
+"""Environment variables of fxckpt."""
 OPTIONS = (
     "budget",
     "policy",
@@ -148,6 +151,7 @@ def by_environment(options: Mapping[str, Any]) -> dict[str, Any]:
         A variable is not usable.
     """
     given = dict(options)
+    _warn_of_misspelt_variables()
     budget, policy = (os.environ.get(name, "") for name in (BUDGET, POLICY))
     is_planned = isinstance(given.get("policy"), Plan)
     if budget and not is_planned and not {"budget", "max_slowdown"} & set(given):
@@ -155,6 +159,18 @@ def by_environment(options: Mapping[str, Any]) -> dict[str, Any]:
     if policy and "policy" not in given:
         given["policy"] = policy_named(policy)
     return given
+
+
+def _warn_of_misspelt_variables() -> None:
+    """Warn of a variable in the environment that is almost one of fxckpt's."""
+    for name in os.environ:
+        near = get_close_matches(name, VARIABLES, 1, cutoff=0.85)
+        if near and name not in VARIABLES:
+            warnings.warn(
+                f"{name} in the environment is no variable of fxckpt, and has no effect. Did you "
+                f"mean {near[0]}?",
+                stacklevel=2,
+            )
 
 
 def _refuse_misspelt(options: Mapping[str, Any]) -> None:

@@ -91,7 +91,8 @@ class InductorPlanner:
         halves = self._halves_by_search(joint, lines, given)
         if self.store is not None and key is not None:
             self.store.keep(key, halves[2])
-        log_plan(halves[2], time.perf_counter() - begin)
+        is_level = planner.choose_level is not None
+        log_plan(halves[2], time.perf_counter() - begin, is_level=is_level)
         return halves
 
     def _applied(self, planner: Planner, joint: Joint) -> PlannedHalves:

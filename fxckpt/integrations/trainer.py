@@ -2,39 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+from tqdm import tqdm
 from transformers import TrainerCallback
 
-from fxckpt.integrations.transformers import patch_transformers
+from fxckpt import budgets
+from fxckpt.backend import Backend
+from fxckpt.backend.options import given_by_name
+from fxckpt.blocks import compile_each
+from fxckpt.errors import InvalidOption
+from fxckpt.integrations.transformers import blocks_of, patch_transformers, turn_off
+from fxckpt.reports.compile_report import Report
+
+OF_THE_STEP = ("budget", "policy", "max_slowdown")
+"""Options that ask for a plan of the step; without one, every block is run again."""
+TORCHS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
+"""Options of torch's checkpoint, which plans of a step do not have."""
 
 
 class FxckptCallback(TrainerCallback):
-    """Checkpoints the blocks of a trainer's model by fxckpt, from the first step on.
+    """Trains a trainer's model within a budget of the step, from the first step on.
 
-    ``options`` are those of :func:`fxckpt.checkpoint`, for each block. ``gradient_checkpointing``
-    need not be on; its ``gradient_checkpointing_kwargs`` may hold options too, and ``options``
-    override them:
-    ``TrainingArguments(gradient_checkpointing_kwargs={"budget": "1GiB"})``.
+    With ``budget``, a ``policy`` or ``max_slowdown``, the blocks of the model are compiled one by
+    one, as by :func:`fxckpt.compile_blocks`, and those whose values fit are not run again. A
+    budget is that of the whole step, over all blocks and what is held outside of them. ``options``
+    are those of :class:`fxckpt.Backend`, and Inductor's own; ``inner`` is ``"aot_eager"`` unless
+    given, which has eager mode's kernels and random draws, so that losses do not change. What runs
+    without gradients, such as evaluation and generation, is not compiled. The model's own
+    checkpointing is turned off meanwhile. At the end of the training one line tells the peak, and
+    :meth:`report` has the rest.
 
-    Raises :class:`fxckpt.InvalidOption` when the training begins, for unknown options, ``offload``,
-    and models without gradient checkpointing.
+    Without any of the three, every block is run again in the backward, as by torch's checkpoint,
+    and nothing is compiled; ``options`` are those of :func:`fxckpt.checkpoint`, for each block.
 
-    >>> FxckptCallback(budget=0.5)
-    FxckptCallback(budget=0.5)
+    ``gradient_checkpointing`` need not be on; its ``gradient_checkpointing_kwargs`` may hold
+    options too, and ``options`` override them:
+    ``TrainingArguments(gradient_checkpointing_kwargs={"budget": "20GiB"})``.
+
+    Raises :class:`fxckpt.InvalidOption` and :class:`fxckpt.InvalidBudget` for invalid options, and
+    when the training begins, for a model in which no blocks are found, and for
+    ``torch_compile=True``, which compiles it already.
+
+    >>> FxckptCallback(budget="60%")
+    FxckptCallback(budget='60%')
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    def __init__(self, budget: budgets.Budget = None, **options: Any) -> None:
+        given = {} if budget is None else {"budget": budget}
+        self.options: dict[str, Any] = {**given, **options}
+        self.backend: Backend | None = None
+        """The backend that compiles the blocks; None where every block is run again."""
+        self._given: dict[str, Any] = {}
+        """Options that the backend was made with."""
+        self._compiled: list[nn.Module] = []
+        if _is_of_step(self.options):
+            self._make_backend(self.options)
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"FxckptCallback({given})"
 
+    def report(self) -> Report:
+        """Return the report of the training, which prints as text; its ``step`` is a table.
+
+        Raises :class:`fxckpt.InvalidOption` where every block is run again: nothing was planned.
+        """
+        if self.backend is None:
+            raise InvalidOption(
+                f"{self!r} has no report: without a budget, a policy or max_slowdown every block "
+                "is run again, and nothing is planned. Give a budget, such as '60%'; "
+                "fxckpt.record_regions() tells of regions."
+            )
+        return self.backend.report()
+
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Patch the model; called by the trainer."""
+        """Compile or patch the model; called by the trainer."""
         given = dict(
             getattr(args, "activation_checkpointing_kwargs", None)
             or getattr(args, "gradient_checkpointing_kwargs", None)
@@ -42,8 +89,59 @@ class FxckptCallback(TrainerCallback):
         )
         every_n_layers = given.pop("every_n_layers", 1)
         offload = given.pop("offload", False)
+        if _is_of_step(given | self.options):
+            if every_n_layers != 1:
+                raise InvalidOption(
+                    f"every_n_layers={every_n_layers!r}: a budget decides what is run again. Leave "
+                    "out one of the two."
+                )
+            if getattr(args, "torch_compile", False):
+                raise InvalidOption(
+                    f"{self!r} compiles the blocks of the model, and torch_compile=True the model. "
+                    "Leave out torch_compile, or the callback: torch_compile_backend='fxckpt' "
+                    "takes a budget from FXCKPT_BUDGET."
+                )
+            given = {name: value for name, value in given.items() if name not in TORCHS}
+            host = {"offload": "host"} if offload is True else {}
+            self._compile(model, given | host | self.options)
+            return
         patch_transformers(model, **(given | self.options))
         if every_n_layers != 1 or offload:
             model.activation_checkpointing_enable(
                 given | self.options, every_n_layers=every_n_layers, offload=offload
             )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell the peak, and run the blocks uncompiled again; called by the trainer."""
+        for block in self._compiled:
+            block._compiled_call_impl = None
+        if self._compiled and self.backend is not None and state.is_world_process_zero:
+            step = self.backend.report().step
+            if step is not None:
+                tqdm.write(f"fxckpt: {step.summary()}")
+        self._compiled = []
+
+    def _compile(self, model: nn.Module, given: Mapping[str, Any]) -> None:
+        """Compile the blocks of a model, whose own checkpointing is turned off."""
+        blocks = blocks_of(model)
+        if not blocks:
+            raise InvalidOption(
+                f"no repeated blocks were found in {type(model).__name__}. Compile the parts that "
+                "you know before the trainer is made, without the callback: "
+                "fxckpt.compile_blocks([model.encoder, model.decoder], budget='2GiB')."
+            )
+        turn_off(model)
+        backend = self._make_backend(given)
+        self._compiled = blocks
+        compile_each(blocks, backend, only_with_gradients=True)
+
+    def _make_backend(self, given: Mapping[str, Any]) -> Backend:
+        """Return the backend for some options; the same options have the same, and its code."""
+        if self.backend is None or self._given != given:
+            self.backend = Backend(**given_by_name({"inner": "aot_eager", **given}, None, {}))
+            self._given = dict(given)
+        return self.backend
+
+
+def _is_of_step(options: Mapping[str, Any]) -> bool:
+    return any(options.get(name) is not None for name in OF_THE_STEP)

@@ -24,6 +24,8 @@ M = TypeVar("M", bound=nn.Module)
 
 SETTER = "_set_gradient_checkpointing"
 """Method of ``PreTrainedModel`` that turns checkpointing on and off; remote code overrides it."""
+BLOCK = "GradientCheckpointingLayer"
+"""Class of the blocks that a model of ``transformers`` checkpoints."""
 OPTIONS = tuple(
     name
     for name, parameter in inspect.signature(checkpoint).parameters.items()
@@ -85,6 +87,39 @@ def patch_transformers(model: M, **options: Any) -> M:
             module._fxckpt_options = options  # type: ignore[assignment]
     enable({"use_reentrant": False})
     return model
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a model: those that it checkpoints, else its layers.
+
+    Layers are the items of an ``nn.ModuleList`` of two and more of one class. No block is inside
+    of another.
+    """
+    named = dict(model.named_modules())
+    blocks = {
+        name
+        for name, module in named.items()
+        if any(base.__name__ == BLOCK for base in type(module).__mro__)
+    } or {
+        f"{name}.{number}" if name else str(number)
+        for name, module in named.items()
+        if isinstance(module, nn.ModuleList)
+        and len(module) > 1
+        and len({type(each) for each in module}) == 1
+        for number in range(len(module))
+    }
+    return [
+        module
+        for name, module in named.items()
+        if name in blocks and not any(name.startswith(f"{other}.") for other in blocks)
+    ]
+
+
+def turn_off(model: nn.Module) -> None:
+    """Disable the gradient checkpointing of a model, if it is enabled."""
+    if getattr(model, "is_gradient_checkpointing", False):
+        disable: Any = getattr(model, "activation_checkpointing_disable", None)
+        (disable or model.gradient_checkpointing_disable)()
 
 
 def _set(self: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -129,7 +129,7 @@ class Planner:
             facts, plan = self._plan_by_search(joint)
         except BudgetInfeasible as error:
             raise self._with_tile_hint(error, joint) from error
-        log_plan(plan, time.perf_counter() - begin)
+        log_plan(plan, time.perf_counter() - begin, is_level=self.choose_level is not None)
         return facts, plan
 
     def _plan_by_search(self, joint: Joint) -> tuple[Facts, Plan]:

@@ -14,11 +14,15 @@ from fxckpt.utils.units import format_seconds
 
 log = logging.getLogger("fxckpt")
 
+OF_THE_STEP = "a level within the budget of the step"
+"""Said of a plan of one of the graphs of a step."""
 
-def log_plan(plan: Plan, seconds: float) -> None:
+
+def log_plan(plan: Plan, seconds: float, *, is_level: bool = False) -> None:
     """Log a new plan: its figures at INFO, the reason for each value at DEBUG.
 
-    ``seconds`` is the time of planning.
+    ``seconds`` is the time of planning; ``is_level`` says that the budget is that of a step, of
+    whose graphs this is one.
     """
     if log.isEnabledFor(logging.INFO):
         digest = plan.digest
@@ -26,10 +30,12 @@ def log_plan(plan: Plan, seconds: float) -> None:
             "plan %s of %s: %s, made in %s",
             digest,
             _graph(plan),
-            _within(plan),
+            _within(plan, OF_THE_STEP if is_level else "no budget"),
             format_seconds(seconds),
         )
         for name, figure in plan.explain().summary():
+            if is_level and name == "budget":
+                figure = "that of the step"
             log.info("plan %s: %s: %s", digest, name, figure)
     if log.isEnabledFor(logging.DEBUG):
         digest, shown = plan.digest, plan.explain()
@@ -73,11 +79,13 @@ def _graph(plan: Plan) -> str:
     return f"a graph of {len(plan.graph) or len(labels)} nodes{f' from {first}' if first else ''}"
 
 
-def _within(plan: Plan) -> str:
-    """Return the peak, the budget and the number of recomputes of a plan, as text."""
-    budget = (
-        "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
-    )
+def _within(plan: Plan, otherwise: str = "no budget") -> str:
+    """Return the peak, the budget and the number of recomputes of a plan, as text.
+
+    ``otherwise`` is said of a plan without a budget of its own.
+    """
+    limit = plan.budget_bytes
+    budget = otherwise if limit is None else f"budget {format_bytes(limit)}"
     peak = format_bytes(plan.compiled_peak_bytes or plan.peak_bytes)
     runs = len(plan.schedule)
     return f"peak {peak}, {budget}, {runs} recompute{'' if runs == 1 else 's'}"

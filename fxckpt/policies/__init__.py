@@ -260,7 +260,7 @@ def first_match(*policies: Any) -> Policy:
 FORMS = (
     "Give one of fxckpt.policies (save_matmuls, save('layers.*.attn'), ...), "
     "a function policy(ctx, op, *args, **kwargs) that returns a CheckpointPolicy, "
-    "a list of ops to save, or a list of policies."
+    "a list of ops to save, a list of policies, or a name such as 'save_matmuls'."
 )
 
 
@@ -270,7 +270,8 @@ def as_policy(policy: Any) -> Policy | None:
     Accepts a :class:`Policy`, a list of policies (joined by ``|``), and the forms of
     ``torch.utils.checkpoint``: a function ``policy(ctx, op, *args, **kwargs) -> CheckpointPolicy``,
     a list of ops (saved; the rest is recomputed), or a ``context_fn`` (``functools.partial`` of
-    ``create_selective_checkpoint_contexts``).
+    ``create_selective_checkpoint_contexts``). For options that are text, the name of a policy of
+    this package, or ``MODULE:NAME``.
     Raises :class:`~fxckpt.errors.InvalidOption` for anything else.
 
     >>> import torch
@@ -278,6 +279,8 @@ def as_policy(policy: Any) -> Policy | None:
     save_ops(aten.mm.default)
     >>> as_policy([save_matmuls, save("layers.*.norm")])
     (save_matmuls | save('layers.*.norm'))
+    >>> as_policy("save_matmuls")
+    save_matmuls
     """
     if policy is None or isinstance(policy, Policy):
         return policy
@@ -299,6 +302,8 @@ def as_policy(policy: Any) -> Policy | None:
             f"policy={policy.__name__} makes policies, and is none itself: "
             f"call it, as in policy={example}."
         )
+    if isinstance(policy, str) and (":" in policy or isinstance(globals().get(policy), Policy)):
+        return as_policy(policy_named(policy))
     if callable(policy) and not isinstance(policy, type) and not _is_op(policy):
         return FunctionPolicy(policy)
     raise InvalidOption(f"policy={policy!r} is not a policy. {_hint(policy)}{FORMS}")

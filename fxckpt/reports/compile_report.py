@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxckpt.budgets import format_bytes
 from fxckpt.plans.types import Plan
 from fxckpt.reports.step_report import StepReport
+from fxckpt.utils.tables import Column, Table
+from fxckpt.utils.units import format_seconds
+
+SHOWN = 20
+"""Values that the report of a lone graph shows, largest first."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,40 @@ def outputs_bytes(plan: Plan) -> int:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The graph of a step that a plan is a level of."""
+
+    graph: int
+    """Number of the graph, from 1, as in the table of the step."""
+    source: str
+    """Line of the user's code that called it."""
+
+
+COLUMNS = (
+    Column("plan", "plan", is_number=True),
+    Column("graph", "graph", is_number=True),
+    Column("source", "called at"),
+    Column("budget_bytes", "budget", lambda v: "none" if v is None else format_bytes(v), True),
+    Column("peak_bytes", "peak", format_bytes, is_number=True),
+    Column("baseline_peak_bytes", "uncheckpointed", format_bytes, is_number=True),
+    Column("saved_bytes", "saved", format_bytes, is_number=True),
+    Column("recomputed", "runs again", is_number=True),
+    Column("extra_seconds", "recompute", format_seconds, is_number=True),
+)
+COLUMNS_OF_STEP = tuple(
+    replace(c, show=lambda v: "the step's" if v is None else format_bytes(v))
+    if c.name == "budget_bytes"
+    else c
+    for c in COLUMNS
+)
+
+
+@dataclass(frozen=True)
 class Report:
-    """The plans and graph breaks of a backend; printed, one explanation a graph."""
+    """The plans and graph breaks of a backend, and its latest step; printed, two short tables.
+
+    A lone plan is printed with its largest values.
+    """
 
     plans: tuple[Plan, ...]
     """One plan for each compiled graph that has a backward, in the order of compilation."""
@@ -75,6 +112,29 @@ class Report:
     """The latest step, if the budget is one of a step and one has ended."""
     limits: tuple[str, ...] = ()
     """What a partitioner alone cannot do that a backend can."""
+    origins: tuple[Origin | None, ...] = ()
+    """The graph that each plan is a level of, if the budget is one of a step and it is known."""
+
+    def table(self) -> Table:
+        """Return the figures of the plans, one row each, as a table with exports."""
+        rows = []
+        for number, plan in enumerate(self.plans, 1):
+            lone = Origin(number, _first(plan))
+            origin = (self.origins[number - 1] if self.origins else None) or lone
+            rows.append(
+                (
+                    number,
+                    origin.graph,
+                    origin.source,
+                    plan.budget_bytes,
+                    plan.compiled_peak_bytes or plan.peak_bytes,
+                    plan.baseline_peak_bytes,
+                    plan.saved_bytes,
+                    len(plan.schedule),
+                    plan.extra_seconds,
+                )
+            )
+        return Table(COLUMNS_OF_STEP if self.origins else COLUMNS, tuple(rows))
 
     def __str__(self) -> str:
         if not self.plans and self.fallbacks:
@@ -87,12 +147,16 @@ class Report:
             )
             return "\n\n".join((nothing, *self.limits))
         count = len(self.plans)
-        parts = [f"graph {i} of {count}\n{plan.explain()}" for i, plan in enumerate(self.plans, 1)]
+        parts = [] if self.step is None else [str(self.step)]
+        if count == 1:
+            parts.append(str(self.plans[0].explain().top(SHOWN)))
+        else:
+            parts.append(
+                f"{self.table()}\nplans[i].explain() of this report has the values of plan i + 1."
+            )
         parts.extend(map(str, self.fallbacks))
         parts.extend(map(str, self.breaks))
-        if self.step is not None:
-            parts.append(str(self.step))
-        elif count > 1 and not self.breaks and not self.limits:
+        if self.step is None and count > 1 and not self.breaks and not self.limits:
             parts.append(
                 f"no graph break was seen between these {count} graphs, and each has the whole "
                 "budget. If they are parts of one step, Dynamo left the function that calls them "
@@ -100,3 +164,9 @@ class Report:
             )
         parts.extend(self.limits)
         return "\n\n".join(parts)
+
+
+def _first(plan: Plan) -> str:
+    """Return the first line of the model's source that a plan knows."""
+    labels = () if plan.snapshot is None else plan.snapshot.labels
+    return next((label.source for label in labels if label.source), "")

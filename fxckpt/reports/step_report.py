@@ -88,6 +88,15 @@ class StepReport:
         """Return the rows as a table with exports."""
         return table_of(self.rows)
 
+    def summary(self) -> str:
+        """Return the figures of the step in one line."""
+        return (
+            f"the step's peak is {format_bytes(self.measured_peak_bytes)} of a budget of "
+            f"{format_bytes(self.budget_bytes)}, up to {format_bytes(self.outside_bytes)} of it "
+            f"outside of the graphs; recompute takes {format_seconds(self.extra_seconds)} a step "
+            "by the cost model"
+        )
+
     def __str__(self) -> str:
         settled = (
             f"settled at step {self.settled_at}"

@@ -72,7 +72,7 @@ def test_graph_break_makes_two_plans_and_two_tables() -> None:
     backend = fxckpt.Backend(inner="aot_eager")
     torch.compile(broken, backend=backend)(torch.randn(4, 32)).sum().backward()
     assert len(backend.plans) == 2
-    assert "graph 2 of 2" in str(backend.report())
+    assert len(backend.report().table()) == 2
 
 
 def test_report_without_graphs_names_graph_breaks_log() -> None:

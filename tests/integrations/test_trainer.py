@@ -5,9 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
 import fxckpt
 from fxckpt.integrations.trainer import FxckptCallback
+from fxckpt.torch_private import compiled_parts
 from tests.integrations.test_transformers import gpt2, options
+
+STATE = SimpleNamespace(is_world_process_zero=True)
+TOKENS = torch.arange(40).view(4, 10)
 
 
 def begun(callback: FxckptCallback, **given: Any) -> Any:
@@ -19,11 +26,19 @@ def begun(callback: FxckptCallback, **given: Any) -> Any:
     return model
 
 
+def gradients(model: Any) -> list[torch.Tensor | None]:
+    """Return the gradients after two steps, which drop the same values in every model."""
+    for _ in range(2):
+        torch.manual_seed(0)
+        model(TOKENS, labels=TOKENS).loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
 def test_the_callback_has_the_last_word() -> None:
     """Options come from the trainer's arguments, and those of the callback override them."""
-    given = {"budget": "1GiB", "preserve_rng_state": True}
-    model = begun(FxckptCallback(budget="2GiB"), gradient_checkpointing_kwargs=given)
-    assert all(o["budget"] == "2GiB" and o["preserve_rng_state"] for o in options(model))
+    given = {"preserve_rng_state": True, "early_stop": True}
+    model = begun(FxckptCallback(early_stop=False), gradient_checkpointing_kwargs=given)
+    assert all(not o["early_stop"] and o["preserve_rng_state"] for o in options(model))
 
 
 def test_every_second_block() -> None:
@@ -32,3 +47,73 @@ def test_every_second_block() -> None:
     assert [block.gradient_checkpointing for block in model.transformer.h] == [True, False]
     assert all(function == {} or "every_n_layers" not in function for function in options(model))
     assert fxckpt.checkpoint is model.transformer.h[0]._gradient_checkpointing_func.func
+
+
+def test_a_budget_is_that_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks are compiled, one line tells the peak, and gradients are those of eager mode."""
+    callback = FxckptCallback("70%")
+    model = begun(callback, gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert list(compiled_parts(model)) == ["transformer.h.0", "transformer.h.1"]
+    assert not model.is_gradient_checkpointing
+    found = gradients(model)
+    step = callback.report().step
+    assert step is not None and step.measured_peak_bytes <= step.budget_bytes
+    assert sum(row.calls for row in step.rows) == 2 and {row.graph for row in step.rows} == {1}
+    callback.on_train_end(None, STATE, None)
+    assert compiled_parts(model) == {}
+    assert capsys.readouterr().out.startswith("fxckpt: the step's peak is ")
+    torch.testing.assert_close(found, gradients(gpt2()), rtol=0, atol=0)
+
+
+def test_evaluation_is_not_compiled() -> None:
+    """A forward without gradients makes no graph."""
+    callback = FxckptCallback(policy="save_matmuls")
+    model = begun(callback, gradient_checkpointing_kwargs={"budget": "1GiB"})
+    with torch.no_grad():
+        model(TOKENS)
+    assert "no graph" in str(callback.report())
+    model(TOKENS).logits.sum().backward()
+    assert callback.report().plans
+
+
+def test_training_again_compiles_nothing_new() -> None:
+    """A second training with the same options has the same backend."""
+    callback = FxckptCallback()
+    model = begun(callback, gradient_checkpointing_kwargs={"budget": "1GiB"})
+    backend = callback.backend
+    assert backend is not None
+    gradients(model)
+    made = backend.plans
+    callback.on_train_end(None, STATE, None)
+    arguments = SimpleNamespace(gradient_checkpointing_kwargs={"budget": "1GiB"})
+    callback.on_train_begin(arguments, None, None, model=model)
+    gradients(model)
+    assert callback.backend is backend and backend.plans == made
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "told"),
+    [
+        ({"budget": "60%"}, {"torch_compile": True}, "Leave out torch_compile"),
+        ({"budget": "60%"}, {"kwargs": {"every_n_layers": 2}}, "a budget decides"),
+        ({"budgte": "60%"}, {}, "Did you mean 'budget'"),
+    ],
+)
+def test_what_does_not_go_together(given: Any, arguments: Any, told: str) -> None:
+    """Options that exclude each other, and unknown ones, are refused before a step."""
+    kwargs = arguments.pop("kwargs", None)
+    with pytest.raises(fxckpt.InvalidOption, match=told):
+        begun(FxckptCallback(**given), gradient_checkpointing_kwargs=kwargs, **arguments)
+
+
+def test_options_are_refused_at_once() -> None:
+    """A bad budget is an error of the callback's line; without a plan there is no report."""
+    with pytest.raises(fxckpt.InvalidBudget, match="150%"):
+        FxckptCallback("150%")
+    with pytest.raises(fxckpt.InvalidOption, match="innr"):
+        FxckptCallback("50%", innr="inductor")
+    with pytest.raises(fxckpt.InvalidOption, match="has no report"):
+        FxckptCallback().report()
+    with pytest.raises(fxckpt.InvalidOption, match="no repeated blocks"):
+        model, arguments = torch.nn.Linear(2, 2), SimpleNamespace()
+        FxckptCallback("50%").on_train_begin(arguments, None, None, model=model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import fxckpt
-from fxckpt.reports.compile_report import Break, Report, outputs_bytes
+from fxckpt.reports.compile_report import SHOWN, Break, Origin, Report, outputs_bytes
 
 
 def test_report_without_plans() -> None:
@@ -14,13 +14,30 @@ def test_report_without_plans() -> None:
 
 
 def test_report_numbers_graphs_and_lists_breaks(plan: fxckpt.Plan) -> None:
-    """Each graph has its explanation; breaks come last, or a hint if none was seen."""
+    """Graphs are rows of one table; breaks come last, or a hint if none was seen."""
     found = Break(1, "call to print", "model.py:7", 2048)
-    text = str(Report((plan, plan), (found,)))
-    assert text.startswith("graph 1 of 2\n") and "graph 2 of 2\n" in text
+    report = Report((plan, plan), (found,))
+    text = str(report)
+    assert [row["graph"] for row in report.table()] == [1, 2]
+    assert len(text.splitlines()) < 10 and text.startswith("  plan    graph  called at")
     assert text.endswith(str(found)) and "TORCH_LOGS" not in text
     assert "TORCH_LOGS=graph_breaks" in str(Report((plan, plan)))
-    assert str(Report((plan,))) == f"graph 1 of 1\n{plan.explain()}"
+
+
+def test_a_lone_plan_shows_its_largest_values(plan: fxckpt.Plan) -> None:
+    """The report of one plan is its explanation, cut short."""
+    assert str(Report((plan,))) == str(plan.explain().top(SHOWN))
+
+
+def test_plans_of_a_step_name_their_graphs(plan: fxckpt.Plan) -> None:
+    """Two levels of one graph are two plans of it, whose budget is the step's."""
+    lone = replace(plan, budget_bytes=None)
+    report = Report((lone, lone), origins=(Origin(1, "train.py:9"), Origin(1, "train.py:9")))
+    assert [(r["plan"], r["graph"], r["source"]) for r in report.table()] == [
+        (1, 1, "train.py:9"),
+        (2, 1, "train.py:9"),
+    ]
+    assert "the step's" in str(report)
 
 
 def test_break_names_graph_source_and_bytes() -> None:

@@ -59,22 +59,38 @@ def compiled_parts(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return found
 
 
-def compile_module(module: torch.nn.Module, backend: Callable[..., Any], **options: Any) -> None:
+def compile_module(
+    module: torch.nn.Module,
+    backend: Callable[..., Any],
+    *,
+    only_with_gradients: bool = False,
+    **options: Any,
+) -> None:
     """Compile a module in place, as ``module.compile()`` does, containers of torch included.
 
     Dynamo compiles no frame of torch's own, such as the forward of ``nn.Sequential``, unless a
-    frame of another file calls it. Such modules share no compiled code.
+    frame of another file calls it. Such modules share no compiled code. With
+    ``only_with_gradients`` calls where gradients are off run as if it were not compiled.
     """
     if not type(module).__module__.startswith("torch.nn."):
         module.compile(backend=backend, **options)
-        return
+    else:
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return module._call_impl(*args, **kwargs)
 
-    # Dynamo's limit of recompilations is one per code object.
-    call.__code__ = call.__code__.replace()
-    module._compiled_call_impl = torch.compile(call, backend=backend, **options)
+        # Dynamo's limit of recompilations is one per code object.
+        call.__code__ = call.__code__.replace()
+        module._compiled_call_impl = torch.compile(call, backend=backend, **options)
+    if only_with_gradients:
+        compiled = module._compiled_call_impl
+        assert compiled is not None
+
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            run = compiled if torch.is_grad_enabled() else module._call_impl
+            return run(*args, **kwargs)
+
+        module._compiled_call_impl = choose
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
