@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -477,7 +478,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     Raises :class:`SystemExit` as argparse does, with code :data:`USAGE` for unusable arguments.
     """
     parser = build_parser()
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+        near = [m for word in unknown for m in get_close_matches(word, known, 1)]
+        hint = f". Did you mean {near[0]}?" if near else "."
+        parser.error(
+            f"{options.command} has no {' '.join(unknown)}{hint} fxckpt {options.command} --help "
+            "lists its options."
+        )
     if options.command == "explain" and (conflict := _conflict(options)):
         parser.error(conflict)
     return options

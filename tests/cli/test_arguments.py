@@ -55,6 +55,14 @@ def test_options_without_effect_are_refused(capsys: pytest.CaptureFixture[str]) 
     assert "--top, --op and --why: they have no effect on the other" in capsys.readouterr().err
 
 
+def test_unknown_option_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    """An option that a command lacks exits with an error that names the nearest one."""
+    with pytest.raises(SystemExit) as stop:
+        parse(["plan", "train.py:make", "--budgte", "3"])
+    assert stop.value.code == USAGE
+    assert "plan has no --budgte 3. Did you mean --budget?" in capsys.readouterr().err
+
+
 def test_unknown_device_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     """A device that is not known exits with an error that names the nearest ones."""
     with pytest.raises(SystemExit) as stop:

@@ -225,19 +225,29 @@ def make_boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
 def through_dynamo(error: Exception) -> Exception:
     """Return an error of the same class that Dynamo neither wraps nor swallows.
 
-    Dynamo raises subclasses of ``ShortenTraceback`` unchanged.
+    Dynamo raises subclasses of ``ShortenTraceback`` as their own method has it: without its frames,
+    of which there are dozens, unless ``TORCHDYNAMO_VERBOSE=1``. A defect keeps its frames and the
+    error that caused it.
     """
     from torch._dynamo.exc import ShortenTraceback
 
     kind = type(error)
     if isinstance(error, ShortenTraceback):
         return error
-    message = str(error)
+    message, cause = str(error), error.__cause__
+    is_defect = cause is not None and not isinstance(cause, FxckptError)
+
+    def without_frames(self: Exception) -> Exception:
+        if is_defect:
+            raise self from cause  # Dynamo would raise it from None.
+        return self if torch._dynamo.config.verbose else self.with_traceback(None)
+
     # Dynamo appends advice on debugging its own internals to the message.
     own = {
         "__init__": Exception.__init__,
         "__str__": lambda self: message,
         "__module__": kind.__module__,
+        "remove_dynamo_frames": without_frames,
     }
     wrapped: Exception = type(kind.__name__, (kind, ShortenTraceback), own)(message)
     wrapped.__dict__.update(error.__dict__)

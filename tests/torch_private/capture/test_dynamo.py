@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import pickle
+import traceback
 from functools import partial
+from typing import NoReturn
 
 import pytest
 import torch
@@ -134,6 +136,25 @@ def test_errors_pass_through_dynamo() -> None:
     assert (passing.floor_bytes, passing.budget_bytes) == (7, 3)
     assert through_dynamo(passing) is passing
     assert pickle.loads(pickle.dumps(error)).floor_bytes == 7
+
+
+def test_errors_have_no_frames_of_dynamo() -> None:
+    """Users see their own line; a defect keeps its frames and its cause."""
+
+    def fail(error: Exception) -> traceback.TracebackException:
+        def backend(gm: fx.GraphModule, example_inputs: object) -> NoReturn:
+            raise through_dynamo(error)
+
+        with pytest.raises(type(error)) as raised:
+            torch.compile(torch.sin, backend=backend)(torch.ones(1))
+        return traceback.TracebackException.from_exception(raised.value)
+
+    told = fail(fxckpt.BudgetInfeasible("no", floor_bytes=7, budget_bytes=3))
+    assert told.__cause__ is None and len(told.stack) < 5
+    failed = fxckpt.PlanningFailed("a defect")
+    failed.__cause__ = ZeroDivisionError("why")
+    told = fail(failed)
+    assert told.__cause__ is not None and len(told.stack) > 5
 
 
 def test_inner_compilers_are_boxed() -> None:
