@@ -118,8 +118,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def turn_off(model: nn.Module) -> None:
     """Disable the gradient checkpointing of a model, if it is enabled."""
     if getattr(model, "is_gradient_checkpointing", False):
-        disable: Any = getattr(model, "activation_checkpointing_disable", None)
-        (disable or model.gradient_checkpointing_disable)()
+        older: Any = getattr(model, "gradient_checkpointing_disable", None)
+        getattr(model, "activation_checkpointing_disable", older)()
 
 
 def _set(self: nn.Module, *args: Any, **kwargs: Any) -> None:
