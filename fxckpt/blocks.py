@@ -10,7 +10,6 @@ from torch import nn
 from fxckpt import budgets
 from fxckpt.backend import Backend
 from fxckpt.errors import InvalidOption
-from fxckpt.torch_private import compile_module
 
 
 def compile_blocks(blocks: Iterable[nn.Module], budget: budgets.Budget, **options: Any) -> Backend:
@@ -77,4 +76,4 @@ def compile_each(
     if backend.step is not None:
         backend.step.is_of_blocks = len(blocks) > 1
     for block in blocks:
-        compile_module(block, backend, only_with_gradients=only_with_gradients)
+        backend.modules.compile(block, only_with_gradients=only_with_gradients)

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -51,6 +51,7 @@ from fxckpt.tiers import Tier
 from fxckpt.torch_private import (
     CaptureDone,
     KeptGraph,
+    ModuleCompiler,
     after_optimizers,
     aot_autograd,
     around_each_step,
@@ -241,6 +242,11 @@ class Backend:
     def plans(self) -> tuple[Plan, ...]:
         """The plan of every graph with a backward, in compile order."""
         return self.partitioner.plans
+
+    @cached_property
+    def modules(self) -> ModuleCompiler:
+        """Compiles modules in place with this backend, apart from all that others compile."""
+        return ModuleCompiler(self)
 
     def report(self) -> Report:
         """Return the figures of the latest step, the plans and the graph breaks; print it."""

@@ -19,7 +19,6 @@ from fxckpt.backend import Backend
 from fxckpt.backend.options import given_by_name
 from fxckpt.errors import InvalidOption
 from fxckpt.reports.compile_report import Report
-from fxckpt.torch_private import compile_module
 
 
 class FxckptCallback(Callback):  # type: ignore[misc]
@@ -62,7 +61,7 @@ class FxckptCallback(Callback):  # type: ignore[misc]
             )
         self._compiled = [found[name] for name in wanted]
         for module in self._compiled:
-            compile_module(module, self.backend)
+            self.backend.modules.compile(module)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Run the modules uncompiled again; called by Lightning, after errors too."""

@@ -68,6 +68,7 @@ from fxckpt.torch_private.capture.aot import (
     untag_side,
     written_after,
 )
+from fxckpt.torch_private.capture.compiled_modules import ModuleCompiler, compiled_parts
 from fxckpt.torch_private.capture.dynamo import (
     CaptureDone,
     break_after,
@@ -92,8 +93,6 @@ from fxckpt.torch_private.capture.dynamo import (
 )
 from fxckpt.torch_private.capture.export import guards_function, guards_module, guards_namespace
 from fxckpt.torch_private.capture.fake_step import (
-    compile_module,
-    compiled_parts,
     differentiable_outputs,
     first_line,
     run_on_fakes,
@@ -196,6 +195,7 @@ __all__ = [
     "HigherOrderOperator",
     "KeptGraph",
     "M",
+    "ModuleCompiler",
     "OpOverload",
     "OpOverloadPacket",
     "PyTreeCodeGen",
@@ -223,7 +223,6 @@ __all__ = [
     "calls_of",
     "capture_whole",
     "compile_group",
-    "compile_module",
     "compile_whole",
     "compiled_parts",
     "constant_in_graph",

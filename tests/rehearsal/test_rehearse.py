@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fxckpt.planner.planned_device import PlannedDevice
 from fxckpt.rehearsal.rehearse import LiveBytes, rehearse
-from fxckpt.torch_private.capture.dynamo import isolated
 
 
 class Calls(nn.Module):
@@ -55,8 +57,8 @@ def test_rehearsals_have_no_limit() -> None:
         assert len(rehearse(nn.Sequential(block), (x,), {}, PlannedDevice()).graphs) == 1
 
 
-@pytest.mark.skipif(not isolated(), reason="this torch counts all compilations together")
-def test_rehearsals_leave_the_limit_to_the_user() -> None:
+@pytest.mark.parametrize("by_parts", [False, True])
+def test_rehearsals_leave_the_limit_to_the_user(by_parts: bool) -> None:
     """Compilations of rehearsals are counted apart from those that the user's steps make."""
 
     class Own(Block):
@@ -66,10 +68,38 @@ def test_rehearsals_leave_the_limit_to_the_user() -> None:
             return self.layer(x).sin()
 
     block, x = Own(), torch.randn(4, 8)
+    if by_parts:
+        block.compile()
+    model = nn.Sequential(block) if by_parts else block
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
         for _ in range(3):
-            rehearse(block, (x,), {}, PlannedDevice())
-        assert torch.equal(torch.compile(block, backend="eager")(x), block(x))
+            rehearse(model, (x,), {}, PlannedDevice())
+        assert torch.equal(torch.compile(Own.forward, backend="eager")(block, x), block.forward(x))
+
+
+class Breaks(Block):
+    """A block with a graph break."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return x.cos()
+
+
+@pytest.mark.parametrize("make", [Block, Breaks])
+@pytest.mark.parametrize("by_parts", [False, True])
+def test_rehearsals_leave_nothing(make: type[nn.Module], by_parts: bool) -> None:
+    """Dynamo keeps what it compiled, and each backend, for the life of the process."""
+    model = nn.Sequential(make(), make())
+    if by_parts:
+        for block in model:
+            block.compile()
+    step = rehearse(model, (torch.randn(4, 8),), {}, PlannedDevice())
+    graphs = [weakref.ref(graph.joint.module) for graph in step.graphs]
+    del step
+    for _ in range(3):  # What Dynamo wrote into the module's names goes when its code has gone.
+        gc.collect()
+    assert graphs and not any(graph() for graph in graphs)
 
 
 def test_live_bytes_follow_storages() -> None:

@@ -25,6 +25,12 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from fxckpt.errors import CaptureError, FxckptError
+from fxckpt.torch_private.capture.compiled_modules import (
+    ModuleCompiler,
+    compiled_parts,
+    forget_compilations,
+    give_own_code,
+)
 from fxckpt.torch_private.capture.dynamo import (
     DATA,
     _calling_lines,
@@ -49,55 +55,6 @@ NEEDS_DATA = (
 """Errors of code that reads what a fake tensor does not have."""
 
 
-def compiled_parts(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the outermost modules inside a module that the user compiled, by name."""
-    found: dict[str, torch.nn.Module] = {}
-    for name, part in module.named_modules():
-        is_inside = any(not above or name.startswith(f"{above}.") for above in found)
-        if not is_inside and _is_compiled(part):
-            found[name] = part
-    return found
-
-
-def compile_module(
-    module: torch.nn.Module,
-    backend: Callable[..., Any],
-    *,
-    only_with_gradients: bool = False,
-    **options: Any,
-) -> None:
-    """Compile a module in place, as ``module.compile()`` does, containers of torch included.
-
-    Dynamo compiles no frame of torch's own, such as the forward of ``nn.Sequential``, unless a
-    frame of another file calls it. Such modules share no compiled code. With
-    ``only_with_gradients`` calls where gradients are off run as if it were not compiled.
-    """
-    if not type(module).__module__.startswith("torch.nn."):
-        module.compile(backend=backend, **options)
-    else:
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return module._call_impl(*args, **kwargs)
-
-        # Dynamo's limit of recompilations is one per code object.
-        call.__code__ = call.__code__.replace()
-        module._compiled_call_impl = torch.compile(call, backend=backend, **options)
-    if only_with_gradients:
-        compiled = module._compiled_call_impl
-        assert compiled is not None
-
-        def choose(*args: Any, **kwargs: Any) -> Any:
-            run = compiled if torch.is_grad_enabled() else module._call_impl
-            return run(*args, **kwargs)
-
-        module._compiled_call_impl = choose
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    return compiled or isinstance(module, OptimizedModule)
-
-
 def run_on_fakes(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -116,10 +73,14 @@ def run_on_fakes(
     graphs reads values of tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compiler(gm, inputs)
+
     ignored = {*config.ignore_logging_functions, *_logging_methods()}
     try:
         with _placing(place), config.patch(ignore_logging_functions=ignored, **UNLIMITED):
-            run = _copied_to_fakes(function, mode, compiler)
+            run = _copied_to_fakes(function, mode, backend)
             args, kwargs = _to_fakes(mode, (tuple(args), dict(kwargs)))
             with mode, _forgetting_sizes(), errors_told_once(), torch.enable_grad(), watched:
                 found = [
@@ -142,6 +103,8 @@ def run_on_fakes(
         if DATA in str(error):
             raise _needs_data(error, getattr(error, "real_stack", None)) from error
         raise _capture_error(error) from (error if config.verbose else None)
+    finally:
+        forget_compilations(backend)
 
 
 @contextlib.contextmanager
@@ -188,11 +151,14 @@ def _copied_to_fakes(
                 memo[id(part)] = copy.deepcopy(part._orig_mod, memo)  # And under its own id.
         copied = copy.deepcopy(function, memo)
     if not parts or "" in parts:
+        give_own_code([getattr(copied, "__self__", copied)])
         return compiled(copied)  # type: ignore[no-any-return]
-    for part in parts.values():
-        part = part._orig_mod if isinstance(part, OptimizedModule) else part
-        # Parts of one class share a graph, which those that are isolated would not.
-        compile_module(memo[id(part)], compiler, dynamic=False)
+    originals = [p._orig_mod if isinstance(p, OptimizedModule) else p for p in parts.values()]
+    copies = [memo[id(part)] for part in originals]
+    give_own_code(copies)
+    modules = ModuleCompiler(compiler, dynamic=False)
+    for part in copies:
+        modules.compile(part)
     return copied  # type: ignore[no-any-return]
 
 
