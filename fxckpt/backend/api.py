@@ -31,10 +31,12 @@ from fxckpt.backend.options import (
     check_tile_with,
     given_by_name,
 )
+from fxckpt.backend.shared_budget import SharedBudget
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import BudgetInfeasible, FxckptError, InvalidOption
 from fxckpt.inductor.whole_backward import WholeBackward
 from fxckpt.partitioner import Partitioner, source_digest
+from fxckpt.passes.analysis.placement import inputs_read_in_backward
 from fxckpt.passes.meta import LAST_READER, ORDER
 from fxckpt.passes.whole_backward.dead_operands import write_where_dead
 from fxckpt.passes.whole_backward.gradient_copies import delay_gradient_copies
@@ -45,7 +47,6 @@ from fxckpt.profiling import record_runs
 from fxckpt.reports.compile_report import Break, Origin, Report, outputs_bytes
 from fxckpt.solver.figures import structure_of
 from fxckpt.step.graph import StepGraph
-from fxckpt.step.shared_budget import SharedBudget
 from fxckpt.step.tracker import StepTracker
 from fxckpt.tiers import Tier
 from fxckpt.torch_private import (
@@ -499,6 +500,7 @@ class _LevelCompiler:
         is_together: bool,
     ) -> None:
         self._backend, self._is_together = backend, is_together
+        self._count = len(example_inputs)
         self._kept = KeptGraph.of(gm, example_inputs)
         self._first = [(gm, example_inputs)]
         """Emptied at the first compile: the real inputs of the first call are not kept for good."""
@@ -535,6 +537,8 @@ class _LevelCompiler:
     ) -> Any:
         """Return the halves at the level chosen, and note whether a forward may run again."""
         backend = self._backend
+        count, read = inputs_read_in_backward(joint.graph)
+        self.graph.inputs_read = read if count == self._count else None
         halves = backend.partitioner.partition(
             joint,
             *given,

@@ -41,6 +41,8 @@ class Level:
     """Seconds beyond those of the uncheckpointed graph."""
     away_bytes: int = 0
     """Bytes that are sent off the device, from the forward to the backward."""
+    input_bytes: int = 0
+    """Bytes of inputs that the call alone keeps for its backward, as far as that is known."""
 
 
 def level_of(program: Program, candidate: Candidate) -> Level:

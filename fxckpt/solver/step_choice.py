@@ -33,6 +33,8 @@ class Moment:
     running: int | None = None
     """Call whose forward or backward runs; None for code between the calls."""
     is_backward: bool = False
+    keeps: tuple[int, ...] = ()
+    """Calls that keep inputs of theirs which nothing else holds by then."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +63,11 @@ class StepTables:
 
     outside: IntArray
     """Outside bytes of each moment."""
-    is_held: FloatArray
-    """1 where a call, by column, holds its saved values in a moment, by row."""
-    runs_forward: FloatArray
-    """1 where a call runs its forward in a moment."""
-    runs_backward: FloatArray
-    """1 where a call runs its backward in a moment."""
-    held: FloatArray
-    """Held bytes of each level, by column, of each call, by row."""
-    forward: FloatArray
-    """Peaks of the forward."""
-    backward: FloatArray
-    """Peaks of the backward."""
+    terms: tuple[tuple[FloatArray, FloatArray], ...]
+    """What calls hold, work with and keep: in each pair 1 where a call, by column, does so in a
+    moment, by row; and the bytes of each level, by column, of each call, by row."""
+    in_flight: FloatArray
+    """1 where a call is in flight, or runs, in a moment."""
     seconds: FloatArray
     """Extra seconds."""
     away: FloatArray
@@ -83,9 +78,10 @@ class StepTables:
         """Return the arrays of ``step``."""
         calls, moments = step.calls, step.moments
         shape = (len(moments), len(calls))
-        is_held, forward, backward = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        is_held, forward, backward, keeps = (np.zeros(shape) for _ in range(4))
         for k, moment in enumerate(moments):
             is_held[k, list(moment.held)] = 1
+            keeps[k, list(moment.keeps)] = 1
             if moment.running is not None:
                 (backward if moment.is_backward else forward)[k, moment.running] = 1
         most = max((len(levels) for levels in calls), default=0)
@@ -98,12 +94,13 @@ class StepTables:
 
         return cls(
             np.asarray([moment.outside_bytes for moment in moments], dtype=np.int64),
-            is_held,
-            forward,
-            backward,
-            table("held_bytes"),
-            table("forward_bytes"),
-            table("backward_bytes"),
+            (
+                (is_held, table("held_bytes")),
+                (forward, table("forward_bytes")),
+                (backward, table("backward_bytes")),
+                (keeps, table("input_bytes")),
+            ),
+            is_held + forward + backward,
             table("extra_seconds"),
             table("away_bytes"),
         )
@@ -111,28 +108,18 @@ class StepTables:
     def usage(self, levels: Sequence[int]) -> FloatArray:
         """Return the bytes of each moment when each call takes one of its levels."""
         rows, chosen = np.arange(len(levels)), np.asarray(levels, dtype=np.int64)
-        result: FloatArray = (
-            self.outside
-            + self.is_held @ self.held[rows, chosen]
-            + self.runs_forward @ self.forward[rows, chosen]
-            + self.runs_backward @ self.backward[rows, chosen]
-        )
-        return result
+        outside = self.outside.astype(np.float64)
+        return sum((m @ table[rows, chosen] for m, table in self.terms), start=outside)
 
     def most_away(self, levels: Sequence[int]) -> float:
         """Return the most bytes away at any moment when each call takes one of its levels."""
         away = self.away[np.arange(len(levels)), np.asarray(levels, dtype=np.int64)]
-        in_flight = self.is_held + self.runs_forward + self.runs_backward
-        return float((in_flight @ away).max(initial=0))
+        return float((self.in_flight @ away).max(initial=0))
 
     def weighed(self, weights: FloatArray) -> FloatArray:
         """Return the bytes of every level of every call, summed over moments by weight."""
-        result: FloatArray = (
-            (weights @ self.is_held)[:, None] * self.held
-            + (weights @ self.runs_forward)[:, None] * self.forward
-            + (weights @ self.runs_backward)[:, None] * self.backward
-        )
-        return result
+        none = np.zeros_like(self.seconds)
+        return sum(((weights @ m)[:, None] * table for m, table in self.terms), start=none)
 
 
 @dataclass(frozen=True)
@@ -436,11 +423,9 @@ def _linear(step: StepProgram, limit: int) -> tuple[FloatArray, tuple[Any, Float
 
     tables = step.tables
     calls, most = tables.seconds.shape
-    columns = (
-        tables.is_held[:, :, None] * tables.held
-        + tables.runs_forward[:, :, None] * tables.forward
-        + tables.runs_backward[:, :, None] * tables.backward
-    ).reshape(len(step.moments), calls * most)
+    none = np.zeros((len(step.moments), calls, most))
+    columns = sum((m[:, :, None] * table for m, table in tables.terms), start=none)
+    columns = columns.reshape(len(step.moments), calls * most)
     unit = float(max(1, limit))
     return (
         tables.seconds.ravel(),

@@ -116,6 +116,8 @@ class StepGraph:
         """Reason and line of the graph break that it ends at."""
         self.runs_again = False
         """Whether a forward that ran out of memory has acted on nothing that outlives it."""
+        self.inputs_read: frozenset[int] | None = None
+        """Arguments that the uncheckpointed graph saves for its backward; None if not known."""
         self.device = device
         """Device whose memory the graph takes."""
         self.ranks = ranks

@@ -30,6 +30,9 @@ LEVELS = 3
 """Levels of a graph that a choice may add to those that are compiled, as each is a compile."""
 COMPILES = 4
 """Most rounds of compiles for one choice. A compiled level may take other bytes than planned."""
+HOPES = 3
+"""Most times that a step is run which fits only if plans that never ran keep none of their inputs.
+"""
 NOISE = 0.01
 """Share of the budget by which a step that runs at its floor may be over it before it is refused.
 
@@ -58,7 +61,9 @@ class KnownStep:
     choices: dict[Sizes, tuple[tuple[int, int], StepChoice]] = field(default_factory=dict)
     """Choices by those sizes, each with the versions of the figures and of the step behind it."""
     version: int = 0
-    """Number of times that it took more outside bytes than before."""
+    """Number of times that it showed something new."""
+    hopes: int = 0
+    """Number of times that it was run though it seemed not to fit."""
 
 
 class StepLevels:
@@ -192,12 +197,29 @@ class StepLevels:
                 each.learn_levels(learned.room(room))
             choice = self.compiled_choice(learned, expected, room)
             if choice.peak_bytes > (1 + NOISE) * limit and self.is_exact:
-                raise infeasible_step(self.budget, learned, expected, limit)
+                if (hoped := self._hoped(known, expected, room)) is None:
+                    raise infeasible_step(self.budget, learned, expected, limit)
+                return self.keep(known, sizes, StepChoice(*hoped, limit))
             if fits and now.extra_seconds <= (1 + WORTHWHILE) * choice.extra_seconds:
                 choice = now
         if len(known.choices) > SIZES:
             known.choices.clear()
         return self.keep(known, sizes, StepChoice(learned, expected, choice, limit))
+
+    def _hoped(
+        self, known: KnownStep, sizes: tuple[Sizes, ...], room: int
+    ) -> tuple[LearnedStep, tuple[Sizes, ...], LevelChoice] | None:
+        """Return a choice for a step that seems not to fit, which may; None if none may.
+
+        Of plans that never ran it is not known what they keep of their inputs, and only a step
+        tells. It is tried a few times before the step is refused.
+        """
+        if known.hopes >= HOPES:
+            return None
+        known.hopes += 1
+        learned = replace(known.learned, is_hopeful=True)
+        choice = self.compiled_choice(learned, sizes, room)
+        return None if choice.peak_bytes > room else (learned, sizes, choice)
 
     def keep(self, known: KnownStep, sizes: Sizes, chosen: StepChoice) -> StepChoice:
         """Keep a choice for steps whose first call has these sizes, and return it."""

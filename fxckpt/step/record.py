@@ -51,6 +51,8 @@ class StepRecord:
 
     They are listed by the reason and line of the graph break that the code follows, None if none.
     """
+    kept: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Bytes of each input that a call alone kept when the first backward began."""
     is_exact: bool = True
     """Whether every peak was seen, and not only what was allocated at the boundaries."""
     is_of_the_step_alone: bool = True
@@ -97,6 +99,10 @@ class LearnedStep:
     """Position of the plan of each call that is repeated, None for one that may take any."""
     count: int = 1
     """Number of steps seen."""
+    kept: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    """Bytes of each input that a call alone keeps, by its number and the position of its plan."""
+    is_hopeful: bool = False
+    """Whether plans that never ran are taken to keep none."""
 
     MEMORY: ClassVar[int] = 8
     """Number of latest steps that count."""
@@ -107,12 +113,13 @@ class LearnedStep:
         sizes = tuple(call.sizes for call in record.calls)
         calls = tuple(call.graph for call in record.calls)
         fixed = tuple(call.position if call.is_repeated else None for call in record.calls)
-        return cls(calls, [tuple(record.moments)], sizes, sizes, fixed)
+        return cls(calls, [tuple(record.moments)], sizes, sizes, fixed, kept=_kept(record))
 
     def add(self, record: StepRecord) -> bool:
-        """Add a step of the same signature; return whether it had more outside bytes.
+        """Add a step of the same signature; return whether it shows something new.
 
-        One whose peaks were not all seen, or that may have been a smaller one, had as many as the
+        That is more outside bytes than before, or what a plan keeps of its inputs. A step
+        whose peaks were not all seen, or that may have been a smaller one, had as many bytes as the
         ones before, for all that is known.
         """
         before, moments = self.moments, tuple(record.moments)
@@ -127,7 +134,10 @@ class LearnedStep:
         self.largest = tuple(
             tuple(map(max, one, other)) for one, other in zip(self.largest, self.sizes, strict=True)
         )
-        return any(
+        kept = _kept(record)
+        is_new = any(self.kept.get(key) != inputs for key, inputs in kept.items())
+        self.kept.update(kept)
+        return is_new or any(
             new.outside_bytes > old.outside_bytes
             for new, old in zip(self.moments, before, strict=True)
         )
@@ -179,7 +189,11 @@ class LearnedStep:
         """
         if len(self.calls) != 1:
             return None
-        outside = (m.outside_bytes for m in self.moments if m.is_backward or 0 in m.held)
+        outside = (
+            m.outside_bytes + (self._most_kept(0) if m.keeps else 0)
+            for m in self.moments
+            if m.is_backward or 0 in m.held
+        )
         return limit - max(0, *outside)
 
     def program(self, sizes: Sequence[Sizes] | None = None) -> StepProgram:
@@ -194,8 +208,25 @@ class LearnedStep:
         graph, fixed = self.calls[call], self.fixed[call]
         levels = graph.levels(sizes)
         if fixed is None:
-            return levels
+            unknown = 0 if self.is_hopeful else self._most_kept(call)
+            known = [self.kept.get((call, i)) for i in range(len(levels))]
+            return tuple(
+                replace(level, input_bytes=sum(kept.values()) if kept is not None else unknown)
+                for level, kept in zip(levels, known, strict=True)
+            )
         return (replace(levels[fixed], held_bytes=0),) * len(levels)
+
+    def _most_kept(self, call: int) -> int:
+        """Return the most bytes of its inputs that a call alone kept by any plan that ran."""
+        ran = (inputs for (number, _), inputs in self.kept.items() if number == call)
+        return max((sum(inputs.values()) for inputs in ran), default=0)
+
+    def _kept_uncheckpointed(self, call: int) -> int:
+        """Return the bytes of its inputs that a call alone keeps where nothing is recomputed."""
+        ran = [inputs for (number, _), inputs in self.kept.items() if number == call]
+        read = self.calls[call].inputs_read
+        found = {i: n for inputs in ran for i, n in inputs.items() if read is None or i in read}
+        return sum(found.values())
 
     def baseline_bytes(self, sizes: Sequence[Sizes] | None = None) -> int:
         """Return the peak of the uncheckpointed step, of which fractions are.
@@ -212,9 +243,16 @@ class LearnedStep:
                 for graph, each, fixed in zip(self.calls, at, self.fixed, strict=True)
             ]
             levels = tuple(
-                (level,) if level is not None else self._levels(i, each)
+                (replace(level, input_bytes=self._kept_uncheckpointed(i)),)
+                if level is not None
+                else self._levels(i, each)
                 for i, (level, each) in enumerate(zip(found, at, strict=True))
             )
             program = StepProgram(levels, self.moments_at(at) if any(at) else self.moments)
             peaks.append(choice_of(program, [0] * len(levels)).peak_bytes)
         return max(peaks)
+
+
+def _kept(record: StepRecord) -> dict[tuple[int, int], dict[int, int]]:
+    """Return the bytes of inputs that the calls of a step alone kept, with their plans."""
+    return {(i, record.calls[i].position): inputs for i, inputs in record.kept.items()}

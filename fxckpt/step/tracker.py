@@ -7,6 +7,7 @@ takes the level that was chosen for its place in the step.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from fxckpt.solver.step_choice import Moment
 from fxckpt.step.begin import StepBegin
 from fxckpt.step.flight import Flight, RunningBackwards
 from fxckpt.step.graph import Sizes, StepGraph
+from fxckpt.step.inputs import Input, kept_bytes, made_inputs
 from fxckpt.step.levels import StepChoice, StepLevels, sizes_with
 from fxckpt.step.measure import StepMeter
 from fxckpt.step.out_of_memory import GeneratorStates, free_memory, is_out_of_memory
@@ -75,6 +77,8 @@ class StepTracker:
         self._record = StepRecord()
         self._flights: dict[int, int] = {}
         """Bytes held by each call in flight, by its number."""
+        self._inputs: dict[int, dict[int, Input]] = {}
+        """Inputs of each call so far which other graphs, or code between them, made."""
         self._current: StepChoice | None = None
         """Levels chosen for this step; None while it is learned."""
         self._limit = 0
@@ -83,6 +87,8 @@ class StepTracker:
         """Graph of the latest forward, and the bytes allocated at its end, until code follows."""
         self._backward: object | None = None
         """The backward whose end is awaited."""
+        self._has_compiled = False
+        """Whether a graph was compiled since the latest step whose backward began."""
         self._has_schedule = False
         """Whether steps begin where a schedule of a pipeline says."""
         self._refused = 0
@@ -135,6 +141,8 @@ class StepTracker:
             step = self._record
             step.calls.append(call)
             self._beginning.note_leaves(args)
+            if not graph.has_sizes and not is_repeated and self.ranks is None:
+                self._inputs[number] = made_inputs(args)
         try:
             outputs, call = self._run(number, call, args)
         except BaseException as error:
@@ -156,7 +164,7 @@ class StepTracker:
         """Record the forward of a call that began with ``start`` bytes allocated."""
         own = self._peak(f"the forward of call {number + 1}, {call.graph.name}") - start
         outside = start - self._held() - self._meter.start
-        step.moments.append(Moment(outside, tuple(self._flights), number))
+        step.moments.append(self._moment(outside, tuple(self._flights), number))
         self._calibrate(call, forward=own)
         self._restart()
 
@@ -227,6 +235,9 @@ class StepTracker:
             self._close_gap()
             self._note_left()
             self._note_measure()
+            if not self._record.has_backward:
+                self._collect_after_compiles()
+                self._note_kept()
             flight.start = self._restart()
 
     def _refuse_second(self, backward: object) -> None:
@@ -256,7 +267,7 @@ class StepTracker:
             others = tuple(each for each in self._flights if each != number)
             outside = flight.start - sum(self._flights[each] for each in others) - held
             outside -= self._meter.start
-            self._record.moments.append(Moment(outside, others, number, True))
+            self._record.moments.append(self._moment(outside, others, number, is_backward=True))
             self._calibrate(flight.call, backward=own + held)
             self._restart()
 
@@ -279,6 +290,7 @@ class StepTracker:
         """Drop what was recorded; backwards of its calls are not followed."""
         self._record = StepRecord()
         self._flights.clear()
+        self._inputs.clear()
         self._forward_ended = None
 
     def _leave_engine(self) -> None:
@@ -327,7 +339,40 @@ class StepTracker:
         """Record the code between two calls."""
         most = self._peak("code outside of the graphs")
         outside = most - self._held() - self._meter.start
-        self._record.moments.append(Moment(outside, tuple(self._flights)))
+        self._record.moments.append(self._moment(outside, tuple(self._flights)))
+
+    def _moment(
+        self,
+        outside: int,
+        held: tuple[int, ...],
+        running: int | None = None,
+        *,
+        is_backward: bool = False,
+    ) -> Moment:
+        """Return a moment of the step; what calls alone keep of their inputs is theirs."""
+        kept = self._record.kept
+        keeps = tuple(number for number in (*held, running) if number in kept)
+        outside -= sum(sum(kept[number].values()) for number in keeps)
+        return Moment(outside, held, running, is_backward, keeps)
+
+    def _collect_after_compiles(self) -> None:
+        """Collect garbage before the backward of a step in which graphs were compiled.
+
+        Frames of the compiler, in cycles, hold what the code between the graphs had let go.
+        """
+        if self._has_compiled:
+            self._has_compiled = False
+            gc.collect()
+
+    def _note_kept(self) -> None:
+        """Record, as the first backward begins, what calls in flight alone keep of their inputs.
+
+        From then on nothing else will take hold of it; up to now, code between the graphs may have.
+        """
+        for number in self._flights:
+            if (inputs := self._inputs.get(number)) is not None:
+                self._record.kept[number] = kept_bytes(inputs)
+        self._inputs.clear()
 
     def _note_left(self) -> None:
         """Record what the code after a graph break has allocated since the forward before it."""
@@ -544,6 +589,7 @@ class StepTracker:
 
         It takes no lock: a thread with the tracker's may be waiting for this compile to end.
         """
+        self._has_compiled = True
         if (meter := self._levels.meter) is not None:
             meter.pollute()
 

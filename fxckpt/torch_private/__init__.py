@@ -39,6 +39,7 @@ from fxckpt.torch_private.autograd.engine import (
     in_backward,
     is_transformed,
     keep_saved_values,
+    kept_alone,
     let_autograd_own,
     surrounding_hooks,
 )
@@ -278,6 +279,7 @@ __all__ = [
     "is_wrapper",
     "keep_saved_values",
     "keeps_graph",
+    "kept_alone",
     "kernel_switches",
     "laid_out",
     "leave_capture",

@@ -130,6 +130,30 @@ def backward_closure(graph: fx.Graph) -> set[fx.Node]:
     return _closure(graph, written, is_bound=is_bound) if written else closure
 
 
+def readers_through_views(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the readers of a value and of its views."""
+    held = {storage_id(t) for t in tensors(node.meta.get("val"))}
+    for user in node.users:
+        if user.op == "call_function" and any(
+            storage_id(t) in held for t in tensors(user.meta.get("val"))
+        ):
+            yield from readers_through_views(user)
+        else:
+            yield user
+
+
+def inputs_read_in_backward(graph: fx.Graph) -> tuple[int, frozenset[int]]:
+    """Return the number of inputs of a joint graph, and which of them its backward reads.
+
+    They are positions among the inputs of the forward; a view of an input is read for it. Where
+    nothing is recomputed, the forward saves these.
+    """
+    closure = backward_closure(graph)
+    primals = [n for n in graph.find_nodes(op="placeholder") if str(n.target).startswith("primals")]
+    read = (i for i, n in enumerate(primals) if not closure.isdisjoint(readers_through_views(n)))
+    return len(primals), frozenset(read)
+
+
 def has_streams(graph: fx.Graph) -> bool:
     """Return whether a node runs on another stream than the current one."""
     return any(stream_of(node) is not None for node in graph.nodes)

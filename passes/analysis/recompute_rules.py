@@ -6,7 +6,7 @@ regions of the model itself, and last the policy's preferences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -24,7 +24,7 @@ from fxckpt.ops.properties import (
 )
 from fxckpt.ops.registry import registered
 from fxckpt.passes.analysis.discrete_ops import discrete_results
-from fxckpt.passes.analysis.placement import JointPlacement, has_streams
+from fxckpt.passes.analysis.placement import JointPlacement, has_streams, readers_through_views
 from fxckpt.reason import Reason
 from fxckpt.torch_private import storage_id, stream_of
 
@@ -108,7 +108,7 @@ class RecomputeRules:
             return Reason.RANDOM_WITHOUT_STATE
         # No event orders the streams around a second run.
         if self.has_streams and any(
-            stream_of(n) is not None for n in (node, *_readers_through_views(node))
+            stream_of(n) is not None for n in (node, *readers_through_views(node))
         ):
             return Reason.STREAM
         mutated = self.placement.mutated
@@ -192,17 +192,5 @@ class RecomputeRules:
         region = node.meta.get("ac_graph_id")
         return node.meta.get("recompute") in RECOMPUTED and any(
             u in self.placement.required_forward and u.meta.get("ac_graph_id") != region
-            for u in _readers_through_views(node)
+            for u in readers_through_views(node)
         )
-
-
-def _readers_through_views(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the readers of a value and of its views."""
-    held = {storage_id(t) for t in tensors(node.meta.get("val"))}
-    for user in node.users:
-        if user.op == "call_function" and any(
-            storage_id(t) in held for t in tensors(user.meta.get("val"))
-        ):
-            yield from _readers_through_views(user)
-        else:
-            yield user

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +43,44 @@ def current_backward() -> object | None:
         return group
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
+
+
+def kept_alone(found: weakref.ref[torch.Tensor]) -> bool:
+    """Return whether a tensor is saved for one backward node, and nothing else holds its memory."""
+    return _holders(found) == _holders_of_a_saved_one()
+
+
+def _holders(found: weakref.ref[torch.Tensor]) -> tuple[int, int, int] | None:
+    """Return the references to a tensor, by Python and C++, and to its storage; None if gone."""
+    tensor = found()
+    if tensor is None:
+        return None
+    storage = tensor.untyped_storage()._cdata
+    counts = tensor._use_count(), torch._C._storage_Use_Count(storage)  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor), *counts
+
+
+@functools.cache
+def _holders_of_a_saved_one() -> tuple[int, int, int] | None:
+    """Return the numbers for a tensor that one node saves: versions of torch count differently."""
+
+    class Saving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients
+
+    with torch.enable_grad():
+        x = torch.ones(1, requires_grad=True).clone()
+        found, saving = weakref.ref(x), Saving.apply(x)
+    del x
+    counts = _holders(found)
+    del saving
+    return counts
 
 
 def at_engine_exit(callback: Callable[[], None]) -> None:

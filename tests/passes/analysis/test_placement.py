@@ -12,6 +12,7 @@ from fxckpt.passes.analysis.placement import (
     accumulation_bytes,
     ancestors,
     has_layout_of,
+    inputs_read_in_backward,
     tangents_of,
 )
 from tests.passes.graphs import chain, dropped, traced
@@ -25,6 +26,18 @@ def test_halves_of_a_chain() -> None:
     assert {node.name for node in placement.closure} == {"tangents_1", "mul", "mul_1"}
     assert {node.name for node in placement.required_forward} == {"primals_1", "sin", "sin_1"}
     assert [node.name for node in placement.gradients] == ["mul_1"]
+
+
+def test_inputs_that_the_backward_reads() -> None:
+    """A view of an input is read for it; one that only the forward reads is not listed."""
+
+    def f(
+        primals_x: Tensor, primals_w: Tensor, primals_b: Tensor, tangents: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return (primals_x @ primals_w + primals_b).exp(), tangents @ primals_w.t()
+
+    inputs = torch.ones(2, 3), torch.ones(3, 4), torch.ones(4), torch.ones(2, 4)
+    assert inputs_read_in_backward(traced(f, *inputs).graph) == (3, frozenset({1}))
 
 
 def test_effect_stays_in_the_forward() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxckpt
-from fxckpt.step.shared_budget import FEW
+from fxckpt.backend.shared_budget import FEW
 
 
 class Block(nn.Module):
