@@ -42,5 +42,5 @@ def losses(**options: object) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-assert losses(budget="80%") == losses(), "the losses differ"
+assert losses(budget="90%") == losses(), "the losses differ"
 print("equal losses")

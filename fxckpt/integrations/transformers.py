@@ -117,9 +117,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def turn_off(model: nn.Module) -> None:
     """Disable the gradient checkpointing of a model, if it is enabled."""
-    if getattr(model, "is_gradient_checkpointing", False):
-        older: Any = getattr(model, "gradient_checkpointing_disable", None)
-        getattr(model, "activation_checkpointing_disable", older)()
+    # Of two names, the older is deprecated where both exist.
+    for kind in ("activation", "gradient"):
+        if (is_on := getattr(model, f"is_{kind}_checkpointing", None)) is not None:
+            if is_on:
+                getattr(model, f"{kind}_checkpointing_disable")()
+            return
 
 
 def _set(self: nn.Module, *args: Any, **kwargs: Any) -> None:
