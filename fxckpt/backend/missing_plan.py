@@ -13,7 +13,13 @@ import torch
 from fxckpt.errors import CaptureError
 from fxckpt.partitioner import Partitioner
 from fxckpt.reports.compile_report import Break
-from fxckpt.torch_private import after_optimizers, calling_line, failed_frames
+from fxckpt.torch_private import (
+    after_optimizers,
+    calling_line,
+    compiled_frame,
+    failed_frames,
+    frames_over_limit,
+)
 
 IDLE_STEPS = 3
 """Steps of optimizers after which a backend that compiles nothing tells of it."""
@@ -43,6 +49,8 @@ class MissingPlan:
         self._steps_without = 0
         """Steps of optimizers since it was made, while nothing was compiled with it."""
         self._made_at = time.time()
+        self._lines: dict[int, str] = {}
+        """Line that called each function of which it compiled a graph, by the function's number."""
 
     def watch_optimizers(self) -> None:
         """Tell when an optimizer steps, from now on."""
@@ -55,6 +63,8 @@ class MissingPlan:
     def note_call(self) -> None:
         """Note that a graph is compiled."""
         self._was_called = True
+        if (frame := compiled_frame()) is not None:
+            self._lines[frame] = calling_line()
 
     def note_forward_only(self, example_inputs: Sequence[Any]) -> None:
         """Keep the line of a graph that trains and has no backward."""
@@ -80,6 +90,7 @@ class MissingPlan:
         be those of another model.
         """
         equals = [m for m in _by_name if repr(m) == repr(self)] if self in _by_name else [self]
+        self._tell_of_limit(equals)
         if self._has_told or any(m._has_plan for m in equals):
             return
         left = [] if self._was_called else failed_frames(self._made_at)
@@ -99,10 +110,25 @@ class MissingPlan:
                 stacklevel=2,
             )
             return
-        message = self._message(left)
+        self._raise_or_warn(self._message(left))
+
+    def _tell_of_limit(self, equals: Sequence[MissingPlan]) -> None:
+        """Tell once of each function that Dynamo compiles no more, as it has too many compiles."""
+        for frame in frames_over_limit(self._made_at):
+            lines = [line for m in equals if (line := m._lines.pop(frame, None)) is not None]
+            if lines:
+                self._raise_or_warn(
+                    "a budget was asked for, and some steps have no plan: Dynamo has compiled what "
+                    f"{lines[0]} calls as often as torch._dynamo.config.recompile_limit allows, "
+                    "and runs it in Python for inputs that fit none of these. Mark the sizes that "
+                    "vary, torch._dynamo.mark_dynamic(x, 0), or raise the limit. "
+                    "TORCH_LOGS=recompiles lists what differed."
+                )
+
+    def _raise_or_warn(self, message: str) -> None:
         if self._is_strict:
             raise CaptureError(message)
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(message, stacklevel=3)
 
     def _message(self, left: Sequence[tuple[str, str]]) -> str:
         """Return the message for a model that was run in Python, or compiled without a backward.

@@ -52,6 +52,11 @@ class StepProgram:
         """The step as arrays."""
         return StepTables.of(self)
 
+    def beginning_with(self, taken: Sequence[int]) -> StepProgram:
+        """Return the step whose first calls have taken their levels, and may take no other."""
+        fixed = tuple((levels[i],) for levels, i in zip(self.calls, taken, strict=False))
+        return replace(self, calls=(*fixed, *self.calls[len(fixed) :]))
+
     def has_room(self, levels: Sequence[int]) -> bool:
         """Return whether what these levels send away fits where it is sent."""
         return self.away_limit is None or self.tables.most_away(levels) <= self.away_limit

@@ -58,12 +58,14 @@ class KnownStep:
     learned: LearnedStep
     levels: tuple[int, ...]
     """Levels that it had last."""
-    choices: dict[Sizes, tuple[tuple[int, int], StepChoice]] = field(default_factory=dict)
-    """Choices by those sizes, each with the versions of the figures and of the step behind it."""
+    choices: dict[Sizes, tuple[object, StepChoice]] = field(default_factory=dict)
+    """Choices by those sizes, each with the versions of what is behind it."""
     version: int = 0
     """Number of times that it showed something new."""
     hopes: int = 0
     """Number of times that it was run though it seemed not to fit."""
+    seen_at: int = 0
+    """Number of the latest step of this kind."""
 
 
 class StepLevels:
@@ -88,7 +90,7 @@ class StepLevels:
         self._baseline = 0
         """Most bytes of an uncheckpointed step so far, of which fractions are."""
         self._known: dict[int, dict[tuple[object, ...], KnownStep]] = {}
-        """Steps that were seen, by their first graph and their signature."""
+        """Steps that were seen, by their first graph and their signature, the latest last."""
         self._expected: dict[int, tuple[object, ...]] = {}
         """Signature that a step with this first graph is expected to have."""
 
@@ -137,8 +139,10 @@ class StepLevels:
             found = known[record.signature] = KnownStep(learned, levels)
             if len(known) > KINDS:
                 del known[next(iter(known))]
-        elif found.learned.add(record):
-            found.version += 1
+        else:
+            known[record.signature] = known.pop(record.signature)
+            found.version += found.learned.add(record)
+        found.seen_at = self.steps
         if found.learned.count == 1 or found.version:
             self._baseline = max(self._baseline, found.learned.baseline_bytes())
         # A step unlike the last ones is expected again once it was seen twice.
@@ -182,7 +186,7 @@ class StepLevels:
         if known is None:
             return None
         version, chosen = known.choices.get(sizes, (None, None))
-        if version == (self.version, known.version):
+        if version == self._version_of(known):
             return chosen
         learned, expected = known.learned, known.learned.sizes_after([sizes])
         limit = self.limit(learned, expected)
@@ -202,6 +206,8 @@ class StepLevels:
                 return self.keep(known, sizes, StepChoice(*hoped, limit))
             if fits and now.extra_seconds <= (1 + WORTHWHILE) * choice.extra_seconds:
                 choice = now
+        for rival in self._rivals(known):
+            choice = self._leaving_room(choice, learned, expected, rival)
         if len(known.choices) > SIZES:
             known.choices.clear()
         return self.keep(known, sizes, StepChoice(learned, expected, choice, limit))
@@ -226,8 +232,45 @@ class StepLevels:
         if self.settled_at is None:
             self.settled_at = self.steps + 1
         known.levels = chosen.choice.levels
-        known.choices[sizes] = (self.version, known.version), chosen
+        known.choices[sizes] = self._version_of(known), chosen
         return chosen
+
+    def _version_of(self, known: KnownStep) -> object:
+        """Return what a choice for a kind of steps depends on."""
+        rivals = [(id(rival), rival.version, rival.levels) for rival in self._rivals(known)]
+        return self.version, known.version, rivals
+
+    def _rivals(self, known: KnownStep) -> list[KnownStep]:
+        """Return the other kinds of the latest steps that began with the same graph, if seen twice.
+
+        The next step may be one of them, and by then its first calls have their levels.
+        """
+        kinds = self._known[id(known.learned.calls[0])].values()
+        since = self.steps - LearnedStep.MEMORY
+        return [k for k in kinds if k is not known and k.learned.count > 1 and k.seen_at > since]
+
+    def _leaving_room(
+        self,
+        choice: LevelChoice,
+        learned: LearnedStep,
+        sizes: tuple[Sizes, ...],
+        rival: KnownStep,
+    ) -> LevelChoice:
+        """Return a choice whose first calls leave room for a step of another kind, if there is.
+
+        Where they do not, they take the levels that they have in it.
+        """
+        other = rival.learned
+        pairs = list(zip(learned.calls, other.calls, strict=False))
+        same = next((i for i, (one, another) in enumerate(pairs) if one is not another), len(pairs))
+        limit = self.room(self.limit(other))
+        own = choice_of(other.program(), rival.levels)
+        begun = other.program().beginning_with(choice.levels[:same])
+        if own.peak_bytes > limit or least_peak(begun).peak_bytes <= limit:
+            return choice
+        limit = self.room(self.limit(learned, sizes))
+        found = self._after(rival.levels[:same], learned, sizes, limit)
+        return found if found.peak_bytes <= limit else choice
 
     def choice_alone(self, graph: StepGraph, sizes: Sizes) -> StepChoice | None:
         """Return the choice that the ranks made, or one for sizes that this rank alone has."""
@@ -245,7 +288,7 @@ class StepLevels:
                 each.learn_levels(learned.room(room))
         choice = self.compiled_choice(learned, expected, room)
         chosen = StepChoice(learned, expected, choice, limit)
-        known.choices[sizes] = (self.version, known.version), chosen
+        known.choices[sizes] = self._version_of(known), chosen
         return chosen
 
     def anticipated(self, chosen: StepChoice | None, outside_bytes: int) -> StepChoice | None:
@@ -274,27 +317,42 @@ class StepLevels:
     def another(
         self, done: Sequence[RecordedCall], graph: StepGraph, sizes: Sizes
     ) -> StepChoice | None:
-        """Return a known step that begins with the calls so far, and goes on with ``graph``."""
+        """Return a known step that begins with the calls so far, and goes on with ``graph``.
+
+        Of several it is the latest that was seen twice, else the latest.
+        """
         calls = [*(call.graph for call in done), graph]
-        for known in reversed(list(self._known.get(id(calls[0]), {}).values())):
-            learned = known.learned
-            if list(learned.calls[: len(calls)]) == calls:
-                return self.rest_of_step(done, learned, sizes_with(done, learned, sizes))
-        return None
+        kinds = [
+            known.learned
+            for known in self._known.get(id(calls[0]), {}).values()
+            if list(known.learned.calls[: len(calls)]) == calls
+        ]
+        if not kinds:
+            return None
+        learned = next((each for each in reversed(kinds) if each.count > 1), kinds[-1])
+        return self.rest_of_step(done, learned, sizes_with(done, learned, sizes))
 
     def rest_of_step(
         self, done: Sequence[RecordedCall], learned: LearnedStep, sizes: tuple[Sizes, ...]
     ) -> StepChoice:
         """Return the choice for the calls to come; those in flight stay at their levels."""
-        program, taken = learned.program(sizes), [call.position for call in done]
-        fixed = tuple(
-            (levels[taken[i]],) if i < len(taken) else levels
-            for i, levels in enumerate(program.calls)
-        )
         limit = self.limit(learned, sizes)
-        rest = choose(replace(program, calls=fixed), self.room(limit))
-        levels = (*taken, *rest.levels[len(taken) :])
-        return StepChoice(learned, sizes, choice_of(program, levels), limit)
+        taken = [call.position for call in done]
+        return StepChoice(
+            learned, sizes, self._after(taken, learned, sizes, self.room(limit)), limit
+        )
+
+    def _after(
+        self,
+        taken: Sequence[int],
+        learned: LearnedStep,
+        sizes: tuple[Sizes, ...],
+        room: int,
+    ) -> LevelChoice:
+        """Return the choice of a step whose first calls have taken their levels."""
+        program = learned.program(sizes)
+        rest = choose(program.beginning_with(taken), room)
+        return choice_of(program, (*taken, *rest.levels[len(taken) :]))
 
     def compiled_choice(
         self, learned: LearnedStep, sizes: tuple[Sizes, ...], limit: int

@@ -129,3 +129,36 @@ def test_a_backend_that_compiles_nothing_tells() -> None:
     with pytest.warns(UserWarning, match=r"there is no plan: torch compiled nothing with Backend"):
         step()
     step()
+
+
+class Plain(nn.Module):
+    """A model of one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).exp().mean()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_too_many_compiles_are_told_of(strict: bool) -> None:
+    """Dynamo runs the ninth length in Python, while the others keep their plans."""
+    model = Plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backend = fxckpt.Backend("1MiB", inner="aot_eager", strict=strict)
+    model.compile(backend=backend, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rows in (4, 8):
+            model(torch.randn(rows, 32)).backward()
+            optimizer.step()
+        model(torch.randn(16, 32)).backward()
+        told = r"Dynamo has compiled what test_missing_plan.py:\d+ calls as often"
+        with (
+            pytest.raises(fxckpt.CaptureError, match=told)
+            if strict
+            else pytest.warns(UserWarning, match=told)
+        ):
+            optimizer.step()
+        optimizer.step()  # It is told once.

@@ -227,6 +227,23 @@ def test_odd_steps_leave_nothing_behind() -> None:
     assert backend.step is not None and not backend.step._flights
 
 
+def test_steps_of_two_kinds_in_turn() -> None:
+    """The first calls of one leave room for the other, as either may come next."""
+    limit = int(0.6 * plain(Stack())[0])
+    model, _ = compiled(limit)
+    for _ in range(3):
+        measured(model)
+    held = model(X)  # In flight through the next step, whose calls begin like those of any.
+    with pytest.warns(UserWarning, match="over the budget"):
+        measured(model)
+        del held
+        measured(model)
+    for _ in range(3):
+        for _ in range(2):
+            model.blocks[1](model.blocks[0](X)).sum().backward()
+        assert measured(model) <= limit
+
+
 def test_strict_raises_over_the_budget() -> None:
     """A model compiled as a whole is not known to have two forwards in flight."""
     model = nn.Sequential(*(Block() for _ in range(3)))

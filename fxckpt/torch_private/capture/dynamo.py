@@ -188,19 +188,51 @@ def failed_frames(begun: float) -> list[tuple[str, str]]:
     ``begun`` is in seconds, as of ``time.time()``. Dynamo runs such a function in Python; those
     that it calls are compiled by themselves. It remembers the latest 64 compiles.
     """
+    found = []
+    for each in _failed_compiles(begun):
+        name, line = each.fail_user_frame_filename, each.fail_user_frame_lineno
+        # The innermost line may be torch's own.
+        if name is None or line is None or name.startswith(str(Path(torch.__file__).parent)):
+            name, line = each.co_filename, each.co_firstlineno
+        source = "" if name is None else f"{Path(name).name}:{line}"
+        found.append((_first_line(each.fail_reason), source))
+    return found
+
+
+def frames_over_limit(begun: float) -> set[int]:
+    """Return the numbers of the functions that Dynamo compiles no more, of those since a time.
+
+    They had ``torch._dynamo.config.recompile_limit`` compiles; what fits none of them is run in
+    Python. ``begun`` is as for :func:`failed_frames`.
+    """
+    return {
+        int(frame)
+        for each in _failed_compiles(begun)
+        if "recompile limit" in _first_line(each.fail_reason)
+        and (frame := (each.compile_id or "").rpartition("/")[0]).isdigit()
+    }
+
+
+def compiled_frame() -> int | None:
+    """Return the number of the function that Dynamo compiles now, None if it compiles none."""
+    from torch._guards import CompileContext
+
+    found = CompileContext.current_compile_id()
+    return None if found is None else found.frame_id
+
+
+def _failed_compiles(begun: float) -> Iterator[Any]:
+    """Yield what Dynamo noted of the compiles that it gave up on since a time, of the latest 64."""
     from torch._dynamo.utils import get_compilation_metrics
 
-    found = []
     for each in get_compilation_metrics():
         is_new = each.start_time_us is not None and each.start_time_us >= 1e6 * begun
         if is_new and each.fail_type == Unsupported.__name__:
-            name, line = each.fail_user_frame_filename, each.fail_user_frame_lineno
-            # The innermost line may be torch's own.
-            if name is None or line is None or name.startswith(str(Path(torch.__file__).parent)):
-                name, line = each.co_filename or "", each.co_firstlineno or 0
-            reason = (each.fail_reason or "").strip().splitlines()
-            found.append((reason[0] if reason else "", f"{Path(name).name}:{line}"))
-    return found
+            yield each
+
+
+def _first_line(text: str | None) -> str:
+    return next(iter((text or "").strip().splitlines()), "")
 
 
 def make_boxed(compiler: Callable[..., Any]) -> Callable[..., Any]:
