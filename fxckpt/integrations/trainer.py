@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from tqdm import tqdm
@@ -16,11 +17,14 @@ from fxckpt.blocks import compile_each
 from fxckpt.errors import InvalidOption
 from fxckpt.integrations.transformers import blocks_of, patch_transformers, turn_off
 from fxckpt.reports.compile_report import Report
+from fxckpt.torch_private import compiled_parts
 
 OF_THE_STEP = ("budget", "policy", "max_slowdown")
 """Options that ask for a plan of the step; without one, every block is run again."""
 TORCHS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
 """Options of torch's checkpoint, which plans of a step do not have."""
+_COMPILED: WeakSet[nn.Module] = WeakSet()
+"""Blocks that callbacks compiled. A trainer tells no callback of a training that an error ended."""
 
 
 class FxckptCallback(TrainerCallback):
@@ -32,8 +36,9 @@ class FxckptCallback(TrainerCallback):
     are those of :class:`fxckpt.Backend`, and Inductor's own; ``inner`` is ``"aot_eager"`` unless
     given, which has eager mode's kernels and random draws, so that losses do not change. What runs
     without gradients, such as evaluation and generation, is not compiled. The model's own
-    checkpointing is turned off meanwhile. At the end of the training one line tells the peak, and
-    :meth:`report` has the rest.
+    checkpointing is turned off. At the end of the training one line tells the peak, and
+    :meth:`report` has the rest. After an error the blocks stay compiled until the model trains
+    again, with a callback of any options.
 
     Without any of the three, every block is run again in the backward, as by torch's checkpoint,
     and nothing is compiled; ``options`` are those of :func:`fxckpt.checkpoint`, for each block.
@@ -43,8 +48,8 @@ class FxckptCallback(TrainerCallback):
     ``TrainingArguments(gradient_checkpointing_kwargs={"budget": "20GiB"})``.
 
     Raises :class:`fxckpt.InvalidOption` and :class:`fxckpt.InvalidBudget` for invalid options, and
-    when the training begins, for a model in which no blocks are found, and for
-    ``torch_compile=True``, which compiles it already.
+    when the training begins, for a model in which no blocks are found, and for one that is compiled
+    already, as by ``torch_compile=True``.
 
     >>> FxckptCallback(budget="60%")
     FxckptCallback(budget='60%')
@@ -57,7 +62,6 @@ class FxckptCallback(TrainerCallback):
         """The backend that compiles the blocks; None where every block is run again."""
         self._given: dict[str, Any] = {}
         """Options that the backend was made with."""
-        self._compiled: list[nn.Module] = []
         if _is_of_step(self.options):
             self._make_backend(self.options)
 
@@ -82,6 +86,7 @@ class FxckptCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
         """Compile or patch the model; called by the trainer."""
+        _release(model)
         given = dict(
             getattr(args, "activation_checkpointing_kwargs", None)
             or getattr(args, "gradient_checkpointing_kwargs", None)
@@ -111,15 +116,14 @@ class FxckptCallback(TrainerCallback):
                 given | self.options, every_n_layers=every_n_layers, offload=offload
             )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         """Tell the peak, and run the blocks uncompiled again; called by the trainer."""
-        for block in self._compiled:
-            block._compiled_call_impl = None
-        if self._compiled and self.backend is not None and state.is_world_process_zero:
+        if _release(model) and self.backend is not None and state.is_world_process_zero:
             step = self.backend.report().step
             if step is not None:
                 tqdm.write(f"fxckpt: {step.summary()}")
-        self._compiled = []
 
     def _compile(self, model: nn.Module, given: Mapping[str, Any]) -> None:
         """Compile the blocks of a model, whose own checkpointing is turned off."""
@@ -130,9 +134,16 @@ class FxckptCallback(TrainerCallback):
                 "you know before the trainer is made, without the callback: "
                 "fxckpt.compile_blocks([model.encoder, model.decoder], budget='2GiB')."
             )
+        if compiled := compiled_parts(model):
+            name = next(iter(compiled))
+            raise InvalidOption(
+                f"{self!r} compiles the blocks of the model, but {name or type(model).__name__} is "
+                "compiled already. Give the trainer the model without torch.compile and "
+                "module.compile(), or leave out the callback."
+            )
         turn_off(model)
         backend = self._make_backend(given)
-        self._compiled = blocks
+        _COMPILED.update(blocks)
         compile_each(blocks, backend, only_with_gradients=True)
 
     def _make_backend(self, given: Mapping[str, Any]) -> Backend:
@@ -141,6 +152,15 @@ class FxckptCallback(TrainerCallback):
             self.backend = Backend(**given_by_name({"inner": "aot_eager", **given}, None, {}))
             self._given = dict(given)
         return self.backend
+
+
+def _release(model: nn.Module) -> list[nn.Module]:
+    """Run the blocks of a model that a callback compiled uncompiled again, and return them."""
+    blocks = [module for module in model.modules() if module in _COMPILED]
+    for block in blocks:
+        block._compiled_call_impl = None
+        _COMPILED.discard(block)
+    return blocks
 
 
 def _is_of_step(options: Mapping[str, Any]) -> bool:

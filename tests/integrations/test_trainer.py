@@ -59,7 +59,7 @@ def test_a_budget_is_that_of_the_step(capsys: pytest.CaptureFixture[str]) -> Non
     step = callback.report().step
     assert step is not None and step.measured_peak_bytes <= step.budget_bytes
     assert sum(row.calls for row in step.rows) == 2 and {row.graph for row in step.rows} == {1}
-    callback.on_train_end(None, STATE, None)
+    callback.on_train_end(None, STATE, None, model=model)
     assert compiled_parts(model) == {}
     assert capsys.readouterr().out.startswith("fxckpt: the step's peak is ")
     torch.testing.assert_close(found, gradients(gpt2()), rtol=0, atol=0)
@@ -84,11 +84,35 @@ def test_training_again_compiles_nothing_new() -> None:
     assert backend is not None
     gradients(model)
     made = backend.plans
-    callback.on_train_end(None, STATE, None)
+    callback.on_train_end(None, STATE, None, model=model)
     arguments = SimpleNamespace(gradient_checkpointing_kwargs={"budget": "1GiB"})
     callback.on_train_begin(arguments, None, None, model=model)
     gradients(model)
     assert callback.backend is backend and backend.plans == made
+
+
+def test_an_error_ends_a_training() -> None:
+    """The next callback takes the blocks over, whatever options it has."""
+    model = begun(FxckptCallback("70%"))
+    patching = FxckptCallback()
+    patching.on_train_begin(SimpleNamespace(), None, None, model=model)
+    assert compiled_parts(model) == {} and model.is_gradient_checkpointing
+    planning = FxckptCallback("80%")
+    planning.on_train_begin(SimpleNamespace(), None, None, model=model)
+    gradients(model)
+    assert planning.report().step is not None
+    planning.on_train_end(None, STATE, None, model=model)
+    assert compiled_parts(model) == {}
+
+
+@pytest.mark.parametrize("part", ["transformer.h.1", ""])
+def test_a_compiled_model_is_refused(part: str) -> None:
+    """Blocks inside of what is compiled already would be planned twice."""
+    model = gpt2()
+    model.get_submodule(part).compile(backend="eager")
+    with pytest.raises(fxckpt.InvalidOption, match=f"{part or 'GPT2LMHeadModel'} is compiled"):
+        FxckptCallback("50%").on_train_begin(SimpleNamespace(), None, None, model=model)
+    assert list(compiled_parts(model)) == [part]
 
 
 @pytest.mark.parametrize(
