@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from unittest import mock
@@ -23,6 +23,16 @@ import fxckpt
 
 BLOCKS, WIDTH, VOCABULARY, ROUNDS = 8, 256, 1000, 7
 SHARES = (0.8, 0.6, 0.4)
+STOCK = {"aot_eager": "aot_eager_decomp_partition", "inductor": "inductor"}
+"""Compilers of torch that heed its own budget."""
+MICRO_BATCHES, SCHEDULES = (
+    4,
+    {
+        "GPipe": "F0 F0 F0 F0 F1 F1 F1 F1 B1 B1 B1 B1 B0 B0 B0 B0",
+        "1F1B": "F0 F0 F1 B1 F0 B0 F1 B1 F0 B0 F1 B1 B0 F1 B1 B0",
+    },
+)
+"""Forwards and backwards of two stages in one process, in the order of a schedule."""
 
 
 class Block(nn.Module):
@@ -48,10 +58,18 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.checkpoints = False
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for block in self.blocks:
+    def through(self, blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
+        """Return what some of the blocks make of their input."""
+        for block in blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return x
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the loss of what the last block makes."""
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.through(self.blocks, x), y)
 
 
 X, Y = torch.randn(4, 256, WIDTH), torch.randint(0, VOCABULARY, (4, 256))
@@ -87,6 +105,72 @@ def seconds(ways: list[Callable[[], None]]) -> list[float]:
     return [statistics.median(took) for took in times]
 
 
+def pipelined(model: Model, schedule: str) -> None:
+    """Run a step of two stages, each half of the blocks, by a schedule."""
+    model.zero_grad(set_to_none=True)
+    halves = model.blocks[: BLOCKS // 2], model.blocks[BLOCKS // 2 :]
+    xs, ys = X.chunk(MICRO_BATCHES), Y.chunk(MICRO_BATCHES)
+    sent: list[Tensor] = []
+    received: list[Tensor] = []
+    losses: list[Tensor] = []
+    done = Counter[str]()
+    for act in schedule.split():
+        i = done[act]
+        done[act] += 1
+        if act == "F0":
+            sent.append(model.through(halves[0], xs[i]))
+        elif act == "F1":
+            received.append(sent[i].detach().requires_grad_())
+            losses.append(model.loss(model.through(halves[1], received[i]), ys[i]))
+        elif act == "B1":
+            losses[i].backward()
+            losses[i] = sent[i].new_empty(0)
+        else:
+            sent[i].backward(received[i].grad)
+            sent[i] = received[i] = sent[i].new_empty(0)
+
+
+def pipelines(inner: str) -> None:
+    """Print a row for each way to run a pipeline."""
+    rows = []
+    for name, schedule in SCHEDULES.items():
+        eager, checkpointed = made(), made()
+        checkpointed.checkpoints = True
+        ways, peaks = (
+            [eager, checkpointed],
+            [[pipeline_peak(m, schedule)] for m in (eager, checkpointed)],
+        )
+        wanted = [p.grad.clone() for p in eager.parameters()]
+        names, limits = ["eager, uncheckpointed", "eager, checkpoint per block"], [0, 0]
+        for share in SHARES[:2]:
+            model, limit = made(), int(share * peaks[0][0])
+            fxckpt.compile_blocks(model.blocks, limit, inner=inner, in_flight=MICRO_BATCHES)
+            peaks.append([pipeline_peak(model, schedule) for _ in range(5)])
+            is_equal = all(map(torch.equal, wanted, (p.grad for p in model.parameters())))
+            names.append(f"fxckpt, blocks, {share:.0%}" + (", bitwise equal" if is_equal else ""))
+            ways.append(model)
+            limits.append(limit)
+        times = seconds([partial(pipelined, way, schedule) for way in ways])
+        for way, limit, found, took in zip(names, limits, peaks, times, strict=True):
+            cells = (limit, found[0] if limit else 0, found[-1])
+            rows.append(
+                [
+                    name,
+                    way,
+                    *(f"{n / 1e6:.2f}" if n else "" for n in cells),
+                    f"{took / times[0]:.2f}",
+                ]
+            )
+    heads = ["schedule", "way", "budget MB", "first step MB", "step MB", "x eager"]
+    print(tabulate(rows, heads, tablefmt="github"))
+
+
+def pipeline_peak(model: Model, schedule: str) -> int:
+    """Return the peak of a pipelined step."""
+    model.zero_grad(set_to_none=True)
+    return fxckpt.measure_peak(lambda: pipelined(model, schedule))
+
+
 def microseconds_a_call(model: Model, backend: fxckpt.Backend) -> tuple[float, float]:
     """Return the mean microseconds of choosing a call's level, and of following its forward.
 
@@ -111,13 +195,14 @@ def microseconds_a_call(model: Model, backend: fxckpt.Backend) -> tuple[float, f
     for plan in (e for graph in graphs for e in graph.plans if e.run is not None):
         plan.run = timed("run", plan.run)
     with ExitStack() as stack:
-        for name in ("forward", "_settle", "_position"):
-            function = timed(name, getattr(tracker, name))
-            stack.enter_context(mock.patch.object(tracker, name, function))
+        owned = [(tracker, "forward"), (tracker, "_position"), (tracker._levels, "choice_for")]
+        for owner, name in owned:
+            function = timed(name, getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, function))
         for _ in range(ROUNDS):
             step(model)
     calls = ROUNDS * BLOCKS
-    choosing = 1e6 * (spent["_settle"] + spent["_position"]) / calls
+    choosing = 1e6 * (spent["choice_for"] + spent["_position"]) / calls
     return choosing, 1e6 * (spent["forward"] - spent["run"]) / calls
 
 
@@ -125,17 +210,23 @@ def main(inner: str) -> None:
     """Print a row for each way, with one inner compiler."""
     eager, checkpointed = made(), made()
     checkpointed.checkpoints = True
-    whole = peak(eager)
+    whole, least = peak(eager), peak(checkpointed)
+    wanted = [p.grad.clone() for p in eager.parameters()]
+    budgeted = made()
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        for block in budgeted.blocks:
+            block.compile(backend=STOCK[inner])
+        step(budgeted)
     ways, rows = (
-        [eager, checkpointed],
+        [eager, checkpointed, budgeted],
         [
             ["eager, uncheckpointed", "", "", whole, "", ""],
-            ["eager, torch.utils.checkpoint per block", "", "", peak(checkpointed), "", ""],
+            ["eager, torch.utils.checkpoint per block", "", "", least, "", ""],
+            ["torch's budget 0.5, blocks", "", "", peak(budgeted), "", ""],
         ],
     )
-    wanted = [p.grad.clone() for p in eager.parameters()]
-    for share in SHARES:
-        model, limit = made(), int(share * whole)
+    for share in (*SHARES, least / whole):
+        model, limit = made(), round(share * whole)
         backend = fxckpt.compile_blocks(model.blocks, limit, inner=inner)
         first, *_, last = (peak(model) for _ in range(5))
         report = backend.report().step
@@ -145,7 +236,7 @@ def main(inner: str) -> None:
         rows.append([name, limit, first, last, report.predicted_peak_bytes, len(backend.plans)])
         ways.append(model)
     for share in SHARES:
-        model, limit = made(), int(share * whole)
+        model, limit = made(), round(share * whole)
         backend = fxckpt.Backend(limit, inner=inner, scope="step")
         model.compile(backend=backend)
         first, *_, last = (peak(model) for _ in range(3))
@@ -182,3 +273,4 @@ def main(inner: str) -> None:
 if __name__ == "__main__":
     for inner in sys.argv[1:] or ["aot_eager", "inductor"]:
         main(inner)
+        pipelines(inner)
