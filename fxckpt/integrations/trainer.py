@@ -40,6 +40,9 @@ class FxckptCallback(TrainerCallback):
     :meth:`report` has the rest. After an error the blocks stay compiled until the model trains
     again, with a callback of any options.
 
+    ``budget="min"``, ``max_slowdown`` and a policy without a budget are goals of each block by
+    itself: the step is not measured, and :meth:`report` has the plans alone.
+
     Without any of the three, every block is run again in the backward, as by torch's checkpoint,
     and nothing is compiled; ``options`` are those of :func:`fxckpt.checkpoint`, for each block.
 
@@ -107,8 +110,15 @@ class FxckptCallback(TrainerCallback):
                     "takes a budget from FXCKPT_BUDGET."
                 )
             given = {name: value for name, value in given.items() if name not in TORCHS}
-            host = {"offload": "host"} if offload is True else {}
-            self._compile(model, given | host | self.options)
+            if offload and "offload" not in self.options:
+                if offload is True:
+                    raise InvalidOption(
+                        "offload=True says not how much may be away. Give a limit in bytes: "
+                        "gradient_checkpointing_kwargs={'budget': '20GiB', 'offload': '64GiB'}, "
+                        "or FxckptCallback(..., offload='64GiB')."
+                    )
+                given["offload"] = offload
+            self._compile(model, given | self.options)
             return
         patch_transformers(model, **(given | self.options))
         if every_n_layers != 1 or offload:
@@ -121,9 +131,14 @@ class FxckptCallback(TrainerCallback):
     ) -> None:
         """Tell the peak, and run the blocks uncompiled again; called by the trainer."""
         if _release(model) and self.backend is not None and state.is_world_process_zero:
-            step = self.backend.report().step
-            if step is not None:
-                tqdm.write(f"fxckpt: {step.summary()}")
+            report = self.backend.report()
+            if report.step is not None:
+                tqdm.write(f"fxckpt: {report.step.summary()}")
+            elif self.backend.step is None and report.plans:
+                tqdm.write(
+                    f"fxckpt: {len(report.plans)} plan(s) of blocks, whose figures report() has; "
+                    "the step is measured where its budget is in bytes, or a share such as '60%'"
+                )
 
     def _compile(self, model: nn.Module, given: Mapping[str, Any]) -> None:
         """Compile the blocks of a model, whose own checkpointing is turned off."""

@@ -65,15 +65,17 @@ def test_a_budget_is_that_of_the_step(capsys: pytest.CaptureFixture[str]) -> Non
     torch.testing.assert_close(found, gradients(gpt2()), rtol=0, atol=0)
 
 
-def test_evaluation_is_not_compiled() -> None:
-    """A forward without gradients makes no graph."""
+def test_evaluation_is_not_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    """A forward without gradients makes no graph; a policy alone measures no step."""
     callback = FxckptCallback(policy="save_matmuls")
-    model = begun(callback, gradient_checkpointing_kwargs={"budget": "1GiB"})
+    model = begun(callback, gradient_checkpointing_kwargs={})
     with torch.no_grad():
         model(TOKENS)
     assert "no graph" in str(callback.report())
     model(TOKENS).logits.sum().backward()
     assert callback.report().plans
+    callback.on_train_end(None, STATE, None, model=model)
+    assert capsys.readouterr().out.startswith("fxckpt: 1 plan(s) of blocks")
 
 
 def test_training_again_compiles_nothing_new() -> None:
@@ -89,6 +91,15 @@ def test_training_again_compiles_nothing_new() -> None:
     callback.on_train_begin(arguments, None, None, model=model)
     gradients(model)
     assert callback.backend is backend and backend.plans == made
+
+
+def test_what_is_sent_away_has_a_limit() -> None:
+    """A place among the trainer's arguments is the backend's, but for the callback's own."""
+    kwargs = {"offload": "1GiB"}
+    for callback in (FxckptCallback("80%"), FxckptCallback("80%", offload="2GiB")):
+        model = begun(callback, gradient_checkpointing_kwargs=dict(kwargs))
+        gradients(model)
+        assert callback._given["offload"] == callback.options.get("offload", "1GiB")
 
 
 def test_an_error_ends_a_training() -> None:
@@ -120,6 +131,7 @@ def test_a_compiled_model_is_refused(part: str) -> None:
     [
         ({"budget": "60%"}, {"torch_compile": True}, "Leave out torch_compile"),
         ({"budget": "60%"}, {"kwargs": {"every_n_layers": 2}}, "a budget decides"),
+        ({"budget": "60%"}, {"kwargs": {"offload": True}}, "Give a limit in bytes"),
         ({"budgte": "60%"}, {}, "Did you mean 'budget'"),
     ],
 )
