@@ -81,11 +81,11 @@ NOT_SENT = (
 )
 """Error for an offload where Inductor compiles in an order of its own."""
 NO_TILES = (
-    "tile={0!r}: tiles are for compilers that run ops one by one, in the order of the graph; "
-    "Inductor would fuse and reorder them. Use fxckpt.Backend(inner='aot_eager', tile={0!r}), or "
-    "leave tile out."
+    "tile={0!r}: where Inductor compiles the halves of a Partitioner, it orders their ops as it "
+    "likes, and all tiles could be live at once. Use fxckpt.Backend(tile={0!r}), which holds it to "
+    "the plan's order, or leave tile out."
 )
-"""Error for tiles where Inductor compiles."""
+"""Error for tiles where Inductor compiles in an order of its own."""
 NO_WAY = "verify={!r} is not a way to verify. Use 'exact' or None."
 """Error for an unknown ``verify``."""
 NOT_BITWISE = (

@@ -147,8 +147,7 @@ class Backend:
         into tiles: ordinary ops on a part of the rows at a time, in a number chosen by the cost
         model, where that makes the step faster within the budget, or fit. A number asks for as
         many. Sums over rows (the loss, gradients of weights) are added up in another order. It
-        needs fixed sizes, a model that is one graph, and an ``inner`` that is not Inductor. See
-        ``docs/tiles.md``.
+        needs fixed sizes and a model that is one graph. See ``docs/tiles.md``.
 
     Raises
     ------
@@ -196,7 +195,7 @@ class Backend:
             budget, policy, cost, verify, max_slowdown, offload=offload, tile=tile
         )
         """Plans the graphs."""
-        check_tile_with(self.partitioner.planner.tile, inner, group)
+        check_tile_with(self.partitioner.planner.tile, group)
         self._replays = bool(self._inductor.get("triton.cudagraphs"))
         """Whether CUDA graphs replay the halves."""
         self.inner = inner

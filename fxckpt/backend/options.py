@@ -12,7 +12,7 @@ from torch import fx
 
 from fxckpt import budgets
 from fxckpt.errors import InvalidOption
-from fxckpt.partitioner import NO_TILES, NO_WAY, NOT_BITWISE
+from fxckpt.partitioner import NO_WAY, NOT_BITWISE
 from fxckpt.plans.types import Plan
 from fxckpt.policies import policy_named
 from fxckpt.torch_private.inductor.options import inductor_options
@@ -91,12 +91,10 @@ def check_offload(offload: object, inner: object, group: object) -> None:
         )
 
 
-def check_tile_with(tile: object, inner: object, group: object) -> None:
+def check_tile_with(tile: object, group: object) -> None:
     """Raise :class:`InvalidOption` for tiles that the other options rule out."""
     if tile is None:
         return
-    if inner == "inductor":
-        raise InvalidOption(NO_TILES.format(tile))
     if group is not None:
         raise InvalidOption(
             f"tile={tile!r}, group={group!r}: tiles are planned for one process. Use one of the "

@@ -100,6 +100,7 @@ def key_of(joint: fx.GraphModule, planner: Planner, code: str, given: dict[str, 
         planner.replays,
         planner.measure_workspace,
         planner.offload,
+        planner.tile,
         sorted(given.items()),
     )
     parts = [

@@ -16,13 +16,15 @@ from typing import Any
 
 from torch import fx
 
+from fxckpt import budgets
 from fxckpt.inductor.attempt import CandidateLowerer, copied_emission
 from fxckpt.inductor.autotune import CompileHalf, PlannedHalves, fastest
 from fxckpt.inductor.lowering_search import LoweringSearch
 from fxckpt.inductor.memory import Lower
 from fxckpt.inductor.plan_cache import PlanCache, key_of
+from fxckpt.inductor.tiles import TileSearch
 from fxckpt.passes.analysis.graph_snapshot import snapshot_of
-from fxckpt.passes.analysis.joint import Workspace
+from fxckpt.passes.analysis.joint import Facts, Workspace
 from fxckpt.passes.graphs import Joint
 from fxckpt.passes.inductor.fusion_model import FusionModel, is_extern_kernel
 from fxckpt.passes.meta import LAST_READER, ORDER
@@ -30,6 +32,7 @@ from fxckpt.planner.pipeline import EMIT_INDUCTOR, PREPARE_INDUCTOR, emit_halves
 from fxckpt.planner.planner import Planner, device_of, is_of_graph
 from fxckpt.planner.ranks import Ranks
 from fxckpt.planner.refusals import warn_of_unbounded_sizes
+from fxckpt.planner.tiles import tiled
 from fxckpt.plans.log import log_plan
 from fxckpt.plans.types import Plan
 from fxckpt.tiers.ops import send
@@ -74,21 +77,26 @@ class InductorPlanner:
         if planner.offload is not None:
             lay_out_as_output(send)
         prepare(joint, PREPARE_INDUCTOR)
-        module = joint.module
         # The code that unpacks traced arguments is unused here, and torch warns when it is copied.
-        module.graph.set_codegen(fx.graph.CodeGen())
-        lines = planner.lines(module.graph)
+        joint.module.graph.set_codegen(fx.graph.CodeGen())
         # Lines of regions tell apart what the graph does not.
-        code = "\n".join((self.code, *(r.line for r in planner.regions(module.graph))))
-        key = None if self.store is None else key_of(module, planner, code, given)
+        code = "\n".join((self.code, *(r.line for r in planner.regions(joint.module.graph))))
+        key = None if self.store is None else key_of(joint.module, planner, code, given)
         kept = self.store.get(key) if self.store is not None and key is not None else None
-        if kept is not None and kept.graph == lines:
-            planner = replace(planner, known=(kept,))
+        if kept is not None and (found := _as_kept(joint, kept)) is not None:
+            if kept.graph == planner.lines(found.module.graph):
+                return self._applied(replace(planner, known=(kept,)), found)
+        joint = planner.as_fixed(joint)
+        lines = planner.lines(joint.module.graph)
         if planner.is_fixed or any(is_of_graph(plan, lines) for plan in planner.known):
             return self._applied(planner, joint)
         if planner.ranks is not None and planner.choose_level is None:
             return self._planned_together(planner.ranks, joint, lines, given)
-        halves = self._halves_by_search(joint, lines, given)
+        halves = (
+            self._halves_by_search(joint, lines, given)
+            if planner.tile is None
+            else self._halves_with_tiles(joint, given)
+        )
         if self.store is not None and key is not None:
             self.store.keep(key, halves[2])
         is_level = planner.choose_level is not None
@@ -122,13 +130,28 @@ class InductorPlanner:
             return self._applied(replace(self.planner, known=(plan,)), joint)
         return self._halves_by_search(joint, lines, given)
 
-    def _halves_by_search(
-        self, joint: Joint, lines: tuple[str, ...], given: Mapping[str, Any]
-    ) -> PlannedHalves:
-        """Return the halves of the plan that a search finds."""
+    def _halves_with_tiles(self, joint: Joint, given: Mapping[str, Any]) -> PlannedHalves:
+        """Return the halves of the fastest plan of the graph, with tiles or without."""
+        planner = self.planner
+
+        def search(graph: Joint, budget: budgets.Budget) -> PlannedHalves:
+            within = replace(self, planner=replace(planner, budget=budget))
+            return within._halves_by_search(graph, planner.lines(graph.module.graph), given)
+
+        def plan(graph: Joint, budget: budgets.Budget) -> tuple[Facts, Plan]:
+            facts, cost, _, _ = self._read(graph, given)
+            return replace(planner, budget=budget).plan_of(graph, facts, cost)
+
+        pricer = planner.tile_pricer(plan, lambda graph: self._read(graph, given)[0].program)
+        return TileSearch(pricer, search)(joint)
+
+    def _read(self, joint: Joint, given: Mapping[str, Any]) -> tuple[Facts, str, Workspace, Any]:
+        """Return the facts of a joint graph as it is expected to be fused, and what they rest on.
+
+        That is the name of the cost model, the workspace of ops, and what torch's default
+        partitioner saves.
+        """
         planner, module = self.planner, joint.module
-        if planner.budget is not None:
-            warn_of_unbounded_sizes(module.graph, planner.budget)
         saved = default_saved(module, num_fwd_outputs=joint.num_fwd_outputs, **given)
         workspace = planner.measured()
         facts, cost = planner.read(
@@ -137,6 +160,16 @@ class InductorPlanner:
             never_stored=FusionModel(fuses)(module.graph, saved),
             workspace=_expected_workspace(module, workspace),
         )
+        return facts, cost, workspace, saved
+
+    def _halves_by_search(
+        self, joint: Joint, lines: tuple[str, ...], given: Mapping[str, Any]
+    ) -> PlannedHalves:
+        """Return the halves of the plan that a search finds."""
+        planner, module = self.planner, joint.module
+        if planner.budget is not None:
+            warn_of_unbounded_sizes(module.graph, planner.budget)
+        facts, cost, workspace, saved = self._read(joint, given)
         lowerer = CandidateLowerer.of(
             planner, self.lower, joint, lines, facts, cost, workspace, saved
         )
@@ -145,6 +178,14 @@ class InductorPlanner:
         if self.compile_half is None or len(finalists) == 1:
             return finalists[0]
         return fastest(finalists, self.compile_half, device_of(module.graph), self.clock)
+
+
+def _as_kept(joint: Joint, kept: Plan) -> Joint | None:
+    """Return the graph that a kept plan may be of; None if it cannot have the plan's tiles."""
+    if kept.tiling is None:
+        return joint
+    found = tiled(joint, kept.tiling)
+    return None if found is None else found[0]
 
 
 def _expected_workspace(joint: fx.GraphModule, workspace: Workspace) -> Workspace:

@@ -43,7 +43,15 @@ from fxckpt.planner.refusals import (
     warn_of_unbounded_sizes,
 )
 from fxckpt.planner.tier_link import offload_hint, with_link
-from fxckpt.planner.tiles import TilePricer, check_tile, offering_tiles, reach, tiled
+from fxckpt.planner.tiles import (
+    PlanWithin,
+    Read,
+    TilePricer,
+    check_tile,
+    offering_tiles,
+    reach,
+    tiled,
+)
 from fxckpt.planner.together import search_together
 from fxckpt.plans.log import log_frontier, log_known, log_plan
 from fxckpt.plans.types import Plan
@@ -145,48 +153,66 @@ class Planner:
             facts = replace(facts, program=program)
         else:
             found = self.within_budget(facts, device)
+        return facts, self._described(joint, facts, cost, found)
+
+    def plan_of(self, joint: Joint, facts: Facts, cost: str) -> tuple[Facts, Plan]:
+        """Return the plan within the budget of a joint graph that was read, and its facts.
+
+        Raises :class:`BudgetInfeasible`.
+        """
+        facts = self.with_region_limits(joint.module.graph, facts)
+        found = self.within_budget(facts, device_of(joint.module.graph))
+        return facts, self._described(joint, facts, cost, found)
+
+    def _described(self, joint: Joint, facts: Facts, cost: str, found: SearchResult) -> Plan:
         assert found.best is not None
-        described = build_plan(
-            snapshot_of(joint.module.graph, facts),
-            found,
-            found.best,
-            budget_bytes=found.limit,
-            cost=cost,
-        )
-        return facts, replace(described, graph=self.lines(joint.module.graph))
+        snapshot = snapshot_of(joint.module.graph, facts)
+        plan = build_plan(snapshot, found, found.best, budget_bytes=found.limit, cost=cost)
+        return replace(plan, graph=self.lines(joint.module.graph))
 
     def plan_with_tiles(self, joint: Joint) -> tuple[Joint, Facts, Plan]:
         """Return the graph that is emitted, tiled where that was asked for and gains, and its plan.
 
         Raises what :meth:`plan` raises, and :class:`InvalidOption` for what excludes tiles.
         """
-        if self.is_fixed and (tiling := self.known[0].tiling) is not None:
-            if (found := tiled(joint, tiling)) is None:
-                refuse_another_graph(self.known[0], self.lines(joint.module.graph))
-            assert found is not None
-            return (found[0], *self.plan(found[0]))
         if self.tile is None or self.is_fixed:
+            joint = self.as_fixed(joint)
             return (joint, *self.plan(joint))
+        begin = time.perf_counter()
+        if self.budget is not None:
+            warn_of_unbounded_sizes(joint.module.graph, self.budget)
+        is_free = self.budget is None
+        pricer = self.tile_pricer(
+            lambda graph, budget: replace(self, budget=budget)._plan_by_search(graph),
+            lambda graph: self.read(graph, bind_preferences=is_free)[0].program,
+        )
+        choice = pricer(joint)
+        log_plan(choice.plan, time.perf_counter() - begin)
+        return choice.joint, choice.facts, choice.plan
+
+    def as_fixed(self, joint: Joint) -> Joint:
+        """Return the graph that the plan which is applied unchanged was made for: its tiles."""
+        if not self.is_fixed or (tiling := self.known[0].tiling) is None:
+            return joint
+        if (found := tiled(joint, tiling)) is None:
+            refuse_another_graph(self.known[0], self.lines(joint.module.graph))
+        assert found is not None
+        return found[0]
+
+    def tile_pricer(self, plan: PlanWithin, read: Read) -> TilePricer:
+        """Return what chooses the tiles of a graph, by plans and programs of variants.
+
+        Raises :class:`InvalidOption` for what excludes tiles.
+        """
+        assert self.tile is not None
         if self.choose_level is not None or self.ranks is not None:
             raise InvalidOption(
                 f"tile={self.tile!r} is for a model that is one graph, planned by one process; "
                 "this graph is one of several of a step, or one of several ranks plans it. Leave "
                 "tile out, or give scope='graph' and no group."
             )
-        begin = time.perf_counter()
-        if self.budget is not None:
-            warn_of_unbounded_sizes(joint.module.graph, self.budget)
-        is_free = self.budget is None
-        pricer = TilePricer(
-            self.tile,
-            self.budget,
-            lambda graph, budget: replace(self, budget=budget)._plan_by_search(graph),
-            lambda graph: self.read(graph, bind_preferences=is_free)[0].program,
-            () if self.policy is None else self.policy.tiles(),
-        )
-        choice = pricer(joint)
-        log_plan(choice.plan, time.perf_counter() - begin)
-        return choice.joint, choice.facts, choice.plan
+        patterns = () if self.policy is None else self.policy.tiles()
+        return TilePricer(self.tile, self.budget, plan, read, patterns)
 
     def _with_tile_hint(self, error: BudgetInfeasible, joint: Joint) -> BudgetInfeasible:
         """Return an error for a budget below the floor that says what tiles would reach."""

@@ -130,12 +130,10 @@ def test_ways_to_tile_that_are_none(tile: Any) -> None:
         fxckpt.Backend(budget="1GiB", inner="aot_eager", tile=tile)
 
 
-def test_inductor_and_offload_are_refused() -> None:
+def test_offload_and_groups_are_refused() -> None:
     """An option that could not be kept is an error."""
-    with pytest.raises(
-        InvalidOption, match=r"reorder them. Use fxckpt.Backend\(inner='aot_eager', tile"
-    ):
-        fxckpt.Backend(budget="1GiB", tile="auto")
+    with pytest.raises(InvalidOption, match="planned for one process. Use one of the two"):
+        fxckpt.Backend(budget="1GiB", tile="auto", group="world")
     with pytest.raises(InvalidOption, match="Use one of the two"):
         fxckpt.Backend(budget="1GiB", inner="aot_eager", scope="graph", offload="1GiB", tile="auto")
 
@@ -173,7 +171,7 @@ def test_policy_with_tiles_is_refused() -> None:
     """Where there can be no tiles, a policy that asks for them is an error."""
     model, x, target = made()
     policy = fxckpt.policies.tile("head")
-    for options in ({"inner": "inductor"}, {"inner": "aot_eager", "offload": "1GiB"}):
+    for options in ({"group": "world"}, {"inner": "aot_eager", "offload": "1GiB"}):
         with pytest.raises(InvalidOption, match="tile='auto'"):
             fxckpt.Backend(budget="1GiB", policy=policy, **options)
     calls: list[Any] = [

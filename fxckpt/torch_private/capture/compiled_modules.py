@@ -129,10 +129,9 @@ def forget_compilations(backend: Callable[..., Any]) -> None:
         if (code := reference()) is None:
             continue
         for entry in _debug_get_cache_entry_list(code):
-            manager = entry.guard_manager
-            if is_of(entry.backend) and getattr(manager, "extra_state", None) is not None:
-                deleted = DeletedGuardManagerWrapper("the backend is done")
-                manager.extra_state.invalidate(entry, deleted)
+            state = getattr(entry.guard_manager, "extra_state", None)
+            if is_of(entry.backend) and state is not None:
+                state.invalidate(entry, DeletedGuardManagerWrapper("the backend is done"))
     for key in [key for key, other in cached_backends.items() if is_of(other)]:
         del cached_backends[key]
     # Stacks of the latest compile, which hold the code that its frames ran.

@@ -151,7 +151,8 @@ def _copied_to_fakes(
                 memo[id(part)] = copy.deepcopy(part._orig_mod, memo)  # And under its own id.
         copied = copy.deepcopy(function, memo)
     if not parts or "" in parts:
-        give_own_code([getattr(copied, "__self__", copied)])
+        whole: Any = getattr(copied, "__self__", copied)
+        give_own_code([whole])
         return compiled(copied)  # type: ignore[no-any-return]
     originals = [p._orig_mod if isinstance(p, OptimizedModule) else p for p in parts.values()]
     copies = [memo[id(part)] for part in originals]

@@ -1,0 +1,93 @@
+"""Tiles where Inductor compiles the halves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxckpt
+
+X = torch.randint(0, 2000, (512,))
+
+
+class Head(nn.Module):
+    """A table, a layer, and a head whose loss is in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.up = nn.Embedding(2000, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 2000, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.up(self.table(x)).sin()), x)
+
+
+def gradients(model: nn.Module, backend: object) -> list[Tensor]:
+    """Return the gradients of one step of a model that is compiled."""
+    model.zero_grad()
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(X).backward()  # type: ignore[call-overload]
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_tiles_are_kept_apart() -> None:
+    """The measured peak is the compiled one, far below that of the whole logits."""
+    model = Head()
+    expected = gradients(model, "inductor")
+    whole = fxckpt.Backend("min", inner="inductor", cost="flops", scope="graph")
+    gradients(model, whole)
+    backend = fxckpt.Backend("min", inner="inductor", cost="flops", scope="graph", tile=4)
+    torch.testing.assert_close(gradients(model, backend), expected, rtol=1e-4, atol=1e-7)
+    (plan,), (untiled,) = backend.plans, whole.plans
+    assert plan.tiling is not None and plan.tiling.count == 4
+    assert plan.compiled_peak_bytes is not None and untiled.compiled_peak_bytes is not None
+    assert plan.compiled_peak_bytes < 0.6 * untiled.compiled_peak_bytes
+    model.zero_grad()
+    compiled = torch.compile(model, backend=backend)
+
+    def step() -> None:
+        model.zero_grad()
+        compiled(X).backward()
+
+    step()
+    model.zero_grad()
+    assert fxckpt.measure_peak(step) == plan.compiled_peak_bytes
+
+
+@pytest.mark.parametrize(("budget", "is_tiled"), [("16MiB", False), ("3MiB", True)])
+def test_auto_tiles_where_the_budget_asks(budget: str, is_tiled: bool) -> None:
+    """A budget that the untiled graph meets without recomputing takes no tiles."""
+    model = Head()
+    backend = fxckpt.Backend(budget, inner="inductor", cost="flops", tile="auto")
+    gradients(model, backend)
+    (plan,) = backend.plans
+    assert (plan.tiling is not None) == is_tiled
+    assert plan.compiled_peak_bytes is not None and plan.budget_bytes is not None
+    assert plan.compiled_peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.sweep
+def test_a_kept_plan_has_its_tiles() -> None:
+    """A second compile takes the plan of the first, tiles included, without a search."""
+    model = Head()
+    plans = []
+    for _ in range(2):
+        backend = fxckpt.Backend("3MiB", inner="inductor", cost="flops", tile=8)
+        gradients(model, backend)
+        plans.append(backend.plans[0])
+    assert plans[0].tiling == plans[1].tiling is not None
+    assert plans[0] == plans[1]
+    fixed = fxckpt.Backend(policy=plans[0], inner="inductor", cost="flops")
+    gradients(model, fixed)
+    assert fixed.plans[0].digest == plans[0].digest
+
+
+@pytest.mark.sweep
+def test_budget_below_the_floor_tells_what_tiles_reach() -> None:
+    """The error has the least peak of all that was lowered."""
+    backend = fxckpt.Backend("256KiB", inner="inductor", cost="flops", tile="auto")
+    with pytest.raises(fxckpt.BudgetInfeasible, match="tile='auto' reaches") as raised:
+        gradients(Head(), backend)
+    assert raised.value.floor_bytes < 4e6
