@@ -132,7 +132,7 @@ def test_ways_to_tile_that_are_none(tile: Any) -> None:
 
 def test_offload_and_groups_are_refused() -> None:
     """An option that could not be kept is an error."""
-    with pytest.raises(InvalidOption, match="planned for one process. Use one of the two"):
+    with pytest.raises(InvalidOption, match=r"planned for one process. Use one of the two"):
         fxckpt.Backend(budget="1GiB", tile="auto", group="world")
     with pytest.raises(InvalidOption, match="Use one of the two"):
         fxckpt.Backend(budget="1GiB", inner="aot_eager", scope="graph", offload="1GiB", tile="auto")
