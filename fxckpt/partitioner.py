@@ -21,7 +21,13 @@ from torch import fx
 from fxckpt import budgets, repro
 from fxckpt.costs.devices import device_named
 from fxckpt.costs.models import CostModel
-from fxckpt.errors import FxckptError, InvalidOption, PlanningFailed, VerifyError
+from fxckpt.errors import (
+    BudgetInfeasible,
+    FxckptError,
+    InvalidOption,
+    PlanningFailed,
+    VerifyError,
+)
 from fxckpt.inductor.plan_cache import PlanCache
 from fxckpt.inductor.planner import InductorPlanner
 from fxckpt.ops.registry import registrations
@@ -96,6 +102,11 @@ NOT_BITWISE = (
 """Error for ``verify="exact"`` where Inductor compiles."""
 MEANWHILE = "\nTo run the model meanwhile, leave out fxckpt."
 """What to do about a defect that ends the run."""
+ALONE_IN_GROUP = (
+    "This rank alone compiles the graph at these sizes, and an error here would leave the others "
+    "waiting for it: it takes the least peak that was found."
+)
+"""Warning of a graph over its budget that the other ranks of the group do not compile."""
 CACHED = "A graph whose code was in torch's caches is not planned again, and not listed."
 """Note in reports where torch's caches are on."""
 
@@ -318,11 +329,18 @@ class Partitioner(CustomPartitionerFn):
             # A share of the uncheckpointed peak is of that at these sizes.
             guard_sizes(growing, spare=1)
             growing = []
+        planned = partial(
+            self._planned, num_fwd_outputs=num_fwd_outputs, lowerings=lowerings, **given
+        )
         try:
             with searching(f"plan of graph {len(self._plans) + 1}"):
-                forward, backward, plan = self._planned(
-                    planner, joint, num_fwd_outputs=num_fwd_outputs, lowerings=lowerings, **given
-                )
+                try:
+                    forward, backward, plan = planned(planner, joint)
+                except BudgetInfeasible as error:
+                    if self.planner.ranks is None or ranks is not None:
+                        raise
+                    warnings.warn(f"{error} {ALONE_IN_GROUP}", stacklevel=2)
+                    forward, backward, plan = planned(replace(planner, budget="min"), original())
             guard_sizes(growing, _growth(growing, forward, backward, plan, num_fwd_outputs))
         except CaptureDone:
             raise

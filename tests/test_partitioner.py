@@ -8,7 +8,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -107,6 +107,22 @@ def test_inductor_takes_it_from_its_configuration() -> None:
     (plan,) = partitioner.plans
     assert plan.compiled_peak_bytes is not None and plan.budget_bytes is not None
     assert plan.compiled_peak_bytes <= plan.budget_bytes
+
+
+def test_a_rank_alone_is_not_refused() -> None:
+    """An error on the one rank that compiles some sizes would leave the others waiting."""
+    model, x = Net(), torch.randn(512, 64)
+    partitioner = fxckpt.Partitioner(budget="1KiB")
+    expected = gradients(model, model, x)
+    with pytest.raises(fxckpt.BudgetInfeasible):
+        gradients(FACES["aot_autograd"](model, partitioner), model, x)
+    torch._dynamo.reset()
+    partitioner.join(cast(Any, "a group"))
+    with pytest.warns(UserWarning, match="This rank alone compiles"):
+        found = gradients(FACES["aot_autograd"](model, partitioner), model, x)
+    assert equal(found, expected)
+    (plan,) = partitioner.plans
+    assert plan.peak_bytes == plan.floor_bytes
 
 
 def test_report_says_what_a_backend_does_more() -> None:
