@@ -25,13 +25,11 @@ BLOCKS, WIDTH, VOCABULARY, ROUNDS = 8, 256, 1000, 7
 SHARES = (0.8, 0.6, 0.4)
 STOCK = {"aot_eager": "aot_eager_decomp_partition", "inductor": "inductor"}
 """Compilers of torch that heed its own budget."""
-MICRO_BATCHES, SCHEDULES = (
-    4,
-    {
-        "GPipe": "F0 F0 F0 F0 F1 F1 F1 F1 B1 B1 B1 B1 B0 B0 B0 B0",
-        "1F1B": "F0 F0 F1 B1 F0 B0 F1 B1 F0 B0 F1 B1 B0 F1 B1 B0",
-    },
-)
+MICRO_BATCHES = 4
+SCHEDULES = {
+    "GPipe": "F0 F0 F0 F0 F1 F1 F1 F1 B1 B1 B1 B1 B0 B0 B0 B0",
+    "1F1B": "F0 F0 F1 B1 F0 B0 F1 B1 F0 B0 F1 B1 B0 F1 B1 B0",
+}
 """Forwards and backwards of two stages in one process, in the order of a schedule."""
 
 
@@ -136,10 +134,8 @@ def pipelines(inner: str) -> None:
     for name, schedule in SCHEDULES.items():
         eager, checkpointed = made(), made()
         checkpointed.checkpoints = True
-        ways, peaks = (
-            [eager, checkpointed],
-            [[pipeline_peak(m, schedule)] for m in (eager, checkpointed)],
-        )
+        ways = [eager, checkpointed]
+        peaks = [[pipeline_peak(way, schedule)] for way in ways]
         wanted = [p.grad.clone() for p in eager.parameters()]
         names, limits = ["eager, uncheckpointed", "eager, checkpoint per block"], [0, 0]
         for share in SHARES[:2]:
@@ -206,46 +202,63 @@ def microseconds_a_call(model: Model, backend: fxckpt.Backend) -> tuple[float, f
     return choosing, 1e6 * (spent["forward"] - spent["run"]) / calls
 
 
-def main(inner: str) -> None:
-    """Print a row for each way, with one inner compiler."""
-    eager, checkpointed = made(), made()
+Row = tuple[str, int, int, int, int, str]
+"""A way to run the step: its name, budget, peaks of the first and of a later step, predicted peak
+and number of plans; 0 and empty where there is none."""
+
+
+def baselines(inner: str) -> list[tuple[Model, Row]]:
+    """Return the model without fxckpt: eager, checkpointed, and within torch's own budget."""
+    eager, checkpointed, budgeted = made(), made(), made()
     checkpointed.checkpoints = True
-    whole, least = peak(eager), peak(checkpointed)
-    wanted = [p.grad.clone() for p in eager.parameters()]
-    budgeted = made()
     with torch._functorch.config.patch(activation_memory_budget=0.5):
         for block in budgeted.blocks:
             block.compile(backend=STOCK[inner])
         step(budgeted)
-    ways, rows = (
-        [eager, checkpointed, budgeted],
-        [
-            ["eager, uncheckpointed", "", "", whole, "", ""],
-            ["eager, torch.utils.checkpoint per block", "", "", least, "", ""],
-            ["torch's budget 0.5, blocks", "", "", peak(budgeted), "", ""],
-        ],
-    )
+    return [
+        (model, (name, 0, 0, peak(model), 0, ""))
+        for model, name in (
+            (eager, "eager, uncheckpointed"),
+            (checkpointed, "eager, torch.utils.checkpoint per block"),
+            (budgeted, "torch's budget 0.5, blocks"),
+        )
+    ]
+
+
+def by_blocks(share: float, limit: int, inner: str, wanted: list[Tensor]) -> tuple[Model, Row]:
+    """Return the model with its blocks compiled one by one within a budget of the step."""
+    model = made()
+    backend = fxckpt.compile_blocks(model.blocks, limit, inner=inner)
+    first, *_, last = (peak(model) for _ in range(5))
+    report = backend.report().step
+    assert report is not None
+    is_equal = all(map(torch.equal, wanted, (p.grad for p in model.parameters())))
+    name = f"fxckpt, blocks, {share:.0%}" + (", bitwise equal" if is_equal else "")
+    return model, (name, limit, first, last, report.predicted_peak_bytes, str(len(backend.plans)))
+
+
+def as_one(share: float, limit: int, inner: str) -> tuple[Model, Row]:
+    """Return the model compiled as one graph within a budget."""
+    model = made()
+    backend = fxckpt.Backend(limit, inner=inner, scope="step")
+    model.compile(backend=backend)
+    first, *_, last = (peak(model) for _ in range(3))
+    plan = backend.plans[-1]
+    planned = plan.compiled_peak_bytes or plan.peak_bytes
+    name = f"fxckpt, whole model, {share:.0%}"
+    return model, (name, limit, first, last, planned, str(len(backend.plans)))
+
+
+def main(inner: str) -> None:
+    """Print a row for each way, with one inner compiler."""
+    found = baselines(inner)
+    (eager, (*_, whole, _, _)), (_, (*_, least, _, _)) = found[:2]
+    wanted = [p.grad.clone() for p in eager.parameters()]
     for share in (*SHARES, least / whole):
-        model, limit = made(), round(share * whole)
-        backend = fxckpt.compile_blocks(model.blocks, limit, inner=inner)
-        first, *_, last = (peak(model) for _ in range(5))
-        report = backend.report().step
-        assert report is not None
-        is_equal = all(map(torch.equal, wanted, (p.grad for p in model.parameters())))
-        name = f"fxckpt, blocks, {share:.0%}" + (", bitwise equal" if is_equal else "")
-        rows.append([name, limit, first, last, report.predicted_peak_bytes, len(backend.plans)])
-        ways.append(model)
+        found.append(by_blocks(share, round(share * whole), inner, wanted))
     for share in SHARES:
-        model, limit = made(), round(share * whole)
-        backend = fxckpt.Backend(limit, inner=inner, scope="step")
-        model.compile(backend=backend)
-        first, *_, last = (peak(model) for _ in range(3))
-        plan = backend.plans[-1]
-        planned = plan.compiled_peak_bytes or plan.peak_bytes
-        name = f"fxckpt, whole model, {share:.0%}"
-        rows.append([name, limit, first, last, planned, len(backend.plans)])
-        ways.append(model)
-    times = seconds([partial(step, way) for way in ways])
+        found.append(as_one(share, round(share * whole), inner))
+    times = seconds([partial(step, model) for model, _ in found])
     model = made()
     backend = fxckpt.compile_blocks(model.blocks, int(0.6 * whole), inner=inner)
     for _ in range(3):
@@ -253,21 +266,12 @@ def main(inner: str) -> None:
     choosing, following = microseconds_a_call(model, backend)
     print(f"inner={inner}, {BLOCKS} blocks, {torch.get_num_threads()} threads")
     print(f"a call: {choosing:.0f} us to choose its level, {following:.0f} us to follow it")
-    print(
-        tabulate(
-            [
-                [
-                    row[0],
-                    *(f"{n / 1e6:.2f}" if n else "" for n in row[1:5]),
-                    row[5],
-                    f"{t / times[0]:.2f}",
-                ]
-                for row, t in zip(rows, times, strict=True)
-            ],
-            ["way", "budget MB", "first step MB", "step MB", "predicted MB", "plans", "x eager"],
-            tablefmt="github",
-        )
-    )
+    rows = [
+        [name, *(f"{n / 1e6:.2f}" if n else "" for n in sizes), plans, f"{took / times[0]:.2f}"]
+        for (_, (name, *sizes, plans)), took in zip(found, times, strict=True)
+    ]
+    heads = ["way", "budget MB", "first step MB", "step MB", "predicted MB", "plans", "x eager"]
+    print(tabulate(rows, heads, tablefmt="github"))
 
 
 if __name__ == "__main__":

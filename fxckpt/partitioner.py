@@ -329,9 +329,14 @@ class Partitioner(CustomPartitionerFn):
             # A share of the uncheckpointed peak is of that at these sizes.
             guard_sizes(growing, spare=1)
             growing = []
-        planned = partial(
-            self._planned, num_fwd_outputs=num_fwd_outputs, lowerings=lowerings, **given
-        )
+
+        def planned(
+            planner: Planner, joint: fx.GraphModule
+        ) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
+            return self._planned(
+                planner, joint, num_fwd_outputs=num_fwd_outputs, lowerings=lowerings, **given
+            )
+
         try:
             with searching(f"plan of graph {len(self._plans) + 1}"):
                 try:

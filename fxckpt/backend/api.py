@@ -536,8 +536,9 @@ class _LevelCompiler:
     ) -> Any:
         """Return the halves at the level chosen, and note whether a forward may run again."""
         backend = self._backend
-        count, read = inputs_read_in_backward(joint.graph)
-        self.graph.inputs_read = read if count == self._count else None
+        if not self.graph.plans:  # The graph of every level is the same.
+            count, read = inputs_read_in_backward(joint.graph)
+            self.graph.inputs_read = read if count == self._count else None
         halves = backend.partitioner.partition(
             joint,
             *given,

@@ -480,7 +480,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = build_parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+        named = vars(options).keys() - {"command", "target"}
+        known = [f"--{name.replace('_', '-')}" for name in named]
         near = [m for word in unknown for m in get_close_matches(word, known, 1)]
         hint = f". Did you mean {near[0]}?" if near else "."
         parser.error(

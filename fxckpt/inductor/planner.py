@@ -32,7 +32,7 @@ from fxckpt.planner.pipeline import EMIT_INDUCTOR, PREPARE_INDUCTOR, emit_halves
 from fxckpt.planner.planner import Planner, device_of, is_of_graph
 from fxckpt.planner.ranks import Ranks
 from fxckpt.planner.refusals import warn_of_unbounded_sizes
-from fxckpt.planner.tiles import tiled
+from fxckpt.planner.tiles import tiled_as
 from fxckpt.plans.log import log_plan
 from fxckpt.plans.types import Plan
 from fxckpt.tiers.ops import send
@@ -83,7 +83,7 @@ class InductorPlanner:
         code = "\n".join((self.code, *(r.line for r in planner.regions(joint.module.graph))))
         key = None if self.store is None else key_of(joint.module, planner, code, given)
         kept = self.store.get(key) if self.store is not None and key is not None else None
-        if kept is not None and (found := _as_kept(joint, kept)) is not None:
+        if kept is not None and (found := tiled_as(joint, kept)) is not None:
             if kept.graph == planner.lines(found.module.graph):
                 return self._applied(replace(planner, known=(kept,)), found)
         joint = planner.as_fixed(joint)
@@ -178,14 +178,6 @@ class InductorPlanner:
         if self.compile_half is None or len(finalists) == 1:
             return finalists[0]
         return fastest(finalists, self.compile_half, device_of(module.graph), self.clock)
-
-
-def _as_kept(joint: Joint, kept: Plan) -> Joint | None:
-    """Return the graph that a kept plan may be of; None if it cannot have the plan's tiles."""
-    if kept.tiling is None:
-        return joint
-    found = tiled(joint, kept.tiling)
-    return None if found is None else found[0]
 
 
 def _expected_workspace(joint: fx.GraphModule, workspace: Workspace) -> Workspace:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fxckpt import budgets
-from fxckpt.errors import BudgetInfeasible
+from fxckpt.errors import BudgetInfeasible, SlowdownInfeasible
 from fxckpt.inductor.autotune import PlannedHalves
 from fxckpt.passes.graphs import Joint
-from fxckpt.planner.tiles import TilePricer, groups_of, infeasible_with_tiles, tiled, tilings
+from fxckpt.planner.tiles import Groups, TilePricer, finest, infeasible_with_tiles
 from fxckpt.plans.types import Plan, Tiling
 from fxckpt.torch_private.inductor.default_partitioner import copied
 
@@ -31,63 +31,67 @@ class TileSearch:
     def __call__(self, joint: Joint) -> PlannedHalves:
         """Return the halves of the fastest plan.
 
-        Raises :class:`BudgetInfeasible` where none is within the budget.
+        Raises :class:`BudgetInfeasible` where none is within the budget, and what
+        :meth:`TilePricer.groups` raises.
         """
-        budget, is_auto = self.pricer.budget, self.pricer.tile == "auto"
-        is_least = isinstance(budgets.parse(budget), budgets.LeastMemory)
+        pricer, goal = self.pricer, budgets.parse(self.pricer.budget)
+        is_least = isinstance(goal, budgets.LeastMemory)
+        groups = pricer.groups(joint)
         untiled: PlannedHalves | None = None
         error: BudgetInfeasible | None = None
-        if is_auto:
+        if pricer.tile == "auto":
             try:
-                untiled = self.search(Joint(copied(joint.module), joint.num_fwd_outputs), budget)
+                whole = Joint(copied(joint.module), joint.num_fwd_outputs)
+                untiled = self.search(whole, pricer.budget)
             except BudgetInfeasible as found:
                 error = found
             if untiled is not None and not is_least and not untiled[2].schedule:
                 return untiled
-        limit = budget if is_least else _limit(untiled, error)
-        variant = self._variant(joint, limit)
+        variant = self._variant(joint, groups)
         if variant is None:
             if error is not None:
                 raise error
-            return self.search(joint, budget) if untiled is None else untiled
-        graph, tiling, planned_limit = variant
+            return self.search(joint, pricer.budget) if untiled is None else untiled
+        graph, tiling, limit = variant
+        # A fraction is one of the untiled peak as it was lowered.
+        if not is_least and untiled is not None:
+            limit = untiled[2].budget_bytes
+        elif error is not None:
+            limit = error.budget_bytes
         try:
-            halves = self.search(graph, planned_limit if limit is None else limit)
+            halves = self.search(graph, limit)
+        except SlowdownInfeasible:
+            return self.search(joint, pricer.budget) if untiled is None else untiled
         except BudgetInfeasible as found:
             if untiled is not None:
                 return untiled
             floors = [found.floor_bytes, *([] if error is None else [error.floor_bytes])]
-            raise infeasible_with_tiles(error or found, self.pricer.tile, min(floors)) from found
+            raise infeasible_with_tiles(error or found, pricer.tile, min(floors)) from found
         plan = replace(halves[2], tiling=tiling)
         if untiled is not None and not _is_better(plan, untiled[2], is_least=is_least):
             return untiled
         return (*halves[:2], plan)
 
-    def _variant(
-        self, joint: Joint, limit: budgets.Budget
-    ) -> tuple[Joint, Tiling, budgets.Budget] | None:
-        """Return the tiled variant to search, and the budget that the model took; None if none.
+    def _variant(self, joint: Joint, groups: Groups) -> tuple[Joint, Tiling, budgets.Budget] | None:
+        """Return the tiled variant to search, and a budget of it by the model; None if none.
 
         The model may be wrong about what fits: where it says that nothing does, it is the finest.
         """
+        goal = budgets.parse(self.pricer.budget)
         try:
             choice = self.pricer(joint)
         except BudgetInfeasible as found:
-            groups = groups_of(joint.module.graph)
-            names = tilings(groups, self.pricer.tile, found.budget_bytes)
-            finest = max(names, key=lambda n: (n.groups, n.count, -n.is_ahead), default=None)
-            variant = None if finest is None else tiled(joint, finest, groups)
+            variant = finest(joint, groups, self.pricer.tile, found.budget_bytes)
             return None if variant is None else (*variant, found.budget_bytes)
-        if choice.plan.tiling is None:
+        plan = choice.plan
+        if plan.tiling is None:
             return None
-        return choice.joint, choice.plan.tiling, choice.plan.budget_bytes
-
-
-def _limit(untiled: PlannedHalves | None, error: BudgetInfeasible | None) -> int | None:
-    """Return the budget in bytes: a fraction is one of the untiled peak."""
-    if untiled is not None:
-        return untiled[2].budget_bytes
-    return None if error is None else error.budget_bytes
+        if not isinstance(goal, budgets.LeastMemory):
+            return choice.joint, plan.tiling, plan.budget_bytes
+        # Extra time is beyond the untiled step, and the tiles have taken some of it.
+        allowed = (1 + goal.max_slowdown) * self.pricer.read(joint).step_seconds
+        slack = max(0.0, allowed / plan.step_seconds - 1)
+        return choice.joint, plan.tiling, budgets.LeastMemory(slack)
 
 
 def _is_better(plan: Plan, other: Plan, *, is_least: bool) -> bool:

@@ -50,7 +50,7 @@ from fxckpt.planner.tiles import (
     check_tile,
     offering_tiles,
     reach,
-    tiled,
+    tiled_as,
 )
 from fxckpt.planner.together import search_together
 from fxckpt.plans.log import log_frontier, log_known, log_plan
@@ -191,13 +191,13 @@ class Planner:
         return choice.joint, choice.facts, choice.plan
 
     def as_fixed(self, joint: Joint) -> Joint:
-        """Return the graph that the plan which is applied unchanged was made for: its tiles."""
-        if not self.is_fixed or (tiling := self.known[0].tiling) is None:
+        """Return the graph with the tiles of the plan that is applied unchanged, if one is."""
+        if not self.is_fixed:
             return joint
-        if (found := tiled(joint, tiling)) is None:
+        if (found := tiled_as(joint, self.known[0])) is None:
             refuse_another_graph(self.known[0], self.lines(joint.module.graph))
         assert found is not None
-        return found[0]
+        return found
 
     def tile_pricer(self, plan: PlanWithin, read: Read) -> TilePricer:
         """Return what chooses the tiles of a graph, by plans and programs of variants.

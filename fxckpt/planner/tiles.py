@@ -146,6 +146,14 @@ def tiled(
     return Joint(module, joint.num_fwd_outputs), replace(tiling, regions=names)
 
 
+def tiled_as(joint: Joint, plan: Plan) -> Joint | None:
+    """Return the graph with the tiles that a plan has; None if it cannot have them."""
+    if plan.tiling is None:
+        return joint
+    found = tiled(joint, plan.tiling)
+    return None if found is None else found[0]
+
+
 def tilings(groups: Groups, tile: int | str, limit: int | None = None) -> list[Tiling]:
     """Return the tilings that are worth a look, of a graph with these groups of regions.
 
@@ -216,7 +224,7 @@ class TilePricer:
 
         Raises :class:`BudgetInfeasible` where none is within the budget.
         """
-        refuse_symbolic(joint.module.graph, self.tile)
+        groups = self.groups(joint)
         untiled: Choice | None = None
         limit: int | None = None
         error: BudgetInfeasible | None = None
@@ -225,9 +233,6 @@ class TilePricer:
             limit = untiled.plan.budget_bytes
         except BudgetInfeasible as found:
             error, limit = found, found.budget_bytes
-        groups = groups_of(joint.module.graph)
-        if self.patterns:
-            groups = groups_within(groups, self.patterns)
         goal = budgets.parse(self.budget)
         is_least = isinstance(goal, budgets.LeastMemory)
         names = tilings(groups, self.tile, None if is_least else limit)
@@ -243,6 +248,16 @@ class TilePricer:
             return best
         assert error is not None
         raise infeasible_with_tiles(error, self.tile, min([error.floor_bytes, *floors]))
+
+    def groups(self, joint: Joint) -> Groups:
+        """Return the groups of a graph that may have tiles.
+
+        Raises :class:`InvalidOption` for sizes that vary, and :class:`PolicyMatchesNothing` for a
+        pattern without a region.
+        """
+        refuse_symbolic(joint.module.graph, self.tile)
+        found = groups_of(joint.module.graph)
+        return groups_within(found, self.patterns) if self.patterns else found
 
     def _fastest(
         self, best: Choice | None, variants: Sequence[Variant], limit: int | None
@@ -317,18 +332,24 @@ class Variant:
     seconds: float
 
 
+def finest(
+    joint: Joint, groups: Groups, tile: int | str, limit: int | None
+) -> tuple[Joint, Tiling] | None:
+    """Return the variant of the most tiles that are worth a look; None if there is none."""
+    names = tilings(groups, tile, limit)
+    if not names:
+        return None
+    return tiled(joint, max(names, key=lambda n: (n.groups, n.count, -n.is_ahead)), groups)
+
+
 def reach(joint: Joint, plan: PlanWithin, error: BudgetInfeasible) -> int | None:
     """Return the least peak of a tiled graph, or None if tiles lower it by nothing much."""
     graph = joint.module.graph
     if any(is_symbolic(n) for n in graph.find_nodes(op="placeholder")):
         return None
-    groups = groups_of(graph)
-    names = tilings(groups, "auto", error.budget_bytes)
-    if not names:
+    found = finest(joint, groups_of(graph), "auto", error.budget_bytes)
+    if found is None:
         return None
-    finest = max(names, key=lambda name: (name.groups, name.count, -name.is_ahead))
-    found = tiled(joint, finest, groups)
-    assert found is not None
     try:
         floor = plan(found[0], error.budget_bytes)[1].floor_bytes
     except BudgetInfeasible as below:

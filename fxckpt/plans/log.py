@@ -74,8 +74,9 @@ def log_known(plan: Plan) -> None:
 
 def _graph(plan: Plan) -> str:
     """Return a description of a plan's graph: its size and its first line of model source."""
-    labels = plan.snapshot.labels if plan.snapshot is not None else ()
-    first = next((label.source for label in labels if label.source), "")
+    labels, first = (
+        ((), "") if plan.snapshot is None else (plan.snapshot.labels, plan.snapshot.first_source)
+    )
     return f"a graph of {len(plan.graph) or len(labels)} nodes{f' from {first}' if first else ''}"
 
 

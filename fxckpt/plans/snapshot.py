@@ -59,6 +59,11 @@ class GraphSnapshot:
     device: str = ""
     """Device that the step is planned for: a GPU's name, or torch's name of one that is here."""
 
+    @property
+    def first_source(self) -> str:
+        """First line of the model's source that a label has; empty if none has one."""
+        return next((label.source for label in self.labels if label.source), "")
+
     @cached_property
     def by_name(self) -> dict[str, NodeLabel]:
         """Labels by the name of the node."""

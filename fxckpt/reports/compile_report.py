@@ -78,7 +78,7 @@ class Origin:
 
 COLUMNS = (
     Column("plan", "plan", is_number=True),
-    Column("graph", "graph", is_number=True),
+    Column("graph", "graph", lambda v: "" if v is None else str(v), is_number=True),
     Column("source", "called at"),
     Column("budget_bytes", "budget", lambda v: "none" if v is None else format_bytes(v), True),
     Column("peak_bytes", "peak", format_bytes, is_number=True),
@@ -119,13 +119,16 @@ class Report:
         """Return the figures of the plans, one row each, as a table with exports."""
         rows = []
         for number, plan in enumerate(self.plans, 1):
-            lone = Origin(number, _first(plan))
-            origin = (self.origins[number - 1] if self.origins else None) or lone
+            if self.origins:
+                origin = self.origins[number - 1]
+                graph, source = (None, "") if origin is None else (origin.graph, origin.source)
+            else:
+                graph, source = number, "" if plan.snapshot is None else plan.snapshot.first_source
             rows.append(
                 (
                     number,
-                    origin.graph,
-                    origin.source,
+                    graph,
+                    source,
                     plan.budget_bytes,
                     plan.compiled_peak_bytes or plan.peak_bytes,
                     plan.baseline_peak_bytes,
@@ -164,9 +167,3 @@ class Report:
             )
         parts.extend(self.limits)
         return "\n\n".join(parts)
-
-
-def _first(plan: Plan) -> str:
-    """Return the first line of the model's source that a plan knows."""
-    labels = () if plan.snapshot is None else plan.snapshot.labels
-    return next((label.source for label in labels if label.source), "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,6 +68,19 @@ def test_auto_tiles_where_the_budget_asks(budget: str, is_tiled: bool) -> None:
     assert (plan.tiling is not None) == is_tiled
     assert plan.compiled_peak_bytes is not None and plan.budget_bytes is not None
     assert plan.compiled_peak_bytes <= plan.budget_bytes
+
+
+def test_what_excludes_tiles_is_an_error() -> None:
+    """It is whether or not the budget asks for tiles."""
+    model = Head()
+    roomy: dict[str, Any] = {"budget": "1GiB", "inner": "inductor", "cost": "flops"}
+    policy = fxckpt.policies.tile("haed")
+    with pytest.raises(fxckpt.PolicyMatchesNothing, match="'head'"):
+        gradients(model, fxckpt.Backend(policy=policy, **roomy))
+    torch._dynamo.reset()
+    step = torch.compile(model, backend=fxckpt.Backend(tile="auto", **roomy), dynamic=True)
+    with pytest.raises(fxckpt.InvalidOption, match="needs fixed sizes"):
+        step(X)
 
 
 @pytest.mark.sweep

@@ -7,19 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx
 
 from fxckpt.torch_private import ModuleCompiler
 from fxckpt.torch_private.capture.dynamo import isolated
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).exp()
+from tests.rehearsal.test_rehearse import Block
 
 
 class Counting:
