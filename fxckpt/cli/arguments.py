@@ -18,12 +18,10 @@ from fxckpt.errors import InvalidBudget, InvalidOption
 from fxckpt.planner.planned_device import device_here, planned_device
 from fxckpt.planner.tiles import check_tile
 from fxckpt.reports.explanation import KEYS
-from fxckpt.tiers import Host
+from fxckpt.tiers import Host, Tier, tier_of
 
 USAGE = 2
 """The exit code for unusable arguments."""
-ENDLESS = 2**62
-"""Bytes of a host that holds all that is sent to it."""
 
 EPILOG = """\
 examples:
@@ -394,12 +392,14 @@ def _add_doctor(commands: _Subparsers) -> None:
     )
 
 
-def _offload(text: str) -> Host:
+def _offload(text: str) -> Tier:
     """Return the host that values are sent to."""
     try:
-        limit = ENDLESS if text.strip().lower() == "host" else from_text(text)
-        if isinstance(limit, (int, str)):
+        limit = text if text.strip().lower() == "host" else from_text(text)
+        if isinstance(limit, int):
             return Host(limit)
+        if isinstance(limit, str) and (tier := tier_of(limit)) is not None:
+            return tier
     except (InvalidBudget, InvalidOption):
         pass
     raise argparse.ArgumentTypeError(

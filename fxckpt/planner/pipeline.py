@@ -30,6 +30,7 @@ from fxckpt.passes.inductor.execution_order import mark_execution_order
 from fxckpt.passes.inductor.fusion_model import is_extern_kernel
 from fxckpt.passes.inductor.isolate_matmuls import isolate_matmuls
 from fxckpt.passes.inductor.preserve_strides import preserve_strides
+from fxckpt.passes.inductor.rejoin_views import rejoin_views
 from fxckpt.passes.inductor.save_views import save_views
 from fxckpt.passes.inductor.sink_reshapes import sink_reshapes
 from fxckpt.passes.invariants import verify
@@ -290,6 +291,7 @@ PREPARE_INDUCTOR: tuple[Pass[Joint], ...] = (
     OnJoint(unwrap_syncs),
     OnJoint(take_names),
     OnJoint(fx.Graph.eliminate_dead_code),
+    OnJoint(rejoin_views),
     OnJoint(merge_common_subexpressions),
     OnJoint(raise_getitems),
     OnJoint(copy_views_alone),

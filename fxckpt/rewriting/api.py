@@ -16,6 +16,7 @@ from fxckpt.errors import InvalidOption
 from fxckpt.rewriting.example_inputs import inputs_of, real_like
 from fxckpt.rewriting.joint import is_joint, rewrite_joint
 from fxckpt.rewriting.module import FunctionModule, Rewritten, StepModule, parameters_of
+from fxckpt.tiers import Tier, tier_of
 from fxckpt.torch_private import FakeTensor
 
 
@@ -28,6 +29,7 @@ def rewrite(
     cost: str | CostModel = "roofline",
     inner: Any = "aot_eager",
     max_slowdown: float | None = None,
+    offload: Tier | str | None = None,
 ) -> fx.GraphModule:
     """Return ``gm`` as a module whose backward follows a plan of saved and recomputed values.
 
@@ -45,7 +47,7 @@ def rewrite(
         The arguments to plan for: a tuple (positional), a dict (by name), or one tensor. By default
         shapes come from the graph's metadata (``meta["val"]``) or, without any, from the first
         call.
-    budget, cost, inner, max_slowdown:
+    budget, cost, inner, max_slowdown, offload:
         As for :class:`fxckpt.Backend`.
 
     Returns
@@ -81,13 +83,20 @@ def rewrite(
     >>> gm(torch.randn(4, 8)).sum().backward()
     """
     budget = within(budget, max_slowdown)
-    options = (budget, policy, inner, cost)
+    tier = tier_of(offload)
+    options = {
+        "budget": budget,
+        "policy": policy,
+        "inner": inner,
+        "cost": cost,
+        "offload": tier,
+    }
     if isinstance(gm, Rewritten):
         if policy is None and budget is None:
             return gm
         gm = gm.source
     if isinstance(gm, fx.GraphModule) and is_joint(gm.graph):
-        return rewrite_joint(gm, policy, budget=budget, cost=cost)
+        return rewrite_joint(gm, policy, budget=budget, cost=cost, offload=tier)
     source = _source_of(gm)
     step = StepModule(source, options)
     rewritten = Rewritten(step)

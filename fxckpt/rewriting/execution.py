@@ -20,7 +20,6 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxckpt.backend import Backend
-from fxckpt.backend.options import OPTIONS
 from fxckpt.errors import CaptureError, FxckptError
 from fxckpt.partitioner import OPTIONS as PLANNING_OPTIONS
 from fxckpt.partitioner import Partitioner
@@ -93,9 +92,8 @@ class RecordingBackend(Backend):
 
     partitioner: RecordingPartitioner
 
-    def __init__(self, known: Sequence[Plan], *options: Any) -> None:
-        given = dict(zip(OPTIONS, options, strict=False))
-        super().__init__(**given, scope="graph")  # A module is one graph.
+    def __init__(self, known: Sequence[Plan], **options: Any) -> None:
+        super().__init__(**options, scope="graph")  # A module is one graph.
         self.partitioner = RecordingPartitioner(self.partitioner, known)
 
     @property

@@ -12,16 +12,19 @@ from fxckpt.budgets import Budget
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import CaptureError
 from fxckpt.passes.graphs import Joint
-from fxckpt.planner.pipeline import Emission, emit_halves, prepare
+from fxckpt.planner.pipeline import emit_halves, prepare
 from fxckpt.planner.planner import planner_of
 from fxckpt.plans.types import Plan
 from fxckpt.rewriting.graph_pickle import Packed, pack_module, unpack_module
+from fxckpt.tiers import Tier
+from fxckpt.tiers.ops import renumber
 
-PLAN, FORWARD, BACKWARD, SOURCE = (
+PLAN, FORWARD, BACKWARD, SOURCE, TIER = (
     "fxckpt_plan",
     "fxckpt_forward",
     "fxckpt_backward",
     "fxckpt_source",
+    "fxckpt_tier",
 )
 """Keys of ``GraphModule.meta`` of a rewritten joint graph."""
 
@@ -37,7 +40,8 @@ def is_joint(graph: fx.Graph) -> bool:
 class RewrittenJoint(fx.GraphModule):
     """A joint graph with explicit recompute.
 
-    Its plan, halves and source are in its ``meta``, which copies and pickles keep.
+    Its plan, halves and source, and the tier that it sends values to, are in its ``meta``, which
+    copies and pickles keep.
     """
 
     @property
@@ -70,23 +74,32 @@ class RewrittenJoint(fx.GraphModule):
             (
                 pack_module(self),
                 self.plan,
+                self.meta[TIER],
                 *map(pack_module, (self.forward_graph, self.backward_graph, self.source)),
             ),
         )
 
 
-def _unpickled(joint: Packed, plan: Plan, *others: Packed) -> RewrittenJoint:
-    plain = unpack_module(joint)
+def _unpickled(joint: Packed, plan: Plan, tier: Tier | None, *others: Packed) -> RewrittenJoint:
+    plain, *halves = (unpack_module(each) for each in (joint, *others))
     assert isinstance(plain, fx.GraphModule)
     made = RewrittenJoint(plain, plain.graph)
-    made.meta |= dict(
-        zip((PLAN, FORWARD, BACKWARD, SOURCE), (plan, *map(unpack_module, others)), strict=True)
-    )
+    for each in (made, *halves):
+        if tier is not None and isinstance(each, fx.GraphModule):
+            renumber(each.graph, tier)
+            each.recompile()
+    parts = (plan, tier, *halves)
+    made.meta |= dict(zip((PLAN, TIER, FORWARD, BACKWARD, SOURCE), parts, strict=True))
     return made
 
 
 def rewrite_joint(
-    gm: fx.GraphModule, policy: Any, *, budget: Budget, cost: str | CostModel
+    gm: fx.GraphModule,
+    policy: Any,
+    *,
+    budget: Budget,
+    cost: str | CostModel,
+    offload: Tier | None,
 ) -> fx.GraphModule:
     """Return a joint graph with explicit recompute; ``gm`` is not changed.
 
@@ -99,13 +112,14 @@ def rewrite_joint(
     joint = RewrittenJoint(gm, copy.deepcopy(gm.graph))
     num_fwd_outputs, spec = flatten_outputs(joint.graph)
     given = prepare(Joint(joint, num_fwd_outputs))
-    facts, plan = planner_of(budget, policy, cost).plan(given)
-    forward, backward = emit_halves(Emission(given, facts, plan))
+    planner = planner_of(budget, policy, cost, offload=offload)
+    facts, plan = planner.plan(given)
+    forward, backward = emit_halves(planner.emission(given, facts, plan))
     (output,) = joint.graph.find_nodes(op="output")
     output.args = (pytree.tree_unflatten(list(output.args[0]), spec),)
     joint.graph.lint()
     joint.recompile()
-    joint.meta |= {PLAN: plan, FORWARD: forward, BACKWARD: backward, SOURCE: gm}
+    joint.meta |= {PLAN: plan, TIER: offload, FORWARD: forward, BACKWARD: backward, SOURCE: gm}
     return joint
 
 

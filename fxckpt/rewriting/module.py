@@ -158,7 +158,7 @@ class Rewritten(fx.GraphModule):
 
 
 def _unpickled(
-    source: nn.Module | Packed | Guards, options: tuple[Any, ...], known: Sequence[Plan]
+    source: nn.Module | Packed | Guards, options: Mapping[str, Any], known: Sequence[Plan]
 ) -> Rewritten:
     return Rewritten(StepModule(unpack_module(source), options, known))
 
@@ -201,11 +201,11 @@ class StepModule:
     """The step of a rewritten module, called by the one node of its graph."""
 
     def __init__(
-        self, source: nn.Module, options: tuple[Any, ...], known: Sequence[Plan] = ()
+        self, source: nn.Module, options: Mapping[str, Any], known: Sequence[Plan] = ()
     ) -> None:
         self.source = with_code(source)
         self.options = options
-        self.recorder = RecordingBackend(known, *options)
+        self.recorder = RecordingBackend(known, **options)
         kind = GraphRunner if isinstance(source, fx.GraphModule) else DynamoRunner
         self.runner: Runner = kind(source, self.recorder)
         # The generated code calls the function by its name.

@@ -5,11 +5,14 @@ from fxckpt.tiers.disk import Disk
 from fxckpt.tiers.host import Host, Throttled
 from fxckpt.tiers.tier import Tier
 
-__all__ = ["Disk", "Host", "Throttled", "Tier", "tier_of"]
+__all__ = ["ENDLESS", "Disk", "Host", "Throttled", "Tier", "tier_of"]
+
+ENDLESS = "4194304TiB"
+"""Limit of a host that holds all that is sent to it: what an address can name."""
 
 
 def tier_of(offload: object) -> Tier | None:
-    """Return the tier that a user asked for; a string is the limit of a host.
+    """Return the tier that a user asked for; a string is the limit of a host, or ``"host"``.
 
     Raises :class:`InvalidOption` for what is no tier.
 
@@ -18,10 +21,13 @@ def tier_of(offload: object) -> Tier | None:
     """
     if offload is None:
         return None
-    tier = Host(offload) if isinstance(offload, str) else offload
+    tier = offload
+    if isinstance(offload, str):
+        tier = Host(ENDLESS if offload.strip().lower() == "host" else offload)
     if not isinstance(tier, Tier):
         raise InvalidOption(
             f"offload={offload!r} is not a place to send values to. "
-            "Examples: offload='64GiB', offload=fxckpt.tiers.Host('64GiB')."
+            "Examples: offload='64GiB', offload='host' for as much as the machine has, "
+            "offload=fxckpt.tiers.Host('64GiB')."
         )
     return tier

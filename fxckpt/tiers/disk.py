@@ -54,6 +54,11 @@ class Disk(Tier):
         bytes_per_second: float | tuple[float, float] | None = None,
     ) -> None:
         super().__init__(limit, bytes_per_second)
+        if not isinstance(path, (str, os.PathLike)):
+            raise InvalidOption(
+                f"fxckpt.tiers.Disk({path!r}): that is no path. Give a folder that exists and that "
+                "this process may write to."
+            )
         self.path = Path(path)
         """The folder."""
         try:
@@ -68,6 +73,9 @@ class Disk(Tier):
         limit, rate = self._given
         given = "" if rate is None else f", bytes_per_second={rate!r}"
         return f"fxckpt.tiers.Disk({str(self.path)!r}, {limit!r}{given})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.path, *self._given))
 
     def _file(self) -> IO[bytes]:
         """Return a new file without a name."""

@@ -15,10 +15,10 @@ storage, byte for byte; strides, offset and dtype stay.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from fxckpt.tiers.tier import tier_numbered
-from fxckpt.torch_private import OpOverload, laid_out
+from fxckpt.tiers.tier import Tier, tier_numbered
+from fxckpt.torch_private import OpOverload, functional_kernel, laid_out
 
 SCHEMAS = {
     "send": "(Tensor value, int tier) -> Tensor",
@@ -107,3 +107,13 @@ fetch: OpOverload = torch.ops.fxckpt.fetch.default
 fetched: OpOverload = torch.ops.fxckpt.fetched.default
 MOVES = (send, sent, fetch, fetched)
 """The four ops."""
+for _alias in (sent, fetched):
+    torch.library.impl(_alias.name(), "Functionalize", functional_kernel(_alias))
+
+
+def renumber(graph: fx.Graph, tier: Tier) -> None:
+    """Have a graph's ops move values to and from a tier, in place of that of another process."""
+    for node in graph.nodes:
+        if node.target in MOVES:
+            at = [argument.name for argument in node.target._schema.arguments].index("tier")
+            node.update_arg(at, tier.number)

@@ -9,16 +9,17 @@ the same size.
 from __future__ import annotations
 
 import ctypes
-import itertools
+import hashlib
 import math
 import os
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -33,13 +34,25 @@ MEASURED_BYTES = 2**25
 MEASURED_RUNS = 5
 """Number of such copies each way; the fastest counts."""
 
-_numbers = itertools.count(1)
+_numbered: Counter[str] = Counter()
+"""Tiers that have a number, by what they are."""
+_numbering = threading.Lock()
 _tiers: weakref.WeakValueDictionary[int, Tier] = weakref.WeakValueDictionary()
 
 
 def tier_numbered(number: int) -> Tier:
-    """Return the tier that graphs name by a number."""
-    return _tiers[number]
+    """Return the tier that graphs name by a number.
+
+    Raises :class:`InvalidOption` where this process has none of that number.
+    """
+    try:
+        return _tiers[number]
+    except KeyError:
+        raise InvalidOption(
+            f"a compiled graph sends values to tier {number}, which this process does not have: it "
+            "was compiled for the tier of another process, or its tier is gone. Compile the model "
+            "again, with offload=."
+        ) from None
 
 
 class Tier(ABC):
@@ -52,8 +65,6 @@ class Tier(ABC):
         """Most bytes that are in use at once."""
         self._rates = None if bytes_per_second is None else parse_rates(bytes_per_second)
         self._given = limit, bytes_per_second
-        self.number = next(_numbers)
-        """Number that graphs name the tier by, in this process."""
         self._lock = threading.Lock()
         self._returned: deque[tuple[Any, int, int]] = deque()
         """Blocks whose last tensor is gone; a collector may add to it at any moment."""
@@ -63,7 +74,29 @@ class Tier(ABC):
         self.copies: dict[int, Copy] = {}
         """The latest copy to or from a block in use, by its address."""
         self._ways: tuple[int, ThreadPoolExecutor, ThreadPoolExecutor] | None = None
-        _tiers[self.number] = self
+
+    @cached_property
+    def number(self) -> int:
+        """Number that graphs name the tier by.
+
+        It is the same in each process for the first of equal tiers that is used, and so on, as it
+        becomes a part of compiled code, which caches keep.
+        """
+        text = f"{type(self).__module__} {self!r}"
+        with _numbering:
+            place = _numbered[text]
+            _numbered[text] += 1
+        digest = hashlib.sha256(text.encode()).digest()
+        number = int.from_bytes(digest[:5], "big") * 2**16 + place
+        _tiers[number] = self
+        return number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the tier as what makes an equal one."""
+        return (type(self), self._given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tier:
+        return self  # Copies of a model share the place.
 
     @abstractmethod
     def _new_block(self, nbytes: int) -> Any:

@@ -148,7 +148,12 @@ from fxckpt.torch_private.capture.sizes import (
     upper_bound,
 )
 from fxckpt.torch_private.cpp_build import cpp_command
-from fxckpt.torch_private.ops.dispatcher import has_effect, holds_python, overloads_of
+from fxckpt.torch_private.ops.dispatcher import (
+    functional_kernel,
+    has_effect,
+    holds_python,
+    overloads_of,
+)
 from fxckpt.torch_private.ops.gpu_ops import GpuAttention, autocasts_for_gpu, scaled_mm
 from fxckpt.torch_private.ops.name_op import NAME, name_op
 from fxckpt.torch_private.ops.rng import default_generator, fake_rng_state, lower_rng
@@ -248,6 +253,7 @@ __all__ = [
     "forget_storage",
     "frames_over_limit",
     "frees_incoming_gradients",
+    "functional_kernel",
     "graph_budget",
     "greatest",
     "growing_sizes",

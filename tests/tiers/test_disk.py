@@ -44,6 +44,11 @@ def test_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert disk.take(1000).nbytes == 1000
 
 
+def test_a_folder_is_a_path() -> None:
+    with pytest.raises(fxckpt.InvalidOption, match=r"Disk\(None\): that is no path"):
+        Disk(None, "1MiB")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["missing", "file"])
 def test_a_folder_is_needed(tmp_path: Path, name: str) -> None:
     """A path that is missing, or a file, is refused when the tier is made."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import fxckpt
-from fxckpt.tiers import Host, Throttled, tier_of
+from fxckpt.tiers import Disk, Host, Throttled, tier_of
 from fxckpt.tiers.ops import fetch, fetched, send, sent
 
 
@@ -172,3 +177,40 @@ def test_a_tier_prints_as_it_was_made() -> None:
         "fxckpt.tiers.Throttled(5, bytes_per_second=(1.0, 2.0))"
     )
     assert tier_of("1MiB").limit_bytes == 2**20  # type: ignore[union-attr]
+
+
+def test_equal_tiers_have_known_numbers() -> None:
+    """The n-th of equal tiers has one number in every process, and no two have the same."""
+    script = (
+        "from fxckpt.tiers import Host; Host('3KiB', 1e9).number;"
+        "print(*(Host('77KiB', 1e9).number for _ in range(2)))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)
+    }
+    ((first, second),) = (text.split() for text in found)
+    assert first != second
+    assert Host("78KiB", 1e9).number not in (int(first), int(second))
+
+
+def test_a_tier_that_is_gone_is_named() -> None:
+    """What was compiled for the tier of another process says so."""
+    number = Host("1KiB", 1e9).number
+    gc.collect()
+    with pytest.raises(fxckpt.InvalidOption, match=rf"to tier {number}, which this process does"):
+        send(torch.randn(3), number)
+
+
+def test_a_pickled_tier_is_an_equal_one(tmp_path: Path) -> None:
+    for tier in (Host("1KiB", 1e9), Throttled("2KiB", (1e9, 2e9)), Disk(tmp_path, "1MiB")):
+        again = pickle.loads(pickle.dumps(tier))
+        assert again is not tier and repr(again) == repr(tier)
+        assert copy.deepcopy(tier) is tier
+
+
+def test_the_host_holds_all_that_is_sent() -> None:
+    host = tier_of("host")
+    assert isinstance(host, Host) and host.limit_bytes == 2**62

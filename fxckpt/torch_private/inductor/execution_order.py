@@ -40,9 +40,11 @@ class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
             return nodes  # A fused kernel has no single position.
         scheduler = V.graph.scheduler
         for node in nodes:
-            if any(self.last in origin.meta for origin in _origins(node)):
+            if self._is_last(node):
                 for reader in _other_readers(node, scheduler.name_to_buf):
-                    _wait(node, reader)
+                    # Of two that are last, neither can wait for the other.
+                    if not self._is_last(reader):
+                        _wait(node, reader)
         nodes = scheduler.topological_sort_schedule(nodes)
         places = _places(nodes, self.mark)
         own = sorted(
@@ -63,6 +65,9 @@ class KeepExecutionOrder(_SchedulerPass):  # type: ignore[misc]
         scheduler.nodes = scheduler.topological_sort_schedule(nodes)
         scheduler.compute_ancestors()
         return list(scheduler.nodes)
+
+    def _is_last(self, node: Any) -> bool:
+        return any(self.last in origin.meta for origin in _origins(node))
 
     def uuid(self) -> str:
         """Return the identity of this pass and its code.

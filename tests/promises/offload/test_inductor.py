@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 
 import fxckpt
 from fxckpt.inductor.plan_cache import PlanCache
 from fxckpt.solver.search.price_search import PriceSearch
 from fxckpt.tiers import Host, Tier
+from tests.models.zoo import ENTRIES, Entry
 from tests.promises.offload.stack import Layer, WithLoss
 from tests.promises.offload.test_many_graphs import Layer as Block
+from tests.promises.test_models import Trial
 from tests.tiers.adversary import Adversary
 
 Forward = Callable[[Tensor], Tensor]
@@ -63,6 +66,97 @@ def test_peaks_and_bits_are_those_promised(late: bool) -> None:
     measured = fxckpt.measure_peak(lambda: forward(x).backward())
     assert measured == plan.compiled_peak_bytes <= (plan.budget_bytes or 0)
     assert host.peak_bytes == plan.away_bytes and host.used_bytes == 0
+
+
+class Attention(nn.Module):
+    """Attention whose weights pass a dropout that copies nothing, as many models have it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.parts, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.parts(x).chunk(3, dim=-1)
+        weights = nn.functional.dropout((q @ k.mT).softmax(-1), 0.0)
+        return x + self.out(weights @ v)
+
+
+def test_values_behind_removed_copies_are_sent_once() -> None:
+    """A value that is read through a copy that Inductor removed is one, here and on the link."""
+    torch.manual_seed(0)
+    model = WithLoss(nn.Sequential(*(Attention(16) for _ in range(3))))
+    x = torch.randn(8, 48, 16)
+    expected = gradients(model, compiled(model, None, None)[0], x)
+    host = Adversary(late=True)
+    forward, backend = compiled(model, 0.6, host)
+    assert same(expected, gradients(model, forward, x))
+    (plan,) = backend.plans
+    assert host.sent == host.fetched == len(plan.offloads) > 0
+    assert any(o.bytes == 8 * 48 * 48 * 4 for o in plan.offloads)
+    host.restart_peak()
+    assert fxckpt.measure_peak(lambda: forward(x).backward()) == plan.compiled_peak_bytes
+    assert host.peak_bytes == plan.away_bytes
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_models_keep_bits_and_peaks(entry: Entry) -> None:
+    """Language models and models of images have the gradients of the compile without offload."""
+    trial = Trial(entry)
+    expected = trial.step(compiled(trial.model, None, None)[0])
+    host = Adversary(late=True)
+    forward, backend = compiled(trial.model, 0.75, host)
+    found = trial.step(forward)
+    (plan,) = backend.plans
+    assert host.sent == host.fetched == len(plan.offloads)
+    host.restart_peak()
+    measured = trial.peak(forward)
+    assert measured <= (plan.budget_bytes or 0)
+    assert abs(measured - (plan.compiled_peak_bytes or 0)) <= 0.03 * measured
+    assert host.peak_bytes == plan.away_bytes and host.used_bytes == 0
+    differ = [n for n in found if not torch.allclose(found[n], expected[n], 1e-4, 1e-6)]
+    assert differ == []
+
+
+def test_dynamic_sizes_keep_peaks_and_bits() -> None:
+    """One graph for many sizes sends the bytes of each; the peak is that of the largest."""
+    model, _ = loss_of_layers()
+    batches = [torch.randn(rows, 16) for rows in (256, 200, 130)]
+    for x in batches:
+        torch._dynamo.mark_dynamic(x, 0, min=2, max=256)
+    plain, _ = compiled(model, None, None)
+    expected = [gradients(model, plain, x) for x in batches]
+    host = Adversary(late=True)
+    forward, backend = compiled(model, 300_000, host)
+    assert all(
+        same(e, gradients(model, forward, x)) for e, x in zip(expected, batches, strict=True)
+    )
+    (plan,) = backend.plans
+    assert host.sent == host.fetched == 3 * len(plan.offloads) > 0
+    peaks = [fxckpt.measure_peak(lambda x=x: forward(x).backward()) for x in batches]
+    assert peaks[2] < peaks[1] < peaks[0] == plan.compiled_peak_bytes <= 300_000
+
+
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+def test_compiled_autograd_fetches_values(inner: str) -> None:
+    """The backward that compiled autograd traces has the bits and the peak of the plan's."""
+    model, x = loss_of_layers()
+    expected = gradients(model, compiled(model, None, None, inner=inner)[0], x)
+    host = Adversary(late=True)
+    forward, backend = compiled(model, 0.62, host, inner=inner)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        with compiled_autograd._enable(torch.compile(backend=backend)):
+            forward(x).backward()
+
+    step()
+    assert same(expected, [p.grad for p in model.parameters() if p.grad is not None])
+    (plan,) = backend.plans
+    assert host.sent == host.fetched == len(plan.offloads) > 0
+    assert fxckpt.measure_peak(step) <= (plan.budget_bytes or 0)
+    assert host.used_bytes == 0
 
 
 def test_a_second_backward_fetches_again() -> None:
