@@ -391,8 +391,9 @@ class Planner:
             facts = with_link(facts, self.offload, sent, device, self.policy, self.device)
         elif CheckpointPolicy.MUST_CPU_OFFLOAD in decided.values():
             raise InvalidOption(
-                f"the policy {self.policy!r} sends values away, and there is no offload=. Give the "
-                "backend a tier: fxckpt.Backend(policy=..., offload=fxckpt.tiers.Host(...))."
+                f"the policy {self.policy!r} sends values away, and there is no offload=. Give a "
+                "tier to fxckpt.Backend(policy=..., offload=fxckpt.tiers.Host(...)), or to "
+                "fxckpt.rewrite; eager regions (fxckpt.checkpoint) take none."
             )
         return facts, cost.name
 

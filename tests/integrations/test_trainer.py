@@ -12,6 +12,7 @@ import fxckpt
 from fxckpt.integrations.trainer import FxckptCallback
 from fxckpt.torch_private import compiled_parts
 from tests.integrations.test_transformers import gpt2, options
+from tests.tiers.adversary import Adversary
 
 STATE = SimpleNamespace(is_world_process_zero=True)
 TOKENS = torch.arange(40).view(4, 10)
@@ -91,6 +92,19 @@ def test_training_again_compiles_nothing_new() -> None:
     callback.on_train_begin(arguments, None, None, model=model)
     gradients(model)
     assert callback.backend is backend and backend.plans == made
+
+
+def test_blocks_send_values_away() -> None:
+    """A training within a budget sends and fetches, with the gradients of eager mode."""
+    host = Adversary(late=True)
+    callback = FxckptCallback("70%", inner="aot_eager", offload=host)
+    model = begun(callback, gradient_checkpointing_kwargs={})
+    found = gradients(model)
+    step = callback.report().step
+    assert step is not None and step.measured_peak_bytes <= step.budget_bytes
+    assert host.sent == host.fetched > 0 and host.used_bytes == 0
+    callback.on_train_end(None, STATE, None, model=model)
+    torch.testing.assert_close(found, gradients(gpt2()), rtol=0, atol=0)
 
 
 def test_what_is_sent_away_has_a_limit() -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import os
+import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fxckpt
-from fxckpt.tiers import Host
+from fxckpt.tiers import Disk, Host, Tier
 from tests.promises.offload.stack import WithLoss, compiled, stack
 from tests.tiers.adversary import Adversary
 
@@ -155,17 +159,32 @@ def test_dynamic_sizes_move_what_there_is() -> None:
     assert host.sent
 
 
-@pytest.mark.parametrize("steps", [150, pytest.param(1000, marks=pytest.mark.sweep)])
-def test_many_steps_hold_no_more(steps: int) -> None:
-    """Blocks, copies and threads are those of the first step."""
+@pytest.mark.parametrize("steps", [150, pytest.param(10_000, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("place", [Host, Disk])
+def test_many_steps_hold_no_more(place: type[Tier], steps: int, tmp_path: Path) -> None:
+    """Blocks, copies, threads, files and the process's memory are those of the first steps."""
     model, (x,) = stack()
-    host = Host("1GiB", 1e9)
-    forward, backend = compiled(model, host)
-    for _ in range(steps):
-        forward(x).square().sum().backward()
-    assert host.peak_bytes == backend.plans[0].away_bytes
-    assert host.used_bytes == 0 and not host.copies
-    assert host.reserved_bytes == backend.plans[0].away_bytes
+    tier = Host("1GiB", 1e9) if place is Host else Disk(tmp_path, "1GiB", 1e9)
+    forward, backend = compiled(model, tier)
+
+    def held(steps: int) -> tuple[int, int, int]:
+        """Run steps; return the threads, the open files and the bytes of the process then."""
+        for _ in range(steps):
+            model.zero_grad(set_to_none=True)
+            forward(x).square().sum().backward()
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), pages * mmap.PAGESIZE
+
+    threads, files, nbytes = held(steps // 3)
+    later = held(steps - steps // 3)
+    assert later[:2] == (threads, files)
+    # Less than one value a hundred steps.
+    assert later[2] - nbytes < max(2**20, steps // 100 * 2**14)
+    assert os.listdir(tmp_path) == []
+    assert tier.peak_bytes == backend.plans[0].away_bytes
+    assert tier.used_bytes == 0 and not tier.copies
+    assert tier.reserved_bytes == backend.plans[0].away_bytes
 
 
 def test_without_offload_nothing_is_sent() -> None:
