@@ -3,12 +3,14 @@
 Peak: while an op runs, its operands, its results and the gradients of that moment are live, under
 any plan.
 
-Time: before any op of the backward, a plan within ``limit`` bytes holds at most the limit less the
-live gradients in forward values. Each value that the suffix of the backward from there needs is
+Time: while any op of the backward runs, a plan within ``limit`` bytes holds at most the limit less
+the live gradients in forward values. Each value that the suffix of the backward from there needs is
 held then, or recomputed later, so that the plan's time is at least that of the suffix's one-stage
-cut; further copies do not help. With a Lagrange multiplier p per byte held, ``least(p) - p * room``
-bounds the time from below for every p (the Lagrangian dual). The bound is the greatest over p and
-over a few suffixes.
+cut; further copies do not help. What the op itself reads is held in any case: its bytes and the
+op's workspace are subtracted from the limit too, and in the cut it costs nothing to keep. With a
+Lagrange multiplier p per byte held, ``least(p) - p * room`` bounds the time from below for every p
+(the Lagrangian dual). The bound is the greatest over p and over a few suffixes, from the end of the
+forward too, when nothing is read yet.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy as np
 
 from fxckpt.solver.cuts.min_cut import InfeasibleCut, Network
 from fxckpt.solver.cuts.staged_cut import no_finite_cut, stage_cut
-from fxckpt.solver.program import FloatArray, IntArray, Program
+from fxckpt.solver.program import BoolArray, FloatArray, IntArray, Program
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.simulate import backward_own_profile, may_take_forward, simulate
 
@@ -71,6 +73,25 @@ class SuffixCuts:
         )
 
     @cached_property
+    def _is_read(self) -> BoolArray:
+        """Whether the first op of its suffix reads each value; at 0 the forward has just ended."""
+        network, _, values = self._cut
+        reads = [
+            frozenset(self.program.forward_reads[position] if position else ())
+            for position in self.positions
+        ]
+        return np.fromiter(
+            (
+                s in reads[suffix]
+                for s, suffix in zip(
+                    values.tolist(), network.problem_of_value.tolist(), strict=True
+                )
+            ),
+            np.bool_,
+            len(values),
+        )
+
+    @cached_property
     def _known(self) -> dict[tuple[int, float], SuffixCut]:
         """Cuts by suffix and price; bisections for several limits begin at the same prices."""
         return {}
@@ -88,7 +109,7 @@ class SuffixCuts:
         # The first run of an op that only the backward depends on may be part of any step.
         seconds = np.where(tables.is_either[ops], 0.0, tables.seconds[ops])
         recompute_cost = np.where(tables.is_recomputable[ops], seconds, math.inf)
-        nbytes = np.where(tables.is_output[values], 0, tables.bytes[values])
+        nbytes = np.where(tables.is_output[values] | self._is_read, 0, tables.bytes[values])
         # After the start, a value that must not be saved may be held: recomputed before.
         may_keep = (
             tables.is_savable[values]
@@ -140,7 +161,6 @@ class LowerBounds:
     def peak_bytes(self) -> int:
         """Bytes that the peak of every plan reaches."""
         program, tables = self.program, self.program.tables
-        outputs = int(tables.bytes[tables.is_output].sum())
         nbytes = tables.bytes.tolist()
         not_held = np.where(tables.is_output, 0, tables.bytes).tolist()
         forward = [program.ops[o] for o in program.always_forward]
@@ -150,14 +170,12 @@ class LowerBounds:
             - max([not_held[s] for s in op.takes], default=0)
             for op in forward
         ]
-        for own, op, reads in zip(self._own, program.backward, program.forward_reads, strict=True):
-            at_ops.append(own + outputs + sum([not_held[s] for s in reads]) + op.workspace_bytes)
-        return max(at_ops, default=0)
+        return max([*at_ops, *self._at_ops], default=0)
 
     def seconds(self, limit: int) -> Bound:
         """Return the bound on the extra time of any plan within ``limit`` bytes."""
-        outputs = int(self.program.tables.bytes[self.program.tables.is_output].sum())
-        rooms = [limit - outputs - self._own_before(position) for position in self._cuts.positions]
+        at_start = self._outputs + self.program.tangent_bytes
+        rooms = [limit - (self._at_ops[p] if p else at_start) for p in self._cuts.positions]
         return self._cuts.bound(rooms, self.low, self.high, self.steps)
 
     @cached_property
@@ -166,13 +184,27 @@ class LowerBounds:
         (_, own), spared = backward_own_profile(self.program), may_take_forward(self.program)
         return [a - b for a, b in zip(own, spared, strict=True)]
 
-    def _own_before(self, position: int) -> int:
-        """Return the bytes of gradients while op ``position`` runs; at 0 only the incoming ones."""
-        return self._own[position] if position else self.program.tangent_bytes
+    @cached_property
+    def _outputs(self) -> int:
+        """Bytes of the forward's outputs."""
+        tables = self.program.tables
+        return int(tables.bytes[tables.is_output].sum())
+
+    @cached_property
+    def _at_ops(self) -> list[int]:
+        """Bytes live during each backward op under any plan."""
+        tables = self.program.tables
+        not_held = np.where(tables.is_output, 0, tables.bytes).tolist()
+        return [
+            own + self._outputs + sum([not_held[s] for s in reads]) + op.workspace_bytes
+            for own, op, reads in zip(
+                self._own, self.program.backward, self.program.forward_reads, strict=True
+            )
+        ]
 
     @cached_property
     def _cuts(self) -> SuffixCuts:
-        """Cuts from the start, from the uncheckpointed peak and from the peak of the gradients."""
+        """Cuts from the start, and from the peaks without checkpoints, of gradients and of ops."""
         schedule = save_all(self.program)
         simulation = simulate(self.program, schedule)
         ops = np.arange(len(self._own))
@@ -180,5 +212,15 @@ class LowerBounds:
             simulation.forward_ops + ops + np.searchsorted(schedule.before, ops, side="right")
         ]
         return SuffixCuts(
-            self.program, tuple(sorted({0, int(at_ops.argmax()), int(np.argmax(self._own))}))
+            self.program,
+            tuple(
+                sorted(
+                    {
+                        0,
+                        int(at_ops.argmax()),
+                        int(np.argmax(self._own)),
+                        int(np.argmax(self._at_ops)),
+                    }
+                )
+            ),
         )

@@ -14,6 +14,7 @@ import numpy as np
 
 from fxckpt.solver.cuts.staged_cut import Layout, StagedCut
 from fxckpt.solver.cuts.stages import StageBoundaries, deepest, persistence
+from fxckpt.solver.moves.nested import Nested
 from fxckpt.solver.program import BoolArray, IntArray, Program
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit
 from fxckpt.utils.intervals import live_bytes
@@ -84,6 +85,12 @@ class Heuristics:
         return emit(
             self.program, StageAssignment(starts, (saved,) * len(starts), (runs,) * len(starts))
         )
+
+    def nested(self, count: int) -> Nested:
+        """Return the plans that recompute from few of at most about ``count`` block boundaries."""
+        boundaries = deepest(self._forward_depth, count)
+        step = max(1, math.ceil(len(boundaries) / (1.5 * count)))
+        return Nested(self.program, boundaries[step - 1 :: step])
 
     @cached_property
     def _crossing(self) -> tuple[IntArray, IntArray, IntArray]:

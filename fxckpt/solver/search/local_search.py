@@ -18,6 +18,7 @@ from fxckpt.solver.exact.lower_bounds import Bound, LowerBounds
 from fxckpt.solver.exact.milp import Optimum, in_forward, optimum
 from fxckpt.solver.moves.evict import Evict
 from fxckpt.solver.moves.heuristics import Heuristics
+from fxckpt.solver.moves.nested import Nested
 from fxckpt.solver.moves.retain import Retain
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit, save_all, with_runs
@@ -50,7 +51,8 @@ class LocalSearch:
         """Prices tried, in steps of the price grid."""
         self.bound_at: dict[int, Bound] = {}
         self.baseline = self.evaluate(save_all(program))
-        for schedule in Heuristics(program, self.boundaries)():
+        self.heuristics = Heuristics(program, self.boundaries)
+        for schedule in self.heuristics():
             self.evaluate(schedule)
 
     @cached_property
@@ -145,7 +147,7 @@ class LocalSearch:
         return min(self.legal, key=lambda c: c.rank)
 
     def least_peak(self) -> Candidate:
-        """Return the candidate of least peak: at high prices, then evicted further.
+        """Return the candidate of least peak: at high prices or nested, then evicted further.
 
         There one sweep mostly has a lower peak than two.
         """
@@ -154,18 +156,39 @@ class LocalSearch:
             self.evaluate_all(
                 self.cut(count, list(product(prices, self.options.least_peak_shares)), sweeps=1)
             )
-        least = self.lowest_peak()
+        self._descend(self.lowest_peak())
+        if self.nested_held:
+            self._descend(self.evaluate(self.nested(self.nested_held[0])))
+        return self.lowest_peak()
+
+    def _descend(self, candidate: Candidate) -> None:
+        """Evict further from a candidate, step by step, until its peak falls no more."""
         for _ in range(self.options.descents):
-            peak = least.simulation.peak_bytes
-            self.evaluate(
+            peak = candidate.simulation.peak_bytes
+            evicted = self.evaluate(
                 Evict(max(self.bounds.peak_bytes, peak * 19 // 20))(
-                    self.program, least.schedule, least.simulation
+                    self.program, candidate.schedule, candidate.simulation
                 )
             )
-            least = self.lowest_peak()
-            if least.simulation.peak_bytes >= peak:
-                break
-        return least
+            if evicted.simulation.peak_bytes >= peak:
+                return
+            candidate = evicted
+
+    @cached_property
+    def nested(self) -> Nested:
+        """Plans that recompute from few block boundaries."""
+        return self.heuristics.nested(self.options.nested_blocks)
+
+    @cached_property
+    def nested_held(self) -> tuple[int, ...]:
+        """Numbers of boundaries that nested plans hold: the least in question, and its doubles."""
+        count = len(self.nested.boundaries)
+        most = self.options.nested_recomputes * len(self.program.ops)
+        least = next((n for n in range(count + 1) if self.nested.recomputes(n) <= most), None)
+        if not count or least is None:
+            return ()
+        doubles = (least, *(max(least, 1) << i for i in range(1, count.bit_length())))
+        return tuple(sorted({n for n in doubles if n < count} | {count}))
 
     def lowest_peak(self) -> Candidate:
         """Return the legal candidate of least peak seen so far."""
@@ -217,6 +240,8 @@ class LocalSearch:
             if self.least_seconds(limit) <= target:
                 return
             self._repair(candidate, limit, limit)
+        if self.is_gap_wide(limit):
+            self._repair_nested(limit)
         for share in perturbations:
             best = self.best(limit)
             if best is None or best.simulation.extra_seconds <= target:
@@ -233,6 +258,18 @@ class LocalSearch:
             self.evaluate_optimum(optimum(self.exact.program, limit, seconds=math.inf, nodes=nodes))
         else:
             self._restart(limit, target)
+
+    def is_gap_wide(self, limit: int) -> bool:
+        """Return whether the fastest schedule within ``limit`` bytes is far from its bound."""
+        wide = self.options.wide_gap * self.program.step_seconds
+        return self.least_seconds(limit) - self.bound(limit).seconds > wide
+
+    def _repair_nested(self, limit: int) -> None:
+        """Repair the nested plans whose peaks are not far above ``limit`` bytes."""
+        for held in self.nested_held:
+            candidate = self.evaluate(self.nested(held))
+            if candidate.simulation.peak_bytes <= self.options.nested_peak * limit:
+                self._repair(candidate, limit, limit)
 
     def evaluate_exact(self, limit: int) -> None:
         """Evaluate the schedule of the dynamic program.

@@ -30,8 +30,16 @@ class SearchOptions:
     """Shares tried for the least peak."""
     least_peak_prices: int = 3
     """Number of prices tried for the least peak."""
-    descents: int = 6
+    descents: int = 10
     """Most evictions that lower the least peak further."""
+    nested_blocks: int = 32
+    """Number of blocks that plans recompute from few of their boundaries."""
+    nested_recomputes: float = 5.0
+    """Most recomputes of such a plan before it is repaired, in multiples of the forward ops."""
+    nested_peak: float = 2.0
+    """Greatest peak, in budgets, of such a plan that is repaired for a budget."""
+    wide_gap: float = 0.03
+    """Distance to the lower bound, as a share of the step's time, at which they are repaired."""
     refined: int = 6
     """Number of schedules repaired for one budget."""
     refined_along: int = 2

@@ -7,9 +7,12 @@ import itertools
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
+from fxckpt.solver.exact.lower_bounds import LowerBounds
 from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
-from fxckpt.solver.schedule import StageAssignment, emit
+from fxckpt.solver.schedule import StageAssignment, emit, save_all
+from fxckpt.solver.search.prices import price_range
 from fxckpt.solver.simulate import simulate
 from tests.solver.oracle import exhaustive
 from tests.solver.programs import QUICK_SEARCH, interpret, programs
@@ -47,6 +50,44 @@ def test_time_bound_is_below_one_stage_schedules(program: Program) -> None:
     limit = QUICK_SEARCH(program, lambda baseline: 0).least_peak.simulation.peak_bytes
     bound = QUICK_SEARCH(program, lambda baseline: limit).bound.seconds
     assert all(s.extra_seconds >= bound - 1e-6 for s in every if s.peak_bytes <= limit)
+
+
+def test_reads_of_an_op_leave_less_room() -> None:
+    """While an op reads a value of fifteen bytes, five of twenty are left to hold another."""
+    program = Program(
+        ops=(
+            Op("kept", Side.FORWARD, 7.0, 7, (), (0,)),
+            Op("first", Side.FORWARD, 1.0, 1, (), (1,)),
+            Op("wide", Side.FORWARD, 1.0, 1, (1,), (2,)),
+        ),
+        backward=(
+            Op("b0", Side.BACKWARD, 1.0, 1, (), (3,)),
+            Op("b1", Side.BACKWARD, 1.0, 1, (2,), (4,)),
+            Op("b2", Side.BACKWARD, 1.0, 1, (0,), (5,)),
+        ),
+        storages=(
+            Storage("kept", 10, 0),
+            Storage("first", 1, 1),
+            Storage("wide", 15, 2),
+            *(Storage(f"g{j}", 0, IN_BACKWARD) for j in range(3)),
+        ),
+        tangents=(),
+    )
+    found = QUICK_SEARCH(program, lambda baseline: 20)
+    assert found.best is not None
+    assert found.best.simulation.extra_seconds == exhaustive(program, 20)
+    bounds = LowerBounds(program, *price_range(program))
+    assert bounds.seconds(20).seconds > 3
+
+
+@given(program=programs(max_ops=4), share=st.floats(0, 1))
+def test_time_bound_is_below_the_optimum(program: Program, share: float) -> None:
+    """No schedule at all is faster than the bound, by a search of all states."""
+    bounds = LowerBounds(program, *price_range(program))
+    baseline = simulate(program, save_all(program)).peak_bytes
+    limit = round(bounds.peak_bytes + share * (baseline - bounds.peak_bytes))
+    best = exhaustive(program, limit)
+    assert best is None or bounds.seconds(limit).seconds <= best + 1e-6
 
 
 @given(program=programs())
