@@ -156,17 +156,18 @@ class LocalSearch:
             self.evaluate_all(
                 self.cut(count, list(product(prices, self.options.least_peak_shares)), sweeps=1)
             )
-        self._descend(self.lowest_peak())
+        self._descend(self.lowest_peak(), self.options.descent)
         if self.nested_held:
-            self._descend(self.evaluate(self.nested(self.nested_held[0])))
+            nested = self.evaluate(self.nested(self.nested_held[0]))
+            self._descend(nested, self.options.nested_descent)
         return self.lowest_peak()
 
-    def _descend(self, candidate: Candidate) -> None:
-        """Evict further from a candidate, step by step, until its peak falls no more."""
+    def _descend(self, candidate: Candidate, share: float) -> None:
+        """Evict a candidate to a share of its peak, step by step, until that falls no more."""
         for _ in range(self.options.descents):
             peak = candidate.simulation.peak_bytes
             evicted = self.evaluate(
-                Evict(max(self.bounds.peak_bytes, peak * 19 // 20))(
+                Evict(max(self.bounds.peak_bytes, int(peak * share)))(
                     self.program, candidate.schedule, candidate.simulation
                 )
             )

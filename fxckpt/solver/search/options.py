@@ -30,8 +30,12 @@ class SearchOptions:
     """Shares tried for the least peak."""
     least_peak_prices: int = 3
     """Number of prices tried for the least peak."""
-    descents: int = 10
+    descents: int = 6
     """Most evictions that lower the least peak further."""
+    descent: float = 0.95
+    """Share of the peak that each of them aims at."""
+    nested_descent: float = 0.7
+    """``descent`` from a nested plan, whose peak they lower by more."""
     nested_blocks: int = 32
     """Number of blocks that plans recompute from few of their boundaries."""
     nested_recomputes: float = 5.0
