@@ -241,13 +241,11 @@ class LocalSearch:
             if self.least_seconds(limit) <= target:
                 return
             self._repair(candidate, limit, limit)
+        self._perturb(limit, perturbations, target)
         if self.is_gap_wide(limit):
+            # After the perturbations, which so begin at the same schedule as without nested plans.
             self._repair_nested(limit)
-        for share in perturbations:
-            best = self.best(limit)
-            if best is None or best.simulation.extra_seconds <= target:
-                return
-            self._repair(best, int(limit * share), limit)
+            self._perturb(limit, self.options.wide_perturbations, target)
         if self.least_seconds(limit) <= target:
             return
         if exact_states is None:
@@ -259,6 +257,14 @@ class LocalSearch:
             self.evaluate_optimum(optimum(self.exact.program, limit, seconds=math.inf, nodes=nodes))
         else:
             self._restart(limit, target)
+
+    def _perturb(self, limit: int, shares: Sequence[float], target: float) -> None:
+        """Evict the best schedule to shares of the limit and repair it, down to a target."""
+        for share in shares:
+            best = self.best(limit)
+            if best is None or best.simulation.extra_seconds <= target:
+                return
+            self._repair(best, int(limit * share), limit)
 
     def is_gap_wide(self, limit: int) -> bool:
         """Return whether the fastest schedule within ``limit`` bytes is far from its bound."""

@@ -43,7 +43,7 @@ class SearchOptions:
     nested_peak: float = 2.0
     """Greatest peak, in budgets, of such a plan that is repaired for a budget."""
     wide_gap: float = 0.03
-    """Distance to the lower bound, as a share of the step's time, at which they are repaired."""
+    """Distance to the lower bound, as a share of the step's time, that is wide: they are repaired."""
     refined: int = 6
     """Number of schedules repaired for one budget."""
     refined_along: int = 2
@@ -52,6 +52,8 @@ class SearchOptions:
     """Most points of a frontier that is searched as thoroughly as a single budget."""
     perturbations: tuple[float, ...] = (0.9, 0.9, 0.97, 0.98)
     """Shares of the budget that the best schedule is evicted to before it is repaired."""
+    wide_perturbations: tuple[float, ...] = (0.85, 0.8, 0.95, 0.9)
+    """Further ``perturbations`` where the distance to the lower bound is wide."""
     restarts: int = 200
     """Number of random restarts for small programs."""
     restart_ops: int = 1500
