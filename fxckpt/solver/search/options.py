@@ -43,7 +43,8 @@ class SearchOptions:
     nested_peak: float = 2.0
     """Greatest peak, in budgets, of such a plan that is repaired for a budget."""
     wide_gap: float = 0.03
-    """Distance to the lower bound, as a share of the step's time, that is wide: they are repaired."""
+    """Distance to the lower bound, as a share of the step's time, that is wide: they are
+    repaired."""
     refined: int = 6
     """Number of schedules repaired for one budget."""
     refined_along: int = 2

@@ -53,7 +53,8 @@ def test_value_on_ctx_is_freed_after_last_read(budget: float | None, inner: str)
     """The value is freed after its last read; autograd alone holds it until the graph dies."""
     backend = fxckpt.Backend(budget=budget, inner=inner, cost="flops")
     measured = peak_of(backend, lambda: (Layers(), torch.randn(1024, 128)))
-    (plan,) = backend.plans
+    # A second step may try a faster level, which goes unused if it exceeds the budget as compiled.
+    plan = backend.plans[0]
     assert measured == (plan.compiled_peak_bytes or plan.peak_bytes)
 
 
