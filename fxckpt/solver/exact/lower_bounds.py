@@ -170,13 +170,25 @@ class LowerBounds:
             - max([not_held[s] for s in op.takes], default=0)
             for op in forward
         ]
-        return max([*at_ops, *self._at_ops], default=0)
+        return max([*at_ops, *self.at_ops], default=0)
 
     def seconds(self, limit: int) -> Bound:
         """Return the bound on the extra time of any plan within ``limit`` bytes."""
-        at_start = self._outputs + self.program.tangent_bytes
-        rooms = [limit - (self._at_ops[p] if p else at_start) for p in self._cuts.positions]
+        rooms = [self.room(limit, position) for position in self.positions]
         return self._cuts.bound(rooms, self.low, self.high, self.steps)
+
+    def room(self, limit: int, position: int) -> int:
+        """Return the most bytes of forward values held while a backward op runs, beside its reads.
+
+        At 0 it is before that op, at the end of the forward.
+        """
+        at_start = self._outputs + self.program.tangent_bytes
+        return limit - (self.at_ops[position] if position else at_start)
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """First backward ops of the suffixes that the bounds are of."""
+        return self._cuts.positions
 
     @cached_property
     def _own(self) -> list[int]:
@@ -191,7 +203,7 @@ class LowerBounds:
         return int(tables.bytes[tables.is_output].sum())
 
     @cached_property
-    def _at_ops(self) -> list[int]:
+    def at_ops(self) -> list[int]:
         """Bytes live during each backward op under any plan."""
         tables = self.program.tables
         not_held = np.where(tables.is_output, 0, tables.bytes).tolist()
@@ -219,7 +231,7 @@ class LowerBounds:
                         0,
                         int(at_ops.argmax()),
                         int(np.argmax(self._own)),
-                        int(np.argmax(self._at_ops)),
+                        int(np.argmax(self.at_ops)),
                     }
                 )
             ),

@@ -16,6 +16,7 @@ from fxckpt.solver.exact.dynamic_program import DynamicProgram
 from fxckpt.solver.exact.link_bound import bound_with_link
 from fxckpt.solver.exact.lower_bounds import Bound, LowerBounds
 from fxckpt.solver.exact.milp import Optimum, in_forward, optimum
+from fxckpt.solver.exact.path_bounds import PathBounds
 from fxckpt.solver.moves.evict import Evict
 from fxckpt.solver.moves.heuristics import Heuristics
 from fxckpt.solver.moves.nested import Nested
@@ -105,6 +106,7 @@ class LocalSearch:
         if best is not None and best.simulation.extra_seconds > 0:
             bound = self.bound_away(limit)
             next_bound = bound if limit is None else self.bound_away(limit + NEXT_BYTES)
+            bound = self._tightened(bound, limit, best)
         return SearchResult(
             limit,
             best,
@@ -115,6 +117,17 @@ class LocalSearch:
             self.bounds.peak_bytes,
             min((c.simulation.extra_seconds for c in self.legal), default=0.0),
         )
+
+    def _tightened(self, bound: Bound, limit: int | None, best: Candidate) -> Bound:
+        """Return a bound from windows of the backward, where the options ask for it.
+
+        A program whose values may be sent away has none.
+        """
+        rounds = self.options.path_rounds
+        is_near = best.simulation.extra_seconds <= (1 + self.options.tolerance) * bound.seconds
+        if not rounds or limit is None or is_near or self.program.link is not None:
+            return bound
+        return PathBounds(self.bounds, rounds).seconds(limit)
 
     def layout(self, count: int) -> Layout:
         """Return the layout of about ``count`` stages."""

@@ -80,6 +80,9 @@ class SearchOptions:
     """Number of times that peaks near that of the best such schedule are searched."""
     bisections: int = 10
     """Most limits tried for the least peak within a given time."""
+    path_rounds: int = 0
+    """Rounds of a search for tighter bounds (:mod:`~fxckpt.solver.exact.path_bounds`),
+    which takes seconds; 0 leaves it out."""
     tolerance: float = 0.005
     """Relative distance to the lower bound at which the search stops."""
     cut: StagedCut = field(default_factory=StagedCut)
