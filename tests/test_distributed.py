@@ -86,6 +86,10 @@ def plan_as_one() -> dict[str, Any]:
     options = {"budget": "520KB", "inner": "aot_eager", "group": dist.group.WORLD}
     wanted, got = gradients(made(), sizes), gradients(made(), sizes, **options)
     found["bitwise"] = all(map(torch.equal, wanted, got))
+    of_one = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(fxckpt.InvalidOption, match="rank 1 is no member of the group"):
+            torch.compile(made(), backend=fxckpt.Backend(group=of_one))(batch(8))
     # The second rank's batch is too large; the first one's is not.
     model, size = DistributedDataParallel(made()), 64 + 512 * rank
     backend = fxckpt.Backend("400KB", inner="aot_eager", group="world", scope="graph")
@@ -95,6 +99,36 @@ def plan_as_one() -> dict[str, Any]:
     except Exception as error:
         found["infeasible"] = f"{type(error).__name__}: {error}"
     return found
+
+
+def run_more_alone() -> dict[str, bool]:
+    """Train while one rank alone runs what the other does not; return what is equal bitwise."""
+    torch._dynamo.config.optimize_ddp = False
+    rank, steps, found = dist.get_rank(), 5, {}
+    wanted = gradients(made(), [256] * steps)
+    for scope in ("step", "graph"):
+        module = made()
+        if rank == 0:  # A backend that the other rank does not have.
+            torch.compile(made(), backend=fxckpt.Backend(inner="aot_eager"))(batch(8)).sum()
+        model = DistributedDataParallel(module)
+        backend = fxckpt.Backend("520KB", inner="aot_eager", group="world", scope=scope)
+        call = torch.compile(model, backend=backend)
+        if rank == 1:
+            with torch.no_grad():
+                call(batch(256))
+        for step in range(steps):
+            module.zero_grad()
+            if rank == 1 and step == 2:  # A forward that is dropped, and run again.
+                call(batch(256))
+            call(batch(256)).square().mean().backward()
+        found[scope] = all(map(torch.equal, wanted, (p.grad for p in module.parameters())))
+    return found
+
+
+def test_what_one_rank_runs_alone() -> None:
+    """A sanity check, another model, and a forward that is repeated leave no rank waiting."""
+    for found in on_ranks(run_more_alone):
+        assert found == {"step": True, "graph": True}
 
 
 def test_ranks_plan_as_one() -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
@@ -60,11 +61,11 @@ from fxckpt.torch_private import (
     break_after,
     calling_line,
     calls_of,
+    code_in_progress,
     inline_regions,
     is_cut_short,
     is_in_a_forward,
     is_in_compiled_backward,
-    is_recompile,
     keep_saved_values,
     make_boxed,
     may_act_before_failing,
@@ -216,6 +217,8 @@ class Backend:
         given = (budget, policy, inner, cost, verify, mode, options)
         self._options = (*given, max_slowdown, scope, in_flight, strict, offload, group, tile)
         self._group, self._has_joined = group, False
+        self._planned_code: set[int] = set()
+        """Dynamo's numbers of the code that has a plan."""
         self._ranks: Ranks | None = None
         self._is_stage = False
         """Whether it compiles the stages of a pipeline."""
@@ -280,6 +283,8 @@ class Backend:
         else:
             compiled = self._compile_for_step(gm, example_inputs, self.step)
         has_plan = len(self.plans) > planned
+        if has_plan and (code := code_in_progress()) is not None:
+            self._planned_code.add(code)
         if has_plan and self._shared is not None:
             if not any(isinstance(x, torch.SymInt) for x in example_inputs):
                 compiled = self._shared.watched(compiled, self.plans[-1])
@@ -302,13 +307,12 @@ class Backend:
             group = group_of(self._group)
         except InvalidOption as error:
             raise through_dynamo(error) from error
-        number = next(_numbers)
         if group is None and not self._is_stage:
-            self._neighbour = Neighbour.of_world(f"backend {number}")
+            self._neighbour = Neighbour.of_world(f"backend {next(_numbers[''])}")
             if self._neighbour is not None:
                 after_optimizers(self._tell_of_divergence)
         elif group is not None:
-            self._ranks = Ranks.of(group, f"backend {number}")
+            self._ranks = Ranks.of(group, f"backend {next(_numbers[group.group_name])}")
         if self._ranks is not None:
             self.partitioner.join(self._ranks)
             if self.step is not None:
@@ -364,10 +368,12 @@ class Backend:
     def _is_together(self) -> bool:
         """Return whether all ranks of the group compile the graph in progress.
 
-        A recompile may be for the sizes of this rank alone, and the others would not come.
+        A second plan of some code may be for the sizes of this rank alone, and the others would not
+        come. What was compiled without gradients, such as for an evaluation, had no plan.
         """
         is_early = self.step is not None and not self.step.steps
-        return self._ranks is not None and (is_early or not is_recompile())
+        is_first = code_in_progress() not in self._planned_code
+        return self._ranks is not None and (is_early or is_first)
 
     @staticmethod
     def _breaks_before_backward(gm: fx.GraphModule) -> bool:
@@ -630,8 +636,9 @@ def report() -> Report:
     return _latest[0].report()
 
 
-_numbers = itertools.count()
-"""Numbers of the backends, in the order of their first compiles, for ranks to name them."""
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Numbers of the backends of each group, in the order of their first compiles, for ranks to name
+them; those without a group have the empty name."""
 _backends: dict[str, Backend] = {}
 """Backends of ``backend="fxckpt"`` by their options: graphs of equal options are of one step."""
 _latest: list[Backend] = []

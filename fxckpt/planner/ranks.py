@@ -213,6 +213,11 @@ def group_of(group: object) -> dist.ProcessGroup | None:
         return dist.group.WORLD
     if isinstance(group, dist.ProcessGroup):
         return group
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidOption(
+            f"group={group!r}: rank {dist.get_rank()} is no member of the group that new_group() "
+            "made. Give each rank a group that it is in, or none."
+        )
     raise InvalidOption(
         f"group={group!r} is a {type(group).__name__}, and no process group. Give one, such as "
         "torch.distributed.group.WORLD or device_mesh.get_group(), or 'world'."

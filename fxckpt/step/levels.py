@@ -80,7 +80,7 @@ class StepLevels:
         self.steps = 0
         """Number of steps that ended."""
         self.begun = 0
-        """Number of steps that began."""
+        """Number of the step that began last: of those that ended, and itself."""
         self.version = 0
         """Number of changes of what is known about levels and budget."""
         self.capacity: int | None = None

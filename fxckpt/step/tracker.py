@@ -93,6 +93,9 @@ class StepTracker:
         """Whether steps begin where a schedule of a pipeline says."""
         self._refused = 0
         """How often memory had run out when the step began."""
+        self._ended = self._begun = 0
+        """Number of steps that ended, and the greatest number of one that began: a forward that one
+        rank drops, and repeats, is no step of which the others know."""
 
     @property
     def steps(self) -> int:
@@ -422,11 +425,12 @@ class StepTracker:
         self._watch_root()
         levels.ask_free()
         self._restart()
-        levels.begun += 1
+        levels.begun = self._ended + 1
+        is_new, self._begun = levels.begun > self._begun, levels.begun
         with meter.unmeasured(self._version):
             if self.ranks is None:
                 chosen = levels.choice_for(graph, sizes)
-            elif is_together(levels.begun):
+            elif is_new and is_together(levels.begun):
                 chosen = choose_together(levels, self.ranks, graph, sizes)
             else:
                 chosen = levels.choice_alone(graph, sizes)
@@ -482,7 +486,10 @@ class StepTracker:
         """End the step: learn from its record, and compare its peak with the budget."""
         record, self._record = self._record, StepRecord()
         self._beginning.note_end(self._meter)
-        if not record.calls or not record.is_of_the_step_alone:
+        if not record.calls:
+            return
+        self._ended += 1
+        if not record.is_of_the_step_alone:
             return
         self.last = record
         found = self._levels.learn(record)

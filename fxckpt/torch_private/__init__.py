@@ -114,9 +114,9 @@ from fxckpt.torch_private.capture.kept_graph import (
     outermost_module,
 )
 from fxckpt.torch_private.capture.process_groups import (
+    code_in_progress,
     compile_group,
     default_store,
-    is_recompile,
 )
 from fxckpt.torch_private.capture.region_budgets import (
     annotate,
@@ -230,6 +230,7 @@ __all__ = [
     "calling_line",
     "calls_of",
     "capture_whole",
+    "code_in_progress",
     "compile_group",
     "compile_whole",
     "compiled_frame",
@@ -278,7 +279,6 @@ __all__ = [
     "is_in_compiled_backward",
     "is_jit_traced",
     "is_pinned_to_backward",
-    "is_recompile",
     "is_recording",
     "is_region",
     "is_surely_equal",

@@ -24,9 +24,9 @@ def compile_group() -> dist.ProcessGroup | None:
     return get_compile_pg()
 
 
-def is_recompile() -> bool:
-    """Return whether the compile in progress is of code that Dynamo compiled before."""
+def code_in_progress() -> int | None:
+    """Return Dynamo's number of the code that it compiles; None outside of a compile."""
     from torch._guards import CompileContext
 
     found = CompileContext.current_compile_id()
-    return bool(found is not None and found.frame_compile_id)
+    return None if found is None else found.frame_id
