@@ -46,6 +46,7 @@ from fxckpt.torch_private import (
     is_faking,
     is_wrapper,
     not_compiled,
+    only_waits,
     parts_of,
     remember_storage,
     share_version,
@@ -173,7 +174,7 @@ class Recorder(TorchDispatchMode):
         if types and not self._is_of_tape(types):
             if holds_wrapper(types):
                 # The subclass calls ops on the tensors that it is made of, which are recorded.
-                self.has_wrappers = True
+                self.has_wrappers |= not only_waits(types)
                 return NotImplemented
             return func(*args, **(kwargs or {}))
         known = traits_of(func)

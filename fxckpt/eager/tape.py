@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fxckpt.eager.region_plan import RegionPlan
+from fxckpt.ops.traits import traits_of
 from fxckpt.torch_private import storage_key
 
 Pack = Callable[[Tensor], Any]
@@ -319,9 +320,14 @@ def base_of(version: TensorVersion) -> TensorVersion:
 
 
 def root_of(version: TensorVersion) -> int:
-    """Return the number of the call that filled a version's storage; -1 if it is from outside."""
-    call = base_of(version).call
-    return -1 if call is None else call.number
+    """Return the number of the call that filled a version's storage; -1 if it is from outside.
+
+    What a wait lets arrive is filled by the collective.
+    """
+    base = base_of(version)
+    while base.carried is not None and base.call is not None and traits_of(base.call.op).is_arrival:
+        base = base_of(base.carried)
+    return -1 if base.call is None else base.call.number
 
 
 def slice_of(

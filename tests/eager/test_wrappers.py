@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fxckpt
@@ -147,3 +148,20 @@ def test_recomputed_collectives_are_waited_for(mesh: DeviceMesh) -> None:
     ran = ops_of_the_backward(fxckpt.checkpoint(region, x, weight))
     assert ran["all_to_all_single"] == ran["wait_tensor"] == 2
     assert not ran["clone"]
+
+
+def test_policies_plan_what_arrives(mesh: DeviceMesh) -> None:
+    """A tensor that waits for a collective is planned as its values: a policy saves or drops it."""
+    x, weight = (torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(2))
+
+    def region(x: Tensor, weight: Tensor) -> Tensor:
+        arriving = all_to_all_single_autograd(x, None, None, mesh.get_group())
+        return (arriving @ weight).sin()
+
+    def again(ctx: object, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_RECOMPUTE
+
+    for policy, runs in ((fxckpt.policies.save_collectives, 1), (again, 2)):
+        ran = ops_of_the_backward(fxckpt.checkpoint(region, x, weight, policy=policy))
+        assert ran["all_to_all_single"] == runs
+    fxckpt.checkpoint(region, x, weight, budget="min").sum().backward()

@@ -128,6 +128,17 @@ def holds_wrapper(types: Iterable[type]) -> bool:
     return any(map(is_traceable_wrapper_subclass_type, types))
 
 
+def only_waits(types: Iterable[type]) -> bool:
+    """Return whether all classes of tensors made of others are of ones that wait for a collective.
+
+    Their ops wait and then run on the tensor inside, which is all that there is to know of them.
+    """
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    kinds = filter(is_traceable_wrapper_subclass_type, types)
+    return all(issubclass(kind, AsyncCollectiveTensor) for kind in kinds)
+
+
 def taken_apart(wrapper: Any) -> tuple[dict[str, Any], Any]:
     """Return the parts of a tensor of tensors by name, and what else it is rebuilt from."""
     names, context = wrapper.__tensor_flatten__()
