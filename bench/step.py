@@ -208,9 +208,9 @@ def microseconds_a_call(model: Model, backend: fxckpt.Backend) -> tuple[float, f
     return choosing, 1e6 * (spent["forward"] - spent["run"]) / calls
 
 
-Row = tuple[str, int, int, int, int, str]
+Row = tuple[str, int, int, int, int, str, str]
 """A way to run the step: its name, budget, peaks of the first and of a later step, predicted peak
-and number of plans; 0 and empty where there is none."""
+milliseconds of planned recompute and number of plans; 0 and empty where there is none."""
 
 
 def baselines(inner: str) -> list[tuple[Model, Row]]:
@@ -224,7 +224,7 @@ def baselines(inner: str) -> list[tuple[Model, Row]]:
             step(model)
     plainly, budgeted = compiled
     return [
-        (model, (name, 0, 0, peak(model), 0, ""))
+        (model, (name, 0, 0, peak(model), 0, "", ""))
         for model, name in (
             (eager, "eager, uncheckpointed"),
             (checkpointed, "eager, torch.utils.checkpoint per block"),
@@ -243,7 +243,8 @@ def by_blocks(share: float, limit: int, inner: str, wanted: list[Tensor]) -> tup
     assert report is not None
     is_equal = all(map(torch.equal, wanted, (p.grad for p in model.parameters())))
     name = f"fxckpt, blocks, {share:.0%}" + (", bitwise equal" if is_equal else "")
-    return model, (name, limit, first, last, report.predicted_peak_bytes, str(len(backend.plans)))
+    extra, plans = f"{1e3 * report.extra_seconds:.1f}", str(len(backend.plans))
+    return model, (name, limit, first, last, report.predicted_peak_bytes, extra, plans)
 
 
 def as_one(share: float, limit: int, inner: str) -> tuple[Model, Row]:
@@ -255,13 +256,14 @@ def as_one(share: float, limit: int, inner: str) -> tuple[Model, Row]:
     plan = backend.plans[-1]
     planned = plan.compiled_peak_bytes or plan.peak_bytes
     name = f"fxckpt, whole model, {share:.0%}"
-    return model, (name, limit, first, last, planned, str(len(backend.plans)))
+    extra, plans = f"{1e3 * plan.recompute_seconds:.1f}", str(len(backend.plans))
+    return model, (name, limit, first, last, planned, extra, plans)
 
 
 def main(inner: str) -> None:
     """Print a row for each way, with one inner compiler."""
     found = baselines(inner)
-    (eager, (*_, whole, _, _)), (_, (*_, least, _, _)) = found[:2]
+    (eager, (*_, whole, _, _, _)), (_, (*_, least, _, _, _)) = found[:2]
     wanted = [p.grad.clone() for p in eager.parameters()]
     for share in (*SHARES, least / whole):
         found.append(by_blocks(share, round(share * whole), inner, wanted))
@@ -276,10 +278,11 @@ def main(inner: str) -> None:
     print(f"inner={inner}, {BLOCKS} blocks, {torch.get_num_threads()} threads")
     print(f"a call: {choosing:.0f} us to choose its level, {following:.0f} us to follow it")
     rows = [
-        [name, *(f"{n / 1e6:.2f}" if n else "" for n in sizes), plans, f"{ratio:.2f}"]
-        for (_, (name, *sizes, plans)), ratio in zip(found, times, strict=True)
+        [name, *(f"{n / 1e6:.2f}" if n else "" for n in sizes), extra, plans, f"{ratio:.2f}"]
+        for (_, (name, *sizes, extra, plans)), ratio in zip(found, times, strict=True)
     ]
-    heads = ["way", "budget MB", "first step MB", "step MB", "predicted MB", "plans", "x eager"]
+    sizes_in_mb = ("budget MB", "first step MB", "step MB", "predicted MB")
+    heads = ["way", *sizes_in_mb, "recompute ms", "plans", "x eager"]
     print(tabulate(rows, heads, tablefmt="github"))
 
 
