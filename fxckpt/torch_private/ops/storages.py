@@ -133,6 +133,8 @@ def only_waits(types: Iterable[type]) -> bool:
 
     Their ops wait and then run on the tensor inside, which is all that there is to know of them.
     """
+    if not torch.distributed.is_available():
+        return False
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     kinds = filter(is_traceable_wrapper_subclass_type, types)
