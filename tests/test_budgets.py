@@ -196,7 +196,7 @@ def test_infeasible_fraction_names_a_fraction(given: budgets.Budget, form: str) 
 
 def test_infeasible_bytes_show_the_gap() -> None:
     """A budget just below the least peak is told apart from it."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(2)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     x = torch.randn(2064, 64)  # The two then differ in no decimal of a MiB that is told.
     floor = fxckpt.plan(model, x, budget="min").budget_bytes
     assert floor is not None

@@ -56,6 +56,11 @@ class LocalSearch:
         for schedule in self.heuristics():
             self.evaluate(schedule)
 
+    @property
+    def is_small(self) -> bool:
+        """Whether there are so few ops that a search may take random restarts."""
+        return len(self.program.ops) <= self.options.small_ops
+
     @cached_property
     def exact(self) -> DynamicProgram:
         """The dynamic program, solved if it is small."""
@@ -175,6 +180,31 @@ class LocalSearch:
             self._descend(nested, self.options.nested_descent)
         return self.lowest_peak()
 
+    def lowest_reachable(self) -> Candidate:
+        """Return the candidate of least peak: in small programs, that of the least limit kept.
+
+        A search within one limit repairs, restarts and solves exactly, and so goes below the peak
+        of moves at high prices. Limits are tried from the bound on, then halfway to the lowest
+        peak.
+        """
+        lowest = self.least_peak()
+        if not self.is_small:
+            return lowest
+        limit = self.bounds.peak_bytes
+        for _ in range(self.options.bisections):
+            if limit >= lowest.simulation.peak_bytes:
+                break
+            self.fit(limit, self.options.factors_along)
+            self.refine(
+                limit,
+                self.options.refined_along,
+                self.options.perturbations[:1],
+                self.options.exact_states_along,
+            )
+            lowest = self.lowest_peak()
+            limit = max(limit + 1, (limit + lowest.simulation.peak_bytes) // 2)
+        return lowest
+
     def _descend(self, candidate: Candidate, share: float) -> None:
         """Evict a candidate to a share of its peak, step by step, until that falls no more."""
         for _ in range(self.options.descents):
@@ -211,11 +241,7 @@ class LocalSearch:
     def fit(self, limit: int, factors: Sequence[float]) -> None:
         """Cut at prices around that of the lower bound at ``limit``."""
         price = self.bound(limit).price or self.low
-        factors = (
-            factors
-            if len(self.program.ops) > self.options.small_ops
-            else self.options.small_factors
-        )
+        factors = self.options.small_factors if self.is_small else factors
         self._try_prices(price * factor for factor in factors)
 
     def _try_prices(self, prices: Iterable[float]) -> None:
@@ -316,7 +342,7 @@ class LocalSearch:
         Compare GRASP (Feo and Resende 1995).
         """
         options, random, ops = self.options, Random(0), max(len(self.program.ops), 1)
-        if ops > options.small_ops:
+        if not self.is_small:
             return
         # Ops of no time have a little weight too, so that their order varies.
         plain = [

@@ -47,10 +47,23 @@ class PriceSearch(SearchOptions):
         # budget of exactly that peak always succeeds; the search may find a lower one too.
         least_peak = search.least_peak()
         if limit is not None and search.bounds.peak_bytes <= limit < fastest.simulation.peak_bytes:
-            search.fit(limit, self.factors)
-            search.refine(limit, self.refined, self.perturbations, self.exact_states)
-            away.fit(limit)
-        return away.result(limit, away.least_peak(least_peak))
+            self._search_for(away, limit)
+        found = away.result(limit, away.least_peak(least_peak))
+        if limit is None or found.best is not None or not search.is_small:
+            return found
+        # Begun anew, so that a budget of the floor named in an error ends at the same schedules.
+        away = OffloadSearch(search_of(self, program))
+        away.search.least_time()
+        least_peak = away.least_peak(away.search.lowest_reachable())
+        if least_peak.simulation.peak_bytes <= limit:
+            self._search_for(away, limit)
+        return away.result(limit, least_peak)
+
+    def _search_for(self, away: OffloadSearch, limit: int) -> None:
+        """Search as thoroughly as for a single budget."""
+        away.search.fit(limit, self.factors)
+        away.search.refine(limit, self.refined, self.perturbations, self.exact_states)
+        away.fit(limit)
 
     def least_memory(self, program: Program, most_seconds: float) -> SearchResult:
         """Return the schedule of least peak whose extra time is at most ``most_seconds``.
@@ -61,14 +74,12 @@ class PriceSearch(SearchOptions):
         search = search_of(self, program)
         away = OffloadSearch(search)
         fastest = search.least_time()
-        least_peak = search.least_peak()
         if math.isinf(most_seconds):  # as a limit of the least peak is searched
-            least_peak = away.least_peak(least_peak)
+            least_peak = away.least_peak(search.lowest_reachable())
             limit = least_peak.simulation.peak_bytes
-            search.fit(limit, self.factors)
-            search.refine(limit, self.refined, self.perturbations, self.exact_states)
-            away.fit(limit)
+            self._search_for(away, limit)
             return away.result(limit, least_peak)
+        least_peak = search.least_peak()
         low = search.bounds.peak_bytes - 1  # the greatest limit known, or found, to take too long
         limit = away.least_peak(least_peak).simulation.peak_bytes
         for _ in range(self.bisections):
@@ -104,7 +115,7 @@ class PriceSearch(SearchOptions):
         search = search_of(self, program)
         away = OffloadSearch(search)
         search.least_time()
-        least_peak = away.least_peak(search.least_peak())
+        least_peak = away.least_peak(search.lowest_reachable())
         chosen = sorted(limits(least_peak, search.baseline))
         # The plan of one limit is a good start for the next.
         refined, perturbations, factors = self.refined, self.perturbations, self.factors

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -50,6 +51,17 @@ def test_the_least_peak_is_feasible(program: Program) -> None:
     """A budget of exactly the least peak found has a schedule."""
     peak = QUICK_SEARCH(program, lambda baseline: 0).least_peak.simulation.peak_bytes
     assert QUICK_SEARCH(program, lambda baseline: peak).best is not None
+
+
+@given(program=programs(), share=st.floats(0.0, 1.0))
+def test_no_limit_reaches_below_the_least(program: Program, share: float) -> None:
+    """A limit below the least peak that the search reaches, and names, has no schedule."""
+    least = QUICK_SEARCH.least_memory(program, math.inf).limit
+    assert least is not None
+    limit = int(share * least) - 1
+    found = QUICK_SEARCH(program, lambda baseline: limit)
+    assert found.best is None
+    assert found.least_peak.simulation.peak_bytes == least
 
 
 @given(program=programs(), points=st.integers(2, 6))
