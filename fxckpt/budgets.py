@@ -7,6 +7,7 @@ import numbers
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -70,6 +71,7 @@ def parse(budget: Budget) -> int | float | str | LeastMemory | None:
     return budget
 
 
+@cache
 def _parse_text(budget: str) -> int | float | str | LeastMemory:
     if (word := budget.strip().lower()) in ("auto", "min"):
         return "auto" if word == "auto" else LeastMemory()

@@ -48,6 +48,7 @@ from fxckpt.torch_private import (
     holds_python,
     inline_joint_regions,
     is_region,
+    keep_ranges,
     region_keys,
     split_region,
     through_dynamo,
@@ -329,6 +330,7 @@ class Partitioner(CustomPartitionerFn):
             # A share of the uncheckpointed peak is of that at these sizes.
             guard_sizes(growing, spare=1)
             growing = []
+        keep_ranges(joint)
 
         def planned(
             planner: Planner, joint: fx.GraphModule

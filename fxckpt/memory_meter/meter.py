@@ -138,10 +138,11 @@ class _CounterWatch(Watch):
         meter = self._meter
         with meter._lock:
             earlier = meter._counter.take_peak()
-            for watch in meter._watches:
-                watch._earlier = max(watch._earlier, earlier)
+            if not self._is_open or len(meter._watches) > 1:
+                for watch in meter._watches:
+                    watch._earlier = max(watch._earlier, earlier)
+                meter._watches.add(self)
             self._earlier, self._is_open = 0, True
-            meter._watches.add(self)
 
     def close(self) -> None:
         with self._meter._lock:

@@ -335,9 +335,12 @@ class StepGraph:
 
         It does if it is above what was known of the plan, or well below.
         """
-        known = self.level(position, sizes)
-        found, planned = self.plans[position].measured, self._planned(sizes)[position]
+        found = self.plans[position].measured
         before = found.get(sizes, (0, 0))
+        above = (forward_bytes or 0) > before[0] or (backward_bytes or 0) > before[1]
+        if sizes in found and not above:
+            return False
+        known, planned = self.level(position, sizes), self._planned(sizes)[position]
         if sizes not in found and len(found) > SIZES:
             found.clear()
         forward, backward = found[sizes] = (

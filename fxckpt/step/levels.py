@@ -66,6 +66,8 @@ class KnownStep:
     """Number of times that it was run though it seemed not to fit."""
     seen_at: int = 0
     """Number of the latest step of this kind."""
+    baseline_of: object = None
+    """Versions and sizes for which the uncheckpointed peak was found."""
 
 
 class StepLevels:
@@ -143,7 +145,9 @@ class StepLevels:
             known[record.signature] = known.pop(record.signature)
             found.version += found.learned.add(record)
         found.seen_at = self.steps
-        if found.learned.count == 1 or found.version:
+        figures = found.version, self.version, found.learned.largest
+        if found.baseline_of != figures:
+            found.baseline_of = figures
             self._baseline = max(self._baseline, found.learned.baseline_bytes())
         # A step unlike the last ones is expected again once it was seen twice.
         if first not in self._expected or found.learned.count > 1:

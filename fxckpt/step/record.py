@@ -103,9 +103,15 @@ class LearnedStep:
     """Bytes of each input that a call alone keeps, by its number and the position of its plan."""
     is_hopeful: bool = False
     """Whether plans that never ran are taken to keep none."""
+    moments: tuple[Moment, ...] = field(init=False)
+    """The moments, each with the most outside bytes of the latest steps."""
 
     MEMORY: ClassVar[int] = 8
     """Number of latest steps that count."""
+
+    def __post_init__(self) -> None:
+        """Find the most of the latest steps."""
+        self.moments = _most_of(self.recent)
 
     @classmethod
     def of(cls, record: StepRecord) -> LearnedStep:
@@ -129,7 +135,11 @@ class LearnedStep:
                 for new, old in zip(moments, before, strict=True)
             )
         self.count += 1
+        # Most steps are like those before: their moments replace equal ones.
+        is_as_before = len(self.recent) == self.MEMORY and self.recent[0] == moments
         self.recent = [*self.recent[1 - self.MEMORY :], moments]
+        if not is_as_before:
+            self.moments = _most_of(self.recent)
         self.sizes = tuple(call.sizes for call in record.calls)
         self.largest = tuple(
             tuple(map(max, one, other)) for one, other in zip(self.largest, self.sizes, strict=True)
@@ -140,14 +150,6 @@ class LearnedStep:
         return is_new or any(
             new.outside_bytes > old.outside_bytes
             for new, old in zip(self.moments, before, strict=True)
-        )
-
-    @property
-    def moments(self) -> tuple[Moment, ...]:
-        """The moments, each with the most outside bytes of the latest steps."""
-        return tuple(
-            replace(same[0], outside_bytes=max(m.outside_bytes for m in same))
-            for same in zip(*self.recent, strict=True)
         )
 
     def moments_at(self, sizes: Sequence[Sizes]) -> tuple[Moment, ...]:
@@ -251,6 +253,14 @@ class LearnedStep:
             program = StepProgram(levels, self.moments_at(at) if any(at) else self.moments)
             peaks.append(choice_of(program, [0] * len(levels)).peak_bytes)
         return max(peaks)
+
+
+def _most_of(recent: Sequence[tuple[Moment, ...]]) -> tuple[Moment, ...]:
+    """Return the moments of some steps alike, each with the most outside bytes of all of them."""
+    return tuple(
+        replace(same[0], outside_bytes=max(m.outside_bytes for m in same))
+        for same in zip(*recent, strict=True)
+    )
 
 
 def _kept(record: StepRecord) -> dict[tuple[int, int], dict[int, int]]:

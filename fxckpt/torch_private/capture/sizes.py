@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import sympy  # type: ignore[import-untyped]
 import torch.utils.checkpoint
@@ -14,6 +15,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.value_ranges import bound_sympy
 
 
 def size_hint(value: Any) -> int:
@@ -113,14 +115,28 @@ def upper_bound(value: torch.SymInt) -> int | None:
 
 def greatest(expr: Any, shape_env: Any) -> int | None:
     """Return the greatest value of a sympy expression of sizes, or None if it is unbounded."""
-    ranges = shape_env.var_to_range
-    if not all(
-        s in ranges and ranges[s].upper.is_Integer and ranges[s].upper < MOST
-        for s in expr.free_symbols
-    ):
+    known = {**shape_env.var_to_range, **_as_planned.get(shape_env, {})}
+    ranges = {s: known.get(s) for s in expr.free_symbols}
+    if not all(r is not None and r.upper.is_Integer and r.upper < MOST for r in ranges.values()):
         return None
-    upper = shape_env.bound_sympy(expr).upper
+    upper = bound_sympy(expr, ranges).upper
     return int(upper) if upper.is_Integer and upper < MOST else None
+
+
+_as_planned: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+"""Ranges of the symbols of a shape environment when a graph of it was first planned."""
+
+
+def keep_ranges(joint: fx.GraphModule) -> None:
+    """Keep the ranges of a joint graph's sizes as they are when it is first planned.
+
+    Lowering narrows them by guards of its own, and a graph is planned, and lowered, many times.
+    """
+    for node in joint.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt) and size.node.shape_env not in _as_planned:
+                _as_planned[size.node.shape_env] = dict(size.node.shape_env.var_to_range)
 
 
 def size_key(value: Any) -> Any:

@@ -15,6 +15,7 @@ from fxckpt.torch_private import (
     bindings_of,
     is_surely_equal,
     is_symbolic,
+    keep_ranges,
     size_hint,
     unbounded_sizes,
     upper_bound,
@@ -98,3 +99,16 @@ def test_sizes_are_taken_as_larger() -> None:
     with assuming([given], 4):
         assert (size_hint(given), size_hint(doubled)) == (20, 40)
     assert (size_hint(given), size_hint(doubled)) == (5, 10)
+
+
+def test_later_guards_bound_no_planned_size() -> None:
+    """A guard of a lowering makes nothing of a graph that was planned before seem larger."""
+    traced = make_fx(lambda x: x + 1, tracing_mode="symbolic")(torch.ones(5))
+    size = next(iter(traced.graph.nodes)).meta["val"].shape[0]
+    keep_ranges(traced)
+    assert bool(size <= 1024)
+    assert upper_bound(size) is None and size_hint(size * 2) == 10
+    other = make_fx(lambda x: x + 1, tracing_mode="symbolic")(torch.ones(5))
+    size = next(iter(other.graph.nodes)).meta["val"].shape[0]
+    assert bool(size <= 1024)
+    assert size_hint(size * 2) == 2048
