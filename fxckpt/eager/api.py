@@ -46,6 +46,7 @@ from fxckpt.planner.planner import Planner, planner_of
 from fxckpt.policies import as_policy
 from fxckpt.policies.base import Policy
 from fxckpt.policies.torch_form import AskedByOp
+from fxckpt.tiers import Tier, tier_of
 from fxckpt.torch_private import (
     TAKES_HOOKS_OPTION,
     calling_line,
@@ -124,6 +125,7 @@ def checkpoint(
     engine: str = "replay",
     policy: Any = None,
     budget: Budget = None,
+    offload: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Return ``function(*args, **kwargs)``, and recompute in the backward what autograd would save.
@@ -168,9 +170,16 @@ def checkpoint(
         As for :class:`fxckpt.Backend`, for this region: peak bytes of its own forward and backward
         beyond the bytes allocated at its start. The region is planned at the end of its first call,
         which then recomputes the results to keep.
+    offload:
+        A place that the region's saved tensors are sent to when it ends and fetched from in the
+        backward: a tier of :mod:`fxckpt.tiers`, ``"64GiB"`` or ``"host"``. Sent are the inputs that
+        autograd computed, and the results that are kept; of these only what the policy sends, if it
+        says so (``offload(...)``, ``MUST_CPU_OFFLOAD``). Compiled code takes the backend's.
 
     Raises
     ------
+    TierFull
+        The place has no room left for what is sent.
     InvalidOption, InvalidBudget
         If an option is invalid, or a policy returns no ``CheckpointPolicy``.
     BudgetInfeasible, PolicyConflict, PolicyMatchesNothing, CaptureError
@@ -200,6 +209,7 @@ def checkpoint(
             "engine": engine,
             "policy": policy,
             "budget": budget,
+            "offload": offload,
         }
         if function is None and not args:
             return _decorator(options, kwargs)
@@ -207,8 +217,14 @@ def checkpoint(
     if function is None:
         raise InvalidOption("checkpoint(None, ...): give a function or module, then its arguments.")
     _check_options(function, engine, determinism_check)
-    planner = None if policy is None and budget is None else planner_of(budget, policy, "roofline")
-    _check_traced(budget)
+    tier = _shared_tier(offload) if isinstance(offload, str) else tier_of(offload)
+    _check_traced(budget, offload)
+    planner = None
+    if policy is not None or budget is not None:
+        # A budget is of the region alone, between whose forward and backward values are away.
+        planner = planner_of(
+            budget, policy, "roofline", offload=None if budget is not None else tier
+        )
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if is_transformed():
@@ -225,8 +241,11 @@ def checkpoint(
         matcher=(
             None
             if planner is None
-            else RegionMatcher(CACHE.plans(function, budget, planner.policy))
+            else RegionMatcher(
+                CACHE.plans(function, budget, planner.policy, sends=planner.offload is not None)
+            )
         ),
+        tier=tier,
         watchers=watched(),
         debug=debug_override(debug),
     )
@@ -254,6 +273,8 @@ class _Recording:
     """Follows the calls of a planned region; None without a planner."""
     watchers: list[Region] | None
     """Where a report of regions collects them; None without a report."""
+    tier: Tier | None
+    """Where what is kept is sent to; None keeps it on its device."""
     debug: bool
     """Whether errors name the line of the region."""
 
@@ -277,6 +298,7 @@ class _Recording:
             hooks_see_chosen=self.hooks_see_chosen,
             keep_draws=self.keep_draws,
             check_versions=selective is None or not selective.allows_writes,
+            tier=self.tier,
             replay_context=self.replay_context,
         )
 
@@ -289,8 +311,17 @@ class _Recording:
             region_plan = plan_of_region(recorder, self.matcher, result, self.planner)
         if self.watchers is not None:
             plan = None if region_plan is None else region_plan.plan
-            self.watchers.append(region_of(function, recorder, differentiable(result), plan))
+            leaving = () if self.tier is None else recorder.leaving(region_plan)
+            self.watchers.append(
+                region_of(function, recorder, differentiable(result), plan, leaving)
+            )
         return region_plan
+
+
+@functools.cache
+def _shared_tier(offload: str) -> Tier | None:
+    """Return the place that all regions with the same text send to."""
+    return tier_of(offload)
 
 
 def _decorator(options: dict[str, Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
@@ -317,7 +348,12 @@ def _decorator(options: dict[str, Any], kwargs: Mapping[str, Any]) -> Callable[.
 
 
 def _torch_options(
-    engine: str, policy: Any, budget: Budget, respect_saved_tensors_hooks: bool | None, **same: Any
+    engine: str,
+    policy: Any,
+    budget: Budget,
+    offload: Any,
+    respect_saved_tensors_hooks: bool | None,
+    **same: Any,
 ) -> dict[str, Any]:
     """Return the options of torch's own implementation for those of :func:`checkpoint`.
 
@@ -330,6 +366,11 @@ def _torch_options(
     if budget is not None and is_rerun:
         raise InvalidOption(
             f"budget={budget!r} and engine='rerun': torch's implementation knows no budget. "
+            "Use engine='replay'."
+        )
+    if offload is not None and is_rerun:
+        raise InvalidOption(
+            f"offload={offload!r} and engine='rerun': torch's implementation sends nothing away. "
             "Use engine='replay'."
         )
     context_fn = same.pop("context_fn")
@@ -362,8 +403,13 @@ def _check_options(function: Any, engine: str, determinism_check: str) -> None:
         )
 
 
-def _check_traced(budget: Budget) -> None:
-    """Raise :class:`CaptureError` for a budget in a call that is traced."""
+def _check_traced(budget: Budget, offload: Any) -> None:
+    """Raise :class:`CaptureError` for a budget, or a tier, in a call that is traced."""
+    if offload is not None and is_traced():
+        raise CaptureError(
+            f"checkpoint(offload={offload!r}) in a call that make_fx traces: a graph has no region "
+            "that ends. Leave offload out, and give one to what compiles the graph."
+        )
     if budget is not None and is_traced():
         raise CaptureError(
             f"checkpoint(budget={budget!r}) in a call that make_fx traces, as "
@@ -546,6 +592,7 @@ def _record(
             )
         if plan is not None:
             region_plan = plan(result)
+        recorder.send(region_plan)
         return result
     except TypeError as error:
         if kwargs and error.__traceback__ is not None and error.__traceback__.tb_next is None:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxckpt.eager.away import can_leave, send_away
 from fxckpt.eager.region_plan import RegionPlan
+from fxckpt.eager.replay import kept_tensor
 from fxckpt.eager.tape import (
     Call,
     Detail,
@@ -38,6 +40,7 @@ from fxckpt.eager.tape import (
 )
 from fxckpt.errors import CheckpointError
 from fxckpt.ops.traits import Opacity, Traits, traits_of
+from fxckpt.tiers import Tier
 from fxckpt.torch_private import (
     FakeTensor,
     OpOverload,
@@ -97,7 +100,8 @@ class Recorder(TorchDispatchMode):
     region: tensors held by the tape go through them, so that offloading and an outer region see
     them; without ``hooks_see_chosen``, results kept by choice do not. ``keep_draws`` keeps random
     results in place of the generator's state. With ``check_versions``, a write to a tensor that the
-    tape holds is an error at the replay. ``locate`` returns the line and module of an op.
+    tape holds is an error at the replay. ``locate`` returns the line and module of an op. What is
+    kept is sent to the ``tier`` when the region ends.
     """
 
     supports_higher_order_operators = True
@@ -111,6 +115,7 @@ class Recorder(TorchDispatchMode):
         keep_draws: bool = False,
         check_versions: bool = True,
         locate: Callable[[], tuple[str, str]] | None = None,
+        tier: Tier | None = None,
         replay_context: AbstractContextManager[Any] = NOTHING_AROUND,
     ) -> None:
         self.tape = Tape(replay_context)
@@ -124,6 +129,9 @@ class Recorder(TorchDispatchMode):
         self._keep_draws = keep_draws
         self._check_versions = check_versions
         self._locate = locate
+        self._tier = tier
+        self._named: dict[int, frozenset[int]] = {}
+        """Positions of the results that a policy sends away, by the numbers of their calls."""
         self._storages: dict[int, StorageState] = {}
         self._remembered: list[int] = []
         self._objects: list[Tensor] = []
@@ -333,8 +341,10 @@ class Recorder(TorchDispatchMode):
             if (where if isinstance(where, Kept) else i in where) and version.kept is None:
                 self._hold(version, tensor)
                 version.is_chosen = True
-                if where is Kept.ON_CPU:
+                if where is Kept.ON_CPU and self._tier is None:
                     keep_on_cpu(version)
+                elif where is Kept.ON_CPU:
+                    self._named[call.number] = frozenset(range(len(versions)))
 
     def versions_of(self, tensors: Iterable[Tensor]) -> list[TensorVersion]:
         """Return the versions of tensors that the region computed or read."""
@@ -361,7 +371,32 @@ class Recorder(TorchDispatchMode):
         for version, tensor in made.items():
             if version.kept is None:
                 version.kept = tensor
+                version.is_chosen = True
                 self._held.append(version)
+
+    def leaving(self, region_plan: RegionPlan | None) -> list[TensorVersion]:
+        """Return the versions that are sent away.
+
+        They are the inputs that autograd computed, and the results that are kept; where a policy
+        says which of these, only those.
+        """
+        self._settle()
+        away = self._named if region_plan is None else {**self._named, **region_plan.away}
+        named = self.latest(away)
+
+        def leaves(version: TensorVersion) -> bool:
+            base = base_of(version)
+            if base.call is None:
+                return base.has_history
+            return not away or not version.is_chosen or not named.isdisjoint((version, base))
+
+        reached = slice_of(handle.version for handle in self.tape.live())[1]
+        return [version for version in reached if can_leave(version) and leaves(version)]
+
+    def send(self, region_plan: RegionPlan | None) -> None:
+        """Send away what is to leave; raise the errors of the tier."""
+        if self._tier is not None:
+            self.tape.away = send_away(self.leaving(region_plan), self._tier, kept_tensor)
 
     def finish(self, region_plan: RegionPlan | None = None) -> None:
         """Finish recording: free values no handle can reach, pass others to the enclosing hooks."""
@@ -437,6 +472,7 @@ class Recorder(TorchDispatchMode):
         else:
             self._hold(version, tensor)
             version.needs_grad = tensor.requires_grad
+            version.has_history = tensor.grad_fn is not None
             if not storage.is_external:
                 storage.opacity = Opacity.OPAQUE
         storage.versions[geometry] = version

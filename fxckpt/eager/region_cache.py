@@ -86,13 +86,17 @@ class RegionCache:
         )
 
     def plans(
-        self, function: Callable[..., Any], budget: Budget, policy: Policy | None
+        self, function: Callable[..., Any], budget: Budget, policy: Policy | None, *, sends: bool
     ) -> CachedPlans:
-        """Return the plans of a function; all modules of a class share them."""
+        """Return the plans of a function; all modules of a class share them.
+
+        ``sends`` says whether a policy has a place to send values to.
+        """
         with self.lock:
             by_key = self._of.setdefault(_kind(function), {})
             # A budget of 1 (byte) differs from 1.0 (a share of the peak).
-            found = by_key.setdefault((type(budget), budget, _identity(policy)), CachedPlans())
+            key = (type(budget), budget, _identity(policy), sends)
+            found = by_key.setdefault(key, CachedPlans())
             while len(by_key) > MAX_KEYS:
                 del by_key[next(iter(by_key))]
             return found

@@ -51,6 +51,8 @@ class RegionPlan:
     """Number of calls before each tensor that autograd saved; depends on the inputs' gradients."""
     kept: Mapping[int, frozenset[int]]
     """Positions of the kept results of each call."""
+    away: Mapping[int, frozenset[int]]
+    """Positions of those among them that a policy sends away."""
     recomputes: tuple[RegionRecompute, ...]
     """Recomputes in the order of the backward."""
     consumers: Mapping[int, Consumer]
@@ -73,7 +75,14 @@ class RegionPlan:
 def unplanned(keys: Sequence[CallKey], packed: tuple[int, ...]) -> RegionPlan:
     """Return the plan of a region that keeps nothing."""
     return RegionPlan(
-        plan=None, keys=tuple(keys), packed=packed, kept={}, recomputes=(), consumers={}, end=0
+        plan=None,
+        keys=tuple(keys),
+        packed=packed,
+        kept={},
+        away={},
+        recomputes=(),
+        consumers={},
+        end=0,
     )
 
 

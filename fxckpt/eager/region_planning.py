@@ -67,7 +67,8 @@ def region_plan_of(
         plan=plan,
         keys=tuple(keys),
         packed=packed,
-        kept=_kept(facts, plan, calls),
+        kept=_kept(facts, plan, calls, (Decision.SAVED, Decision.OFFLOADED)),
+        away=_kept(facts, plan, calls, (Decision.OFFLOADED,)),
         recomputes=_recomputes(facts, plan),
         consumers=_consumers(facts),
         end=len(facts.program.backward),
@@ -112,13 +113,13 @@ def _number(node: fx.Node) -> int:
     return number if isinstance(number, int) else -1
 
 
-def _kept(facts: Facts, plan: Plan, calls: Sequence[Call]) -> dict[int, frozenset[int]]:
-    """Return the results to keep; for a value computed in the backward, the values it reads."""
+def _kept(
+    facts: Facts, plan: Plan, calls: Sequence[Call], decisions: Sequence[Decision]
+) -> dict[int, frozenset[int]]:
+    """Return the results of some decisions; of values of the backward, those that they read."""
     program, by_number = facts.program, {call.number: call for call in calls}
     reads = {program.storages[w].name: op.reads for op in program.ops for w in op.writes}
-    names = [
-        row.name for row in plan.rows if row.decision is Decision.SAVED and row.name in facts.owner
-    ]
+    names = [row.name for row in plan.rows if row.decision in decisions and row.name in facts.owner]
     kept: dict[int, set[int]] = {}
     while names:
         name = names.pop()

@@ -20,7 +20,7 @@ from fxckpt.ops.traits import traits_of
 from fxckpt.passes.meta import CALL
 from fxckpt.plans.types import Plan
 
-KEPT, RECOMPUTED, UNUSED = "kept", "recomputed", "not needed"
+KEPT, SENT, RECOMPUTED, UNUSED = "kept", "sent away", "recomputed", "not needed"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RegionRow:
     module: str
     source: str
     what: str
-    """``"kept"``, ``"recomputed"`` in the backward, or ``"not needed"`` by it."""
+    """``"kept"``, ``"sent away"``, ``"recomputed"`` in the backward, or ``"not needed"`` by it."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,19 @@ class Region:
     graph: fx.GraphModule
     """The region's ATen ops as a graph; its inputs are the tensors from outside the region.
 
-    Each node's ``meta["fxckpt"]`` says whether its result is kept, recomputed or not needed."""
+    Each node's ``meta["fxckpt"]`` says what becomes of its result, as in a row."""
     rows: tuple[RegionRow, ...]
     plan: Plan | None
     """Plan of a region with a policy or budget."""
 
     def __str__(self) -> str:
         kept = sum(row.bytes for row in self.rows if row.what == KEPT)
+        sent = sum(row.bytes for row in self.rows if row.what == SENT)
+        away = f", {format_bytes(sent)} sent away" if sent else ""
         recomputed = sum(row.what == RECOMPUTED for row in self.rows)
         head = (
             f"region {self.name}: {len(self.rows)} ops; {format_bytes(kept)} kept beside its "
-            f"inputs, {recomputed} ops recomputed"
+            f"inputs{away}, {recomputed} ops recomputed"
         )
         table = [
             (
@@ -105,12 +107,19 @@ def watched() -> list[Region] | None:
 
 
 def region_of(
-    function: Callable[..., Any], recorder: Recorder, outputs: Sequence[Tensor], plan: Plan | None
+    function: Callable[..., Any],
+    recorder: Recorder,
+    outputs: Sequence[Tensor],
+    plan: Plan | None,
+    leaving: Sequence[TensorVersion] = (),
 ) -> Region:
-    """Return the report of a region whose recorder is not finished."""
+    """Return the report of a region whose recorder is not finished.
+
+    ``leaving`` are the versions that are sent away.
+    """
     needed, _ = slice_of(handle.version for handle in recorder.tape.live())
     graph = graph_of(recorder.calls, recorder.versions_of(outputs))
-    decisions = {call.number: _decision(call, needed) for call in recorder.calls}
+    decisions = {call.number: _decision(call, needed, set(leaving)) for call in recorder.calls}
     for node in graph.module.graph.nodes:
         if "custom" in node.meta:
             node.meta["fxckpt"] = decisions[node.meta["custom"][CALL]]
@@ -123,8 +132,10 @@ def region_of(
     return Region(name, graph.module, rows, plan)
 
 
-def _decision(call: Call, needed: set[Call]) -> str:
+def _decision(call: Call, needed: set[Call], leaving: set[TensorVersion]) -> str:
     versions = [version for ref in call.outputs if (version := ref()) is not None]
+    if leaving.intersection(versions):
+        return SENT
     if any(version.kept is not None and not version.is_view for version in versions):
         return KEPT
     return RECOMPUTED if call in needed else UNUSED

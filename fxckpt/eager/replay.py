@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxckpt.eager.away import AwayValue
 from fxckpt.eager.region_plan import RegionRecompute
 from fxckpt.eager.tape import (
     Call,
@@ -83,29 +84,49 @@ def unpack(handle: Handle | WrapperHandle) -> Tensor:
         tensor = kept_tensor(version)
         return tensor if version.original is None else version.as_given()  # type: ignore[no-any-return]
     with tape.lock:
-        if handle.cached is not None:
-            tensor = handle.cached
-            handle.cached = tensor if handle.is_requested else None
-            handle.is_requested = True
-            return tensor
-        run = current_backward()
-        if run is not None and run != tape.run:
-            release(tape)
-            tape.run = run
-            after_backward(lambda: release(tape))
-        if version.kept is not None:
-            return unpacked_by_hooks(tape, version)
-        plan = tape.replay
-        if run is not None:
-            _recompute_due(tape, plan, handle)
-        found, handle.cached = handle.cached, None
-        if found is None:
-            found = recomputed(tape, (version,), {} if plan is None else plan.made)[version]
-            # After two requests in one backward, more are likely (ctx.saved_tensors[0],
-            # ctx.saved_tensors[1], ...).
-            handle.cached = found if handle.is_requested and run is not None else None
+        tensor = _requested(tape, handle)
         handle.is_requested = True
-        return found
+        _leave_when_read(tape)
+        return tensor
+
+
+def _requested(tape: Tape, handle: Handle) -> Tensor:
+    """Return the tensor of a handle that is not kept as it is; the tape's lock is held."""
+    if handle.cached is not None:
+        tensor = handle.cached
+        handle.cached = tensor if handle.is_requested else None
+        return tensor
+    version, run = handle.version, current_backward()
+    if run is not None and run != tape.run:
+        release(tape)
+        tape.run = run
+        after_backward(lambda: release(tape))
+        for storage in tape.away:
+            storage.begin()
+    if version.kept is not None:
+        return unpacked_by_hooks(tape, version)
+    plan = tape.replay
+    if run is not None:
+        _recompute_due(tape, plan, handle)
+    found, handle.cached = handle.cached, None
+    if found is None:
+        found = recomputed(tape, (version,), {} if plan is None else plan.made)[version]
+        # After two requests in one backward, more are likely (ctx.saved_tensors[0],
+        # ctx.saved_tensors[1], ...).
+        handle.cached = found if handle.is_requested and run is not None else None
+    return found
+
+
+def _leave_when_read(tape: Tape) -> None:
+    """Let go what came back to the device once each saved tensor was requested."""
+    if not tape.away:
+        return
+    is_done = tape.run is None or all(
+        h.is_requested or (h.version.kept is not None and h.version.unpack is None)
+        for h in tape.live()
+    )
+    for storage in tape.away if is_done else ():
+        storage.leave()
 
 
 def _unpack_wrapper(handle: WrapperHandle) -> Tensor:
@@ -183,6 +204,8 @@ def release(tape: Tape) -> None:
         tape.run = None
         tape.is_made = False
         tape.fetched.clear()
+        for storage in tape.away:
+            storage.leave()
         if tape.replay is not None:
             tape.replay.begin()
         for handle in tape.live():
@@ -326,6 +349,8 @@ def kept_tensor(version: TensorVersion, copies: dict[Snapshot, Tensor] | None = 
 
 def unpacked_by_hooks(tape: Tape, version: TensorVersion) -> Tensor:
     """Return the tensor that the enclosing hooks unpack for a version, once per backward."""
+    if isinstance(version.kept, AwayValue):
+        return version.kept.tensor()
     tensor = tape.fetched.get(version)
     if tensor is None:
         assert version.unpack is not None

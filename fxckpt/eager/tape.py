@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ class TensorVersion:
         "carried",
         "counter",
         "geometry",
+        "has_history",
         "is_chosen",
         "is_shared",
         "is_view",
@@ -92,6 +93,8 @@ class TensorVersion:
         """The external tensor that ``kept`` is an alias of, if it has no autograd history."""
         self.needs_grad = False
         """Whether an external tensor requires a gradient."""
+        self.has_history = False
+        """Whether autograd knows what an external tensor was computed from."""
 
     def free(self) -> None:
         """Free the kept tensor."""
@@ -232,10 +235,30 @@ class WrapperHandle:
     """What else the tensor is rebuilt from."""
 
 
+class Away(Protocol):
+    """A storage that was sent off the device."""
+
+    def begin(self) -> None:
+        """Take memory on the device, and begin to fetch."""
+
+    def leave(self) -> None:
+        """Let the bytes go that came back."""
+
+
 class Tape:
     """State that the handles of one region share."""
 
-    __slots__ = ("__weakref__", "context", "fetched", "handles", "is_made", "lock", "replay", "run")
+    __slots__ = (
+        "__weakref__",
+        "away",
+        "context",
+        "fetched",
+        "handles",
+        "is_made",
+        "lock",
+        "replay",
+        "run",
+    )
 
     def __init__(self, context: AbstractContextManager[Any]) -> None:
         self.context = context
@@ -248,6 +271,8 @@ class Tape:
         """Whether that backward has recomputed them."""
         self.fetched: dict[TensorVersion, Tensor] = {}
         """Tensors that enclosing hooks unpacked in that backward: some unpack only once."""
+        self.away: Sequence[Away] = ()
+        """What is away between the forward and the backward."""
         self.replay: PlannedReplay | None = None
         """State of a planned replay; None: the first request recomputes every saved tensor."""
 

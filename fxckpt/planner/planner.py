@@ -392,8 +392,8 @@ class Planner:
         elif CheckpointPolicy.MUST_CPU_OFFLOAD in decided.values():
             raise InvalidOption(
                 f"the policy {self.policy!r} sends values away, and there is no offload=. Give a "
-                "tier to fxckpt.Backend(policy=..., offload=fxckpt.tiers.Host(...)), or to "
-                "fxckpt.rewrite; eager regions (fxckpt.checkpoint) take none."
+                "tier to fxckpt.Backend(policy=..., offload=fxckpt.tiers.Host(...)), to "
+                "fxckpt.rewrite, or to fxckpt.checkpoint, which takes no budget beside it."
             )
         return facts, cost.name
 

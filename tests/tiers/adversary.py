@@ -59,18 +59,19 @@ class Adversary(Host):
     """A host that turns a read at the wrong moment into NaN.
 
     ``sent`` poisons the value. What a copy goes to is poisoned when it begins, and filled at once
-    or, if ``late``, when it is waited for.
+    or, if ``late``, when it is waited for. A value that others may hold is not ``owned``, and
+    stays as it is.
     """
 
-    def __init__(self, *, late: bool, limit: int | str = "1GiB") -> None:
+    def __init__(self, *, late: bool, limit: int | str = "1GiB", owned: bool = True) -> None:
         super().__init__(limit, 1e12)
-        self.late = late
+        self.late, self.owned = late, owned
         self.sent = self.fetched = 0
 
     def send(self, value: Tensor, held: Tensor) -> _Late:
         """Begin to send a value."""
         self.sent += 1
-        return self._begin(held, value, poisons_source=True)
+        return self._begin(held, value, poisons_source=self.owned)
 
     def fetch(self, held: Tensor, value: Tensor) -> _Late:
         """Begin to fetch a value."""

@@ -116,8 +116,9 @@ def upper_bound(value: torch.SymInt) -> int | None:
 def greatest(expr: Any, shape_env: Any) -> int | None:
     """Return the greatest value of a sympy expression of sizes, or None if it is unbounded."""
     known = {**shape_env.var_to_range, **_as_planned.get(shape_env, {})}
-    ranges = {s: known.get(s) for s in expr.free_symbols}
-    if not all(r is not None and r.upper.is_Integer and r.upper < MOST for r in ranges.values()):
+    ranges = {s: known[s] for s in expr.free_symbols if s in known}
+    is_bounded = all(r.upper.is_Integer and r.upper < MOST for r in ranges.values())
+    if not is_bounded or len(ranges) < len(expr.free_symbols):
         return None
     upper = bound_sympy(expr, ranges).upper
     return int(upper) if upper.is_Integer and upper < MOST else None

@@ -1,0 +1,161 @@
+"""Values of regions that are away: sent to a tier at a region's end, fetched in its backward.
+
+A copy begins when the region's forward has ended and runs beside what follows. The value itself is
+let go when the next region that sends to the tier ends: by then the copy is waited for, so that the
+device's peak does not depend on the link. What a backward reads before that never left.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxckpt.eager.tape import TensorVersion
+from fxckpt.errors import CheckpointError, InvalidOption
+from fxckpt.tiers import Tier
+from fxckpt.tiers.tier import Copy
+from fxckpt.torch_private import FakeTensor, is_wrapper, laid_out, storage_key
+
+_lock = threading.Lock()
+_leaving: weakref.WeakKeyDictionary[Tier, list[weakref.ref[AwayStorage]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Storages of the latest region of each tier, which have not been let go."""
+
+
+class AwayStorage:
+    """A storage that is sent to a tier."""
+
+    def __init__(self, value: Tensor, tier: Tier, check: Callable[[], object]) -> None:
+        self._check: Callable[[], object] | None = check
+        """Raises an error if the value was written since it was kept; holds the value."""
+        self._written = ""
+        """Error for a value that was written before it was let go."""
+        self._value: Tensor | None = value
+        """The value, until it is let go."""
+        self._here: Tensor | None = None
+        """Its bytes that came back for the backward that runs."""
+        self._coming: Copy | None = None
+        self._tier = tier
+        self._held = tier.take(value.untyped_storage().nbytes())
+        self._going = tier.send(value, self._held)
+
+    def let_go(self) -> None:
+        """Wait until the value has arrived, and let it go.
+
+        A write in the meantime may be in the copy: the error for it is kept for the backward.
+        """
+        if self._value is None:
+            return
+        self._going.result()
+        try:
+            self._check_value()
+        except CheckpointError as error:
+            self._written = str(error)
+        self._value = self._check = None
+
+    def begin(self) -> None:
+        """Take memory on the device, and begin to fetch."""
+        if self._value is None and self._here is None and not self._written:
+            nbytes = self._held.untyped_storage().nbytes()
+            self._here = torch.empty(nbytes, dtype=torch.uint8)
+            self._coming = self._tier.fetch(self._held, self._here)
+
+    def arrived(self) -> Tensor:
+        """Return the bytes on the device.
+
+        Raises the error for a value that was written before it was sent.
+        """
+        self.begin()
+        if self._value is not None:
+            self._check_value()
+            return self._value
+        if self._written:
+            raise CheckpointError(self._written)
+        assert self._here is not None
+        if self._coming is not None:
+            self._coming.result()
+            self._coming = None
+        return self._here
+
+    def _check_value(self) -> None:
+        assert self._check is not None
+        self._check()
+
+    def leave(self) -> None:
+        """Let the bytes go that came back."""
+        if self._coming is not None:
+            self._coming.result()  # A thread writes to them.
+        self._coming = self._here = None
+
+
+@dataclass(frozen=True)
+class AwayValue:
+    """What a tape keeps of a value that is away."""
+
+    storage: AwayStorage
+    geometry: tuple[object, ...]
+
+    def tensor(self) -> Tensor:
+        """Return the value, fetched if it is not here."""
+        return laid_out(self.storage.arrived(), self.geometry)
+
+
+def send_away(
+    versions: Iterable[TensorVersion], tier: Tier, check: Callable[[TensorVersion], object]
+) -> list[AwayStorage]:
+    """Send the kept values of some versions to a tier, each storage once; return the storages.
+
+    ``check`` raises an error for a version that was written since it was kept. Raises
+    :class:`TierFull`, and :class:`InvalidOption` for values that are not on the CPU.
+    """
+    with _lock:
+        earlier = _leaving.pop(tier, [])
+    for ref in earlier:
+        if (storage := ref()) is not None:
+            storage.let_go()
+    sent: dict[int, AwayStorage] = {}
+    for version in versions:
+        value: Tensor = version.kept
+        if value.device.type != "cpu":
+            raise InvalidOption(
+                f"offload={tier!r}: values are sent away from the CPU only, and the region keeps "
+                f"one on {value.device}. Leave offload out, or use "
+                "torch.autograd.graph.save_on_cpu(pin_memory=True) around the region."
+            )
+        key = storage_key(value)
+        if key not in sent:
+            sent[key] = AwayStorage(value, tier, _checking(version, value, check))
+        version.kept, version.unpack = AwayValue(sent[key], version.geometry), AwayValue.tensor
+    with _lock:
+        _leaving[tier] = [weakref.ref(storage) for storage in sent.values()]
+    return list(sent.values())
+
+
+def can_leave(version: TensorVersion) -> bool:
+    """Return whether the kept value of a version is a plain tensor with a storage of its own."""
+    value = version.kept
+    return (
+        isinstance(value, Tensor)
+        and version.unpack is None
+        and not isinstance(value, FakeTensor)
+        and not is_wrapper(value)
+        and value.layout is torch.strided
+        and storage_key(value) > 0
+        and version.geometry is not None
+        and value.untyped_storage().nbytes() > 0
+    )
+
+
+def _checking(
+    version: TensorVersion, value: Tensor, check: Callable[[TensorVersion], object]
+) -> Callable[[], object]:
+    """Return what checks a value as it was kept."""
+    kept = TensorVersion(version.storage, version.geometry, None)
+    kept.kept, kept.counter, kept.storage_key = value, version.counter, version.storage_key
+    return lambda: check(kept)
