@@ -423,6 +423,8 @@ class Partitioner(CustomPartitionerFn):
         if planner.choose_level is None:
             # A rank of other sizes than the first one's has a plan of its own.
             planner = replace(planner, is_agreed=False)
+        # Memory is let go between Inductor's calls alone, so that a fetch finds less than planned.
+        planner = replace(planner, search=replace(planner.search, fetches_early=False))
         timed = lowerings.compile_alone if planner.cost == "measured" else None
         holds_order = lowerings.keep_order is not None
         is_kept = holds_order and planner.choose_level is None and planner.ranks is None

@@ -40,6 +40,30 @@ def send_between(program: Program, schedule: Schedule, live: IntArray, share: fl
     return windows.between(schedule, share)
 
 
+def fetch_early(program: Program, schedule: Schedule, live: IntArray, limit: int) -> Schedule:
+    """Return the schedule with each value fetched as early as ``limit`` bytes allow.
+
+    ``live`` are the live bytes of the schedule with nothing away. Values are fetched in the order
+    in which they are read, so that a copy or an op that takes longer than planned delays no other.
+    """
+    movable = Movable.of(program, schedule)
+    index = {s: i for i, s in enumerate(movable.storage.tolist())}
+    read, nbytes = movable.read.tolist(), movable.bytes.tolist()
+    room = limit - live
+    for each in schedule.away:
+        i = index[each.storage]
+        room[each.first : read[i]] += nbytes[i]
+    away: list[Away] = []
+    position = movable.forward_ops
+    for each in sorted(schedule.away, key=lambda each: (read[index[each.storage]], each.storage)):
+        i = index[each.storage]
+        is_full = np.flatnonzero(room[position : read[i]] < nbytes[i])
+        position = min(position + (int(is_full[-1]) + 1 if len(is_full) else 0), each.last + 1)
+        room[position : read[i]] -= nbytes[i]
+        away.append(each._replace(last=max(position - 1, each.first)))
+    return replace(schedule, away=tuple(sorted(away)))
+
+
 def reachable_peak(program: Program, schedule: Schedule, live: IntArray) -> int:
     """Return the least peak of a schedule whose values are sent away at any price in time."""
     movable = Movable.of(program, schedule)

@@ -6,7 +6,12 @@ import math
 from dataclasses import replace
 
 from fxckpt.solver.moves.retain import Retain
-from fxckpt.solver.moves.send_away import reachable_peak, send_away, send_between
+from fxckpt.solver.moves.send_away import (
+    fetch_early,
+    reachable_peak,
+    send_away,
+    send_between,
+)
 from fxckpt.solver.schedule import Schedule
 from fxckpt.solver.search.candidates import Candidate, SearchResult
 from fxckpt.solver.search.local_search import LocalSearch
@@ -155,4 +160,18 @@ class OffloadSearch:
 
     def result(self, limit: int | None, least_peak: Candidate) -> SearchResult:
         """Return the best candidate within ``limit`` bytes, with what must be away, as a result."""
-        return self.search.result(limit, self.with_required(self.search.best(limit)), least_peak)
+        best = self.with_required(self.search.best(limit))
+        return self.search.result(limit, self._fetching_early(best), least_peak)
+
+    def _fetching_early(self, best: Candidate | None) -> Candidate | None:
+        """Return a candidate whose fetches have all the time that its peak leaves them.
+
+        Only now, as recomputes are removed where memory is free.
+        """
+        if best is None or not best.schedule.away or not self.search.options.fetches_early:
+            return best
+        program, alone = self.program, replace(best.schedule, away=())
+        live, peak = simulate(program, alone).live, best.simulation.peak_bytes
+        early = self._evaluate(fetch_early(program, best.schedule, live, peak))
+        is_same = early.simulation.peak_bytes <= peak
+        return early if is_same and early.rank <= best.rank else best

@@ -78,6 +78,8 @@ class SearchOptions:
     """Shares of the budget that values are sent away to fit, before recomputes are removed."""
     offload_rounds: int = 2
     """Number of times that peaks near that of the best such schedule are searched."""
+    fetches_early: bool = True
+    """Whether values are fetched as early as the peak allows, not as late as the link does."""
     bisections: int = 10
     """Most limits tried for the least peak within a given time."""
     path_rounds: int = 0
