@@ -11,6 +11,7 @@ from fxckpt import budgets
 from fxckpt.errors import BudgetInfeasible
 from fxckpt.solver.step_choice import (
     LevelChoice,
+    Moment,
     choice_of,
     choose,
     choose_few,
@@ -24,6 +25,8 @@ WORTHWHILE = 0.02
 """Least share of the step's recompute time, or of its bytes, that a new choice must gain."""
 KINDS = 16
 """Most kinds of steps that are remembered for one first graph."""
+RIVALS = 128
+"""Number of latest steps whose kinds the next one may be."""
 SPARE = 0.005
 """Share of the uncheckpointed step's time below which recompute is not worth a compile."""
 LEVELS = 3
@@ -49,6 +52,32 @@ class StepChoice:
     """Sizes that the calls are expected to have."""
     choice: LevelChoice
     limit: int
+    basis: Basis | None = None
+    """What it was chosen by; None for one that was not searched."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What a choice depends on."""
+
+    version: int
+    rivals: frozenset[int]
+    """Kinds of steps that may come in its place."""
+    room: int
+    moments: tuple[Moment, ...]
+    kept: dict[tuple[int, int], dict[int, int]]
+
+    def is_less(self, other: Basis) -> bool:
+        """Return whether all is as in another, but that there may be less room."""
+        return (
+            (self.version, self.kept) == (other.version, other.kept)
+            and self.rivals >= other.rivals
+            and self.room <= other.room
+            and all(
+                new.outside_bytes >= old.outside_bytes
+                for new, old in zip(self.moments, other.moments, strict=True)
+            )
+        )
 
 
 @dataclass
@@ -58,8 +87,10 @@ class KnownStep:
     learned: LearnedStep
     levels: tuple[int, ...]
     """Levels that it had last."""
-    choices: dict[Sizes, tuple[object, StepChoice]] = field(default_factory=dict)
-    """Choices by those sizes, each with the versions of what is behind it."""
+    choices: dict[Sizes, StepChoice] = field(default_factory=dict)
+    """Latest choices by those sizes."""
+    chosen: dict[object, StepChoice] = field(default_factory=dict)
+    """Choices by those sizes and the versions of what is behind them."""
     version: int = 0
     """Number of times that it showed something new."""
     hopes: int = 0
@@ -189,32 +220,39 @@ class StepLevels:
         known = self.known_of(graph)
         if known is None:
             return None
-        version, chosen = known.choices.get(sizes, (None, None))
-        if version == self._version_of(known):
-            return chosen
+        if (found := known.chosen.get((sizes, self._version_of(known)))) is not None:
+            return self.keep(known, sizes, found)
+        chosen = known.choices.get(sizes)
         learned, expected = known.learned, known.learned.sizes_after([sizes])
         limit = self.limit(learned, expected)
         room, levels = self.room(limit), known.levels if chosen is None else chosen.choice.levels
         program = learned.program(expected)
         now = choice_of(program, levels)
         fits = now.peak_bytes <= room and program.has_room(now.levels)
-        if fits and is_good(learned, now, room):
+        rivals = frozenset(map(id, self._rivals(known)))
+        basis = Basis(self.version, rivals, room, learned.moments, dict(learned.kept))
+        # With less room, what was the fastest and still fits is it again.
+        is_best = chosen is not None and chosen.basis is not None and basis.is_less(chosen.basis)
+        if fits and (is_best or is_good(learned, now, room)):
             choice = now
         else:
             for each in dict.fromkeys(learned.calls):
                 each.learn_levels(learned.room(room))
             choice = self.compiled_choice(learned, expected, room)
             if choice.peak_bytes > (1 + NOISE) * limit and self.is_exact:
-                if (hoped := self._hoped(known, expected, room)) is None:
+                if (hoped := self._hoped(known, expected, room)) is not None:
+                    return self.keep(known, sizes, StepChoice(*hoped, limit))
+                if _choose(learned.calm, expected, room).peak_bytes > (1 + NOISE) * limit:
                     raise infeasible_step(self.budget, learned, expected, limit)
-                return self.keep(known, sizes, StepChoice(*hoped, limit))
             if fits and now.extra_seconds <= (1 + WORTHWHILE) * choice.extra_seconds:
                 choice = now
         for rival in self._rivals(known):
             choice = self._leaving_room(choice, learned, expected, rival)
         if len(known.choices) > SIZES:
             known.choices.clear()
-        return self.keep(known, sizes, StepChoice(learned, expected, choice, limit))
+        if len(known.chosen) > SIZES:
+            known.chosen.clear()
+        return self.keep(known, sizes, StepChoice(learned, expected, choice, limit, basis))
 
     def _hoped(
         self, known: KnownStep, sizes: tuple[Sizes, ...], room: int
@@ -236,12 +274,12 @@ class StepLevels:
         if self.settled_at is None:
             self.settled_at = self.steps + 1
         known.levels = chosen.choice.levels
-        known.choices[sizes] = self._version_of(known), chosen
+        known.choices[sizes] = known.chosen[sizes, self._version_of(known)] = chosen
         return chosen
 
     def _version_of(self, known: KnownStep) -> object:
         """Return what a choice for a kind of steps depends on."""
-        rivals = [(id(rival), rival.version, rival.levels) for rival in self._rivals(known)]
+        rivals = tuple((id(rival), rival.version, rival.levels) for rival in self._rivals(known))
         return self.version, known.version, rivals
 
     def _rivals(self, known: KnownStep) -> list[KnownStep]:
@@ -250,7 +288,7 @@ class StepLevels:
         The next step may be one of them, and by then its first calls have their levels.
         """
         kinds = self._known[id(known.learned.calls[0])].values()
-        since = self.steps - LearnedStep.MEMORY
+        since = self.steps - RIVALS
         return [k for k in kinds if k is not known and k.learned.count > 1 and k.seen_at > since]
 
     def _leaving_room(
@@ -282,7 +320,7 @@ class StepLevels:
         if known is None:
             return None
         if sizes in known.choices:
-            return known.choices[sizes][1]
+            return known.choices[sizes]
         learned = known.learned
         expected = learned.sizes_after([sizes])
         limit = self.limit(learned, expected)
@@ -292,7 +330,7 @@ class StepLevels:
                 each.learn_levels(learned.room(room))
         choice = self.compiled_choice(learned, expected, room)
         chosen = StepChoice(learned, expected, choice, limit)
-        known.choices[sizes] = self._version_of(known), chosen
+        known.choices[sizes] = chosen
         return chosen
 
     def anticipated(self, chosen: StepChoice | None, outside_bytes: int) -> StepChoice | None:
@@ -323,17 +361,19 @@ class StepLevels:
     ) -> StepChoice | None:
         """Return a known step that begins with the calls so far, and goes on with ``graph``.
 
-        Of several it is the latest that was seen twice, else the latest.
+        Of those seen twice it is the longest, which leaves room for the others, else the latest.
         """
         calls = [*(call.graph for call in done), graph]
         kinds = [
-            known.learned
+            known
             for known in self._known.get(id(calls[0]), {}).values()
             if list(known.learned.calls[: len(calls)]) == calls
         ]
         if not kinds:
             return None
-        learned = next((each for each in reversed(kinds) if each.count > 1), kinds[-1])
+        since = self.steps - RIVALS
+        often = [k.learned for k in kinds if k.learned.count > 1 and k.seen_at > since]
+        learned = max(reversed(often), key=lambda k: len(k.calls), default=kinds[-1].learned)
         return self.rest_of_step(done, learned, sizes_with(done, learned, sizes))
 
     def rest_of_step(

@@ -12,6 +12,9 @@ from fxckpt.solver.levels import Level
 from fxckpt.solver.step_choice import Moment, StepProgram, choice_of
 from fxckpt.step.graph import Sizes, StepGraph
 
+FALLEN = 0.05
+"""Share of the most outside bytes of a step by which those of a moment have fallen much."""
+
 
 @dataclass(frozen=True)
 class RecordedCall:
@@ -124,9 +127,9 @@ class LearnedStep:
     def add(self, record: StepRecord) -> bool:
         """Add a step of the same signature; return whether it shows something new.
 
-        That is more outside bytes than before, or what a plan keeps of its inputs. A step
-        whose peaks were not all seen, or that may have been a smaller one, had as many bytes as the
-        ones before, for all that is known.
+        That is more outside bytes than before, or many fewer, or what a plan keeps of its inputs.
+        A step whose peaks were not all seen, or that may have been a smaller one, had as many bytes
+        as the ones before, for all that is known.
         """
         before, moments = self.moments, tuple(record.moments)
         if not record.is_exact or any(self.sizes):
@@ -147,10 +150,29 @@ class LearnedStep:
         kept = _kept(record)
         is_new = any(self.kept.get(key) != inputs for key, inputs in kept.items())
         self.kept.update(kept)
+        enough = FALLEN * max((m.outside_bytes for m in before), default=0)
         return is_new or any(
-            new.outside_bytes > old.outside_bytes
+            new.outside_bytes > old.outside_bytes or old.outside_bytes - new.outside_bytes > enough
             for new, old in zip(self.moments, before, strict=True)
         )
+
+    def take(self, outside: Sequence[int]) -> None:
+        """Take some outside bytes at each moment for those of the latest steps."""
+        self.recent = [
+            tuple(
+                replace(moment, outside_bytes=most)
+                for moment, most in zip(self.moments, outside, strict=True)
+            )
+        ]
+        self.moments = self.recent[0]
+
+    @property
+    def calm(self) -> LearnedStep:
+        """The steps as if each moment had the fewest outside bytes that the latest ones had."""
+        least = tuple(
+            min(same, key=lambda m: m.outside_bytes) for same in zip(*self.recent, strict=True)
+        )
+        return replace(self, recent=[least])
 
     def moments_at(self, sizes: Sequence[Sizes]) -> tuple[Moment, ...]:
         """Return the moments of a step with calls of some sizes.

@@ -48,12 +48,7 @@ class StepMeasurement:
 
     def apply_to(self, learned: LearnedStep) -> None:
         """Take the figures of all ranks for those of this one."""
-        learned.recent = [
-            tuple(
-                replace(moment, outside_bytes=most)
-                for moment, most in zip(learned.moments, self.outside, strict=True)
-            )
-        ]
+        learned.take(self.outside)
         for graph, (forward, backward) in zip(learned.calls, self.excess, strict=True):
             graph.excess = max(graph.excess[0], forward), max(graph.excess[1], backward)
 

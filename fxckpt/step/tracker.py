@@ -49,6 +49,9 @@ LOWERED = 2
 """Most times that a forward runs again by another plan: the one chosen for the rest of the step
 within the memory that there was, then the one that holds least."""
 
+FEW = 8
+"""Least number of calls in flight at once that a step is taken to have."""
+
 SHORT = 0.9
 """Most of its peak that a step may have again after memory ran out outside of the graphs."""
 
@@ -77,6 +80,12 @@ class StepTracker:
         self._record = StepRecord()
         self._flights: dict[int, int] = {}
         """Bytes held by each call in flight, by its number."""
+        self._passed: dict[int, int] = {}
+        """Number of backwards, of other calls, that each has seen end."""
+        self._most = 0
+        """Most calls in flight at once in the step."""
+        self._peak_before = 0
+        """Most bytes allocated from the outermost module on, until the first call is measured."""
         self._inputs: dict[int, dict[int, Input]] = {}
         """Inputs of each call so far which other graphs, or code between them, made."""
         self._current: StepChoice | None = None
@@ -159,6 +168,7 @@ class StepTracker:
             node = backward_node(outputs)
             if node is not None:
                 self._flights[number] = call.held_bytes
+                self._most = max(self._most, len(self._flights))
                 watch_backward(node, Flight(self, number, step, call))
             self._forward_ended = (graph, self._restart())
         return outputs
@@ -293,7 +303,9 @@ class StepTracker:
         """Drop what was recorded; backwards of its calls are not followed."""
         self._record = StepRecord()
         self._flights.clear()
+        self._passed.clear()
         self._inputs.clear()
+        self._most = 0
         self._forward_ended = None
 
     def _leave_engine(self) -> None:
@@ -303,8 +315,24 @@ class StepTracker:
             if not self._record.calls:
                 return  # An optimizer that stepped inside of the backward has ended the step.
             self._close_gap()
-            if not self._flights and not self._has_schedule:
+            if self._has_schedule:
+                return
+            # One that so many backwards have passed by is of an output that is kept and looked at.
+            self._passed = {n: self._passed.get(n, 0) + 1 for n in self._flights}
+            is_passed = bool(self._flights)
+            is_passed &= min(self._passed.values(), default=0) > 2 * max(self._most, FEW)
+            if is_passed:
+                self._record.is_of_the_step_alone = False
+                self._drop_flights()
+            if not self._flights:
                 self._finish()
+            if is_passed:
+                self._meter.base = None
+
+    def _drop_flights(self) -> None:
+        """Leave the calls in flight to what is held outside of the steps to come."""
+        self._flights.clear()
+        self._passed.clear()
 
     def dropped(self, flight: Flight) -> None:
         """Note that a call's autograd graph is gone."""
@@ -340,7 +368,8 @@ class StepTracker:
 
     def _close_gap(self) -> None:
         """Record the code between two calls."""
-        most = self._peak("code outside of the graphs")
+        most = max(self._peak("code outside of the graphs"), self._peak_before)
+        self._peak_before = 0
         outside = most - self._held() - self._meter.start
         self._record.moments.append(self._moment(outside, tuple(self._flights)))
 
@@ -419,11 +448,14 @@ class StepTracker:
             levels.meter = StepMeter(graph.device)
             after_optimizers(self._optimizer_stepped)
         meter = levels.meter
+        # What ran since the outermost module was entered is the step's, and its peak too.
+        is_entered = self._beginning.entered is not None
         self._beginning.collect_before(graph)
         self._beginning.find(meter)
         self._refused = meter.refused()
         self._watch_root()
         levels.ask_free()
+        self._peak_before = self._peak("code before the first graph") if is_entered else 0
         self._restart()
         levels.begun = self._ended + 1
         is_new, self._begun = levels.begun > self._begun, levels.begun
@@ -453,11 +485,17 @@ class StepTracker:
                 self._enter()
 
     def _enter(self) -> None:
-        self._beginning.entered = self._meter.allocated()
+        if self._record.calls:
+            self._beginning.entered = self._meter.allocated()
+        else:
+            self._beginning.entered = self._restart()
 
     def _optimizer_stepped(self) -> None:
         with self._lock:
             self._beginning.has_optimizer = True
+            if self._flights and current_backward() is None and self._record.has_backward:
+                # Their parameters are others now: such outputs are only looked at.
+                self._drop_flights()
             if not self._flights:
                 if self._record.calls:
                     self._end()
@@ -485,6 +523,8 @@ class StepTracker:
     def _finish(self) -> None:
         """End the step: learn from its record, and compare its peak with the budget."""
         record, self._record = self._record, StepRecord()
+        self._passed.clear()
+        self._most = 0
         self._beginning.note_end(self._meter)
         if not record.calls:
             return

@@ -1,0 +1,126 @@
+"""Steps that are unlike the others: outputs that are kept, odd temporaries, calls that vary."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxckpt
+from tests.step.stack import Stack, X, clear, gradients, measured, plain
+
+
+class Odd(Stack):
+    """A stack whose eager code may take much for a moment, before or between its blocks."""
+
+    before = between = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before:
+            x = x + x.repeat(1, self.before)[:, :32] * 0
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if self.between and i == 1:
+                x.detach().repeat(1, self.between).sum()
+        return nn.functional.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.long))
+
+
+def odd(share: float, depth: int = 4) -> tuple[Odd, int, fxckpt.Backend]:
+    """Return a stack by blocks with its budget, a share of its peak without what is odd."""
+    peak, _ = plain(Odd(depth))
+    model, limit = Odd(depth), int(share * peak)
+    return model, limit, fxckpt.compile_blocks(model.blocks, limit, inner="aot_eager")
+
+
+def test_a_temporary_before_the_first_graph_counts() -> None:
+    """It is told where it is over the budget, and reported as measured."""
+    model, limit, backend = odd(0.7)
+    model.before = 64
+    with pytest.warns(UserWarning, match="code before the first graph"):
+        peaks = [measured(model) for _ in range(3)]
+    assert min(peaks) > limit
+    report = backend.report().step
+    assert report is not None and report.measured_peak_bytes == peaks[-1]
+
+
+def test_one_odd_step_ends_no_training() -> None:
+    """The steps after it run, within the budget, and in time as they did before."""
+    model, limit, _ = odd(0.7)
+    usual = [measured(model) for _ in range(3)][-1]
+    model.between = 64
+    with pytest.warns(UserWarning, match="over the budget"):
+        assert measured(model) > limit
+    model.between = 0
+    peaks = [measured(model) for _ in range(10)]
+    assert max(peaks) <= limit and peaks[-1] == usual
+
+
+def test_a_kept_output_ends_no_steps() -> None:
+    """A forward whose graph is only looked at is left to what is held outside, after a while."""
+    model, limit, backend = odd(0.6)
+    usual = [measured(model) for _ in range(3)][-1]
+    kept = model(X)
+    for _ in range(40):
+        clear(model)
+        model(X).backward()
+    assert backend.step is not None
+    steps = backend.step.steps
+    assert measured(model) == usual <= limit
+    assert backend.step.steps == steps + 1
+    del kept
+    assert measured(model) == usual
+
+
+def test_an_optimizer_ends_a_step_with_kept_outputs() -> None:
+    """Its parameters have changed, so that no backward of them is to come."""
+    model, _, backend = odd(1.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(X).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    kept = model(X)
+    assert backend.step is not None
+    before = backend.step.steps
+    for _ in range(4):
+        step()
+    assert backend.step.steps == before + 4
+    del kept
+
+
+class Shuffled(Stack):
+    """A stack that leaves blocks out at random."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if random.random() < 0.6:
+                x = block(x)
+        return nn.functional.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.long))
+
+
+def test_steps_of_many_lengths_leave_room() -> None:
+    """Once all lengths were seen, steps of any of them are within the budget."""
+    peak, _ = plain(Stack(6))
+    torch.manual_seed(0)
+    model, limit = Shuffled(6), int(0.5 * peak)
+    torch.manual_seed(0)
+    eager = Shuffled(6)
+    fxckpt.compile_blocks(model.blocks, limit, inner="aot_eager")
+    random.seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for _ in range(60):
+            measured(model)
+    for seed in range(40):
+        random.seed(seed)
+        assert measured(model) <= limit
+        random.seed(seed)
+        measured(eager)
+        assert all(map(torch.equal, gradients(model), gradients(eager)))
