@@ -390,12 +390,21 @@ class Backend:
         >>> backend.set_budget("1.5GiB")
         """
         budgets.validate(budget)
-        if self.step is None or not budgets.is_in_bytes(budget):
+        if self.step is None:
             raise InvalidOption(
-                f"set_budget({budget!r}): only a budget of a step can be changed, into another one."
-                " Give the backend one to begin with: fxckpt.Backend(0.8, scope='step')."
+                f"set_budget({budget!r}): only a budget of a step can be changed. Give the backend "
+                "one to begin with: fxckpt.Backend(0.8, scope='step')."
+            )
+        if not budgets.is_in_bytes(budget):
+            raise InvalidOption(
+                f"set_budget({budget!r}) is no budget of a step. Give bytes ('1.5GiB'), a fraction "
+                "or 'auto'."
             )
         self.step.set_budget(budget)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        """Return the backend itself: copies of a model have one budget."""
+        return self
 
     def follow(self, schedule: Any) -> int:
         """Read the micro-batches in flight on this rank from a pipeline's schedule; return them.

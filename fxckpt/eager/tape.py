@@ -235,7 +235,7 @@ class WrapperHandle:
     """What else the tensor is rebuilt from."""
 
 
-class Away(Protocol):
+class Fetchable(Protocol):
     """A storage that was sent off the device."""
 
     def begin(self) -> None:
@@ -271,7 +271,7 @@ class Tape:
         """Whether that backward has recomputed them."""
         self.fetched: dict[TensorVersion, Tensor] = {}
         """Tensors that enclosing hooks unpacked in that backward: some unpack only once."""
-        self.away: Sequence[Away] = ()
+        self.away: Sequence[Fetchable] = ()
         """What is away between the forward and the backward."""
         self.replay: PlannedReplay | None = None
         """State of a planned replay; None: the first request recomputes every saved tensor."""

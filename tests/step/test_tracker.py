@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import weakref
 from collections.abc import Callable
@@ -148,6 +149,7 @@ def test_a_new_budget_takes_effect_at_once() -> None:
     for share in (0.8, 0.8, 0.45, 0.7):
         backend.set_budget(int(share * peak))
         assert_step_is_right(model, int(share * peak), wanted)
+    assert copy.deepcopy(backend) is backend  # As a copy of a model that holds it has one budget.
     with pytest.raises(fxckpt.InvalidOption, match="set_budget"):
         fxckpt.Backend().set_budget(0.5)
 
