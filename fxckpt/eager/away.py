@@ -106,7 +106,7 @@ class AwayValue:
         return laid_out(self.storage.arrived(), self.geometry)
 
 
-def send_away(
+def send_kept(
     versions: Iterable[TensorVersion], tier: Tier, check: Callable[[TensorVersion], object]
 ) -> list[AwayStorage]:
     """Send the kept values of some versions to a tier, each storage once; return the storages.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxckpt.eager.away import can_leave, send_away
+from fxckpt.eager.away import can_leave, send_kept
 from fxckpt.eager.region_plan import RegionPlan
 from fxckpt.eager.replay import kept_tensor
 from fxckpt.eager.tape import (
@@ -396,7 +396,7 @@ class Recorder(TorchDispatchMode):
     def send(self, region_plan: RegionPlan | None) -> None:
         """Send away what is to leave; raise the errors of the tier."""
         if self._tier is not None:
-            self.tape.away = send_away(self.leaving(region_plan), self._tier, kept_tensor)
+            self.tape.away = send_kept(self.leaving(region_plan), self._tier, kept_tensor)
 
     def finish(self, region_plan: RegionPlan | None = None) -> None:
         """Finish recording: free values no handle can reach, pass others to the enclosing hooks."""

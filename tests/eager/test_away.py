@@ -161,7 +161,7 @@ def test_a_write_before_the_copy_is_an_error() -> None:
     assert host.used_bytes == 0
 
 
-def test_a_full_place_is_an_error_that_leaks_nothing() -> None:
+def test_a_full_place_leaks_nothing() -> None:
     """The region raises, and the next step, with room, is right."""
     host = Host(INPUT, 1e10)
     sending = Steps(offload=host)
