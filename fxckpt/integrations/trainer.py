@@ -97,6 +97,14 @@ class FxckptCallback(TrainerCallback):
         )
         every_n_layers = given.pop("every_n_layers", 1)
         offload = given.pop("offload", False)
+        if offload and "offload" not in self.options:
+            if offload is True:
+                raise InvalidOption(
+                    "offload=True says not how much may be away. Give a limit in bytes: "
+                    "gradient_checkpointing_kwargs={'budget': '20GiB', 'offload': '64GiB'}, "
+                    "or FxckptCallback(..., offload='64GiB')."
+                )
+            given["offload"] = offload
         if _is_of_step(given | self.options):
             if every_n_layers != 1:
                 raise InvalidOption(
@@ -110,20 +118,12 @@ class FxckptCallback(TrainerCallback):
                     "takes a budget from FXCKPT_BUDGET."
                 )
             given = {name: value for name, value in given.items() if name not in TORCHS}
-            if offload and "offload" not in self.options:
-                if offload is True:
-                    raise InvalidOption(
-                        "offload=True says not how much may be away. Give a limit in bytes: "
-                        "gradient_checkpointing_kwargs={'budget': '20GiB', 'offload': '64GiB'}, "
-                        "or FxckptCallback(..., offload='64GiB')."
-                    )
-                given["offload"] = offload
             self._compile(model, given | self.options)
             return
         patch_transformers(model, **(given | self.options))
-        if every_n_layers != 1 or offload:
+        if every_n_layers != 1:
             model.activation_checkpointing_enable(
-                given | self.options, every_n_layers=every_n_layers, offload=offload
+                given | self.options, every_n_layers=every_n_layers
             )
 
     def on_train_end(

@@ -58,7 +58,7 @@ def patch_transformers(model: M, **options: Any) -> M:
     ------
     InvalidOption
         For a model without gradient checkpointing, for an unknown option, and, when checkpointing
-        is enabled, for what regions do not have (``offload``).
+        is enabled, for what regions do not have (``offload=True``).
 
     Examples
     --------
@@ -136,7 +136,8 @@ def _set(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     if (name := getattr(function.func, "__name__", "")) != "checkpoint":
         raise InvalidOption(
             f"gradient checkpointing by {name or function.func!r} was asked for (offload=True, "
-            "say), which regions of fxckpt do not have. Leave it out, or do not patch the model."
+            "say), which regions of fxckpt do not have. Leave it out; to send away what they keep: "
+            "fxckpt.patch_transformers(model, offload='64GiB')."
         )
     merged = {**_options_of(self), **function.keywords}
     _check(merged)

@@ -598,7 +598,7 @@ class StepTracker:
         error = infeasible(self._levels.budget, limit, min(peaks), baseline)
         return BudgetInfeasible(
             f"{error} This is graph {graph.number} of those that the model broke into, and the "
-            "budget is that of the step.",
+            "budget is that of the step, which takes more: fxckpt.plan_step tells how much.",
             floor_bytes=error.floor_bytes,
             budget_bytes=error.budget_bytes,
         )

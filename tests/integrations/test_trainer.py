@@ -79,6 +79,17 @@ def test_evaluation_is_not_compiled(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("fxckpt: 1 plan(s) of blocks")
 
 
+@pytest.mark.parametrize("is_callbacks", [True, False])
+def test_regions_send_their_inputs_away(is_callbacks: bool) -> None:
+    """Without a budget, blocks are run again from inputs that were away."""
+    host = fxckpt.tiers.Host("1GiB", 1e10)
+    callback = FxckptCallback(**({"offload": host} if is_callbacks else {}))
+    kwargs = {} if is_callbacks else {"offload": host}
+    model = begun(callback, gradient_checkpointing_kwargs=kwargs)
+    torch.testing.assert_close(gradients(model), gradients(gpt2()), rtol=0, atol=0)
+    assert host.peak_bytes > 0 and host.used_bytes == 0
+
+
 def test_training_again_compiles_nothing_new() -> None:
     """A second training with the same options has the same backend."""
     callback = FxckptCallback()
@@ -146,6 +157,7 @@ def test_a_compiled_model_is_refused(part: str) -> None:
         ({"budget": "60%"}, {"torch_compile": True}, "Leave out torch_compile"),
         ({"budget": "60%"}, {"kwargs": {"every_n_layers": 2}}, "a budget decides"),
         ({"budget": "60%"}, {"kwargs": {"offload": True}}, "Give a limit in bytes"),
+        ({}, {"kwargs": {"offload": True}}, "Give a limit in bytes"),
         ({"budgte": "60%"}, {}, "Did you mean 'budget'"),
     ],
 )
