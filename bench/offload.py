@@ -5,14 +5,15 @@ parameters are frozen and there is no head, so that the peak is activations. Ext
 lower bound are of the plans' own cost model; peaks are simulated.
 
 With ``--measured`` steps of a small Llama run on this CPU, one thread of ops beside the threads of
-the copies: peaks and waits as planned and as measured, over throttled links and a disk, beside
-``torch.autograd.graph.save_on_cpu`` and a plan that sends everything. Steps of all rows are
-interleaved.
+the copies: peaks and waits as planned and as measured, over throttled links and a disk, beside a
+plan that sends everything, eager regions and ``torch.autograd.graph.save_on_cpu``. Steps of all
+rows are interleaved.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -74,7 +75,8 @@ class Case:
     tier: fxckpt.tiers.Tier | None = None
     budget: float | None = None
     policy: object = None
-    saves_on_cpu: bool = False
+    way: str = "aot_eager"
+    """Inner compiler, or eager mode: ``"regions"`` or torch's ``"save_on_cpu"``."""
 
 
 @dataclass
@@ -131,7 +133,18 @@ def measured(rounds: int, folder: str) -> None:
         ),
         Case("disk, 40%", tiers.Disk(folder, "4GiB"), 0.4),
         Case("send everything, 1 GB/s", tiers.Throttled("4GiB", gb), policy=policies.offload("*")),
-        Case("torch's save_on_cpu", saves_on_cpu=True),
+        Case("Inductor, no budget", budget=1.0, way="inductor"),
+        Case("Inductor, 1 GB/s, 40%", tiers.Throttled("4GiB", gb), 0.4, way="inductor"),
+        Case("regions", way="regions"),
+        Case("regions, 1 GB/s", tiers.Throttled("4GiB", gb), way="regions"),
+        Case("regions, matmuls saved", policy=policies.save_matmuls, way="regions"),
+        Case(
+            "regions, matmuls, 1 GB/s",
+            tiers.Throttled("4GiB", gb),
+            policy=policies.save_matmuls,
+            way="regions",
+        ),
+        Case("torch's save_on_cpu", way="save_on_cpu"),
     ]
     torch.manual_seed(0)
     config = hf.LlamaConfig(
@@ -169,12 +182,16 @@ def measured(rounds: int, folder: str) -> None:
 
 def ready(case: Case, model: nn.Module, x: Tensor, watch: Stopwatch) -> Running:
     """Return a way to run the step, compiled."""
-    plan, forward = None, partial(_mean, model)
-    if not case.saves_on_cpu:
+    plan, is_eager = None, case.way in ("regions", "save_on_cpu")
+    if case.way == "regions":
+        model = copy.deepcopy(model).train()
+        fxckpt.patch_transformers(model, policy=case.policy, offload=case.tier)
+    forward = partial(_mean, model)
+    if not is_eager:
         backend = fxckpt.Backend(
             case.budget,
             case.policy,
-            inner="aot_eager",
+            inner=case.way,
             scope="graph",
             cost="measured",
             offload=case.tier,
@@ -183,13 +200,14 @@ def ready(case: Case, model: nn.Module, x: Tensor, watch: Stopwatch) -> Running:
 
     def step() -> None:
         x.grad = None
-        with torch.autograd.graph.save_on_cpu() if case.saves_on_cpu else nullcontext():
+        saves_on_cpu = case.way == "save_on_cpu"
+        with torch.autograd.graph.save_on_cpu() if saves_on_cpu else nullcontext():
             loss = forward(x)
         loss.backward()
 
     step()
-    if not case.saves_on_cpu:
-        (plan,) = backend.plans
+    if not is_eager:
+        plan = backend.plans[-1]
     if case.tier is not None:
         watch.watch(case.tier)
     return Running(case, step, plan)
@@ -209,7 +227,7 @@ def row_of(each: Running, x: Tensor, fastest: float) -> tuple[str, ...]:
     return (
         each.case.name,
         f"{peak / 1e6:.3f}",
-        "" if plan is None else f"{plan.peak_bytes / 1e6:.3f}",
+        "" if plan is None else f"{(plan.compiled_peak_bytes or plan.peak_bytes) / 1e6:.3f}",
         "" if tier is None else f"{tier.peak_bytes / 1e6:.3f}",
         "" if tier is None or plan is None else f"{plan.away_bytes / 1e6:.3f}",
         f"{statistics.median(each.waited):.3f}",

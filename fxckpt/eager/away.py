@@ -41,6 +41,8 @@ class AwayStorage:
         self._here: Tensor | None = None
         """Its bytes that came back for the backward that runs."""
         self._coming: Copy | None = None
+        self._lock = threading.RLock()
+        """Another thread's region may let the value go while this one's backward reads it."""
         self._tier = tier
         self._held = tier.take(value.untyped_storage().nbytes())
         self._going = tier.send(value, self._held)
@@ -50,38 +52,41 @@ class AwayStorage:
 
         A write in the meantime may be in the copy: the error for it is kept for the backward.
         """
-        if self._value is None:
-            return
-        self._going.result()
-        try:
-            self._check_value()
-        except CheckpointError as error:
-            self._written = str(error)
-        self._value = self._check = None
+        with self._lock:
+            if self._value is None:
+                return
+            self._going.result()
+            try:
+                self._check_value()
+            except CheckpointError as error:
+                self._written = str(error)
+            self._value = self._check = None
 
     def begin(self) -> None:
         """Take memory on the device, and begin to fetch."""
-        if self._value is None and self._here is None and not self._written:
-            nbytes = self._held.untyped_storage().nbytes()
-            self._here = torch.empty(nbytes, dtype=torch.uint8)
-            self._coming = self._tier.fetch(self._held, self._here)
+        with self._lock:
+            if self._value is None and self._here is None and not self._written:
+                nbytes = self._held.untyped_storage().nbytes()
+                self._here = torch.empty(nbytes, dtype=torch.uint8)
+                self._coming = self._tier.fetch(self._held, self._here)
 
     def arrived(self) -> Tensor:
         """Return the bytes on the device.
 
         Raises the error for a value that was written before it was sent.
         """
-        self.begin()
-        if self._value is not None:
-            self._check_value()
-            return self._value
-        if self._written:
-            raise CheckpointError(self._written)
-        assert self._here is not None
-        if self._coming is not None:
-            self._coming.result()
-            self._coming = None
-        return self._here
+        with self._lock:
+            self.begin()
+            if self._value is not None:
+                self._check_value()
+                return self._value
+            if self._written:
+                raise CheckpointError(self._written)
+            assert self._here is not None
+            if self._coming is not None:
+                self._coming.result()
+                self._coming = None
+            return self._here
 
     def _check_value(self) -> None:
         assert self._check is not None
