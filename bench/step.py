@@ -209,7 +209,7 @@ def microseconds_a_call(model: Model, backend: fxckpt.Backend) -> tuple[float, f
 
 
 Row = tuple[str, int, int, int, int, str, str]
-"""A way to run the step: its name, budget, peaks of the first and of a later step, predicted peak
+"""A way to run the step: its name, budget, peaks of the first and of a later step, predicted peak,
 milliseconds of planned recompute and number of plans; 0 and empty where there is none."""
 
 

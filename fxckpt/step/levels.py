@@ -62,7 +62,7 @@ class Basis:
 
     version: int
     rivals: frozenset[int]
-    """Kinds of steps that may come in its place."""
+    """Numbers of the kinds of steps that may come in its place."""
     room: int
     moments: tuple[Moment, ...]
     kept: dict[tuple[int, int], dict[int, int]]
@@ -87,6 +87,8 @@ class KnownStep:
     learned: LearnedStep
     levels: tuple[int, ...]
     """Levels that it had last."""
+    number: int
+    """Number of the first step of this kind."""
     choices: dict[Sizes, StepChoice] = field(default_factory=dict)
     """Latest choices by those sizes."""
     chosen: dict[object, StepChoice] = field(default_factory=dict)
@@ -169,7 +171,7 @@ class StepLevels:
         found = known.get(record.signature)
         if found is None:
             learned, levels = LearnedStep.of(record), tuple(c.position for c in record.calls)
-            found = known[record.signature] = KnownStep(learned, levels)
+            found = known[record.signature] = KnownStep(learned, levels, self.steps)
             if len(known) > KINDS:
                 del known[next(iter(known))]
         else:
@@ -229,8 +231,9 @@ class StepLevels:
         program = learned.program(expected)
         now = choice_of(program, levels)
         fits = now.peak_bytes <= room and program.has_room(now.levels)
-        rivals = frozenset(map(id, self._rivals(known)))
-        basis = Basis(self.version, rivals, room, learned.moments, dict(learned.kept))
+        rivals = self._rivals(known)
+        numbers = frozenset(rival.number for rival in rivals)
+        basis = Basis(self.version, numbers, room, learned.moments, dict(learned.kept))
         # With less room, what was the fastest and still fits is it again.
         is_best = chosen is not None and chosen.basis is not None and basis.is_less(chosen.basis)
         if fits and (is_best or is_good(learned, now, room)):
@@ -246,7 +249,7 @@ class StepLevels:
                     raise infeasible_step(self.budget, learned, expected, limit)
             if fits and now.extra_seconds <= (1 + WORTHWHILE) * choice.extra_seconds:
                 choice = now
-        for rival in self._rivals(known):
+        for rival in rivals:
             choice = self._leaving_room(choice, learned, expected, rival)
         if len(known.choices) > SIZES:
             known.choices.clear()
@@ -279,7 +282,7 @@ class StepLevels:
 
     def _version_of(self, known: KnownStep) -> object:
         """Return what a choice for a kind of steps depends on."""
-        rivals = tuple((id(rival), rival.version, rival.levels) for rival in self._rivals(known))
+        rivals = tuple((rival.number, rival.version, rival.levels) for rival in self._rivals(known))
         return self.version, known.version, rivals
 
     def _rivals(self, known: KnownStep) -> list[KnownStep]:

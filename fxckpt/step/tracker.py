@@ -319,8 +319,8 @@ class StepTracker:
                 return
             # One that so many backwards have passed by is of an output that is kept and looked at.
             self._passed = {n: self._passed.get(n, 0) + 1 for n in self._flights}
-            is_passed = bool(self._flights)
-            is_passed &= min(self._passed.values(), default=0) > 2 * max(self._most, FEW)
+            most = 2 * max(self._most, FEW)
+            is_passed = bool(self._flights) and min(self._passed.values()) > most
             if is_passed:
                 self._record.is_of_the_step_alone = False
                 self._drop_flights()
