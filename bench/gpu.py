@@ -338,8 +338,11 @@ def facts(device: str) -> dict[str, Any]:
     return found
 
 
-def run_tests(device: str, seconds: float) -> dict[str, Any]:
-    """Run the GPU's tests in a process of their own; return the last lines of what they print."""
+def run_tests(device: str, seconds: float, folder: Path) -> dict[str, Any]:
+    """Run the GPU's tests in a process of their own; return the last lines of what they print.
+
+    All of it goes to ``gpu-tests.txt`` in a folder.
+    """
     environment = {**os.environ, VARIABLE: device}
     # What a newer or older torch warns of is no failure here.
     options = ["-q", "-W", "default", "-m", "gpu", "-p", "no:cacheprovider"]
@@ -362,6 +365,7 @@ def run_tests(device: str, seconds: float) -> dict[str, Any]:
         text = said.decode(errors="replace") if isinstance(said, bytes) else said
         code, text = -1, f"{text}\nout of time"
     spent = time.perf_counter() - begin
+    (folder / "gpu-tests.txt").write_text(text)
     return {"code": code, "seconds": spent, "tail": text[-6000:]}
 
 
@@ -547,7 +551,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"bench/gpu.py: {error}", file=sys.stderr)
         return USAGE
     torch.manual_seed(0)
-    tests = run_tests(device, options.seconds / 3) if options.tests else None
+    tests = run_tests(device, options.seconds / 3, options.out) if options.tests else None
     # All ways of a case are in memory at once; beyond its limit Dynamo compiles no more of them.
     with dynamo_config.patch(recompile_limit=2 * (options.points + len(TORCH_BUDGETS) + 3)):
         for name in options.cases:

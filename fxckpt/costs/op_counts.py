@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Hashable
 from functools import partial
 from typing import Any
@@ -27,48 +28,51 @@ def _shape(value: Any) -> torch.Size:
     return torch.Size(size_hint(n) for n in value.shape)
 
 
-def _attention_flops(node: fx.Node, *, backward: bool) -> int:
-    """Return the FLOPs of CPU flash attention, which torch's registry lacks.
+_ATTENTION = "aten._scaled_dot_product_"
+"""Names of the fused attention kernels begin so; those of backwards end in ``_backward``."""
 
-    The formulas are those of the other attention ops in the registry.
+
+def _attention_flops(node: fx.Node) -> int:
+    """Return the FLOPs of a fused attention kernel, whichever device has it.
+
+    torch's formulas of some kernels are missing, and some versions refuse grouped heads: there each
+    key head is read for several query heads.
     """
-    operands = [arg for arg in node.args[: 4 if backward else 3] if isinstance(arg, fx.Node)]
-    shapes = [_shape(arg.meta["val"]) for arg in operands]
-    if backward:
-        grad, query, key, value = shapes
-        return int(sdpa_backward_flop_count(grad, query, key, value))
-    return int(sdpa_flop_count(*_repeat_heads(*shapes)))
-
-
-def _repeat_heads(
-    query: torch.Size, key: torch.Size, value: torch.Size
-) -> tuple[torch.Size, torch.Size, torch.Size]:
-    """Return the shapes with the key and value heads repeated to the number of query heads.
-
-    Grouped-query attention reads each key head for several query heads.
-    """
-    heads = query[1]
-    return query, torch.Size((key[0], heads, *key[2:])), torch.Size((value[0], heads, *value[2:]))
+    is_backward = str(node.target.overloadpacket).endswith("_backward")  # type: ignore[union-attr]
+    operands = node.args[: 4 if is_backward else 3]
+    shapes = [_shape(arg.meta["val"]) for arg in operands if isinstance(arg, fx.Node)]
+    *first, key, value = shapes
+    heads = first[-1][1]
+    repeated = [torch.Size((each[0], heads, *each[2:])) for each in (key, value)]
+    count = sdpa_backward_flop_count if is_backward else sdpa_flop_count
+    return int(count(*first, *repeated))
 
 
 def node_flops(node: fx.Node) -> int:
     """Return the FLOPs of one run; a multiply-add counts two.
 
-    A registered count comes first, then torch's formula, then 0.
+    A registered count comes first, then torch's formula, then 0. A formula of torch that refuses
+    the op's arguments counts 0, with a warning: the op then costs what its bytes do.
     """
     count = registered(node.target).flops
     if count is not None:
         return _evaluate_count(node, count)
     packet = getattr(node.target, "overloadpacket", None)
+    if str(packet).startswith(_ATTENTION):
+        return _attention_flops(node)
     formula = flop_registry.get(packet)
-    if formula is not None:
+    if formula is None:
+        return 0
+    try:
         return _evaluate_count(node, partial(formula, out_val=node.meta["val"]))
-    name = str(packet)
-    if name == "aten._scaled_dot_product_flash_attention_for_cpu":
-        return _attention_flops(node, backward=False)
-    if name == "aten._scaled_dot_product_flash_attention_for_cpu_backward":
-        return _attention_flops(node, backward=True)
-    return 0
+    except Exception as error:
+        warnings.warn(
+            f"torch's FLOP formula of {node.target} refuses its arguments "
+            f"({type(error).__name__}: {error}); the op is priced by its bytes alone. "
+            "fxckpt.register_op(..., flops=...) gives it another count.",
+            stacklevel=2,
+        )
+        return 0
 
 
 def formula_call(node: fx.Node) -> Hashable | None:

@@ -507,10 +507,14 @@ def is_of_graph(plan: Plan, lines: tuple[str, ...]) -> bool:
 
 
 def device_of(graph: fx.Graph) -> torch.device:
-    """Return the first accelerator among the devices of a graph's values, or the CPU."""
+    """Return the first accelerator among the devices of a graph's values, or the CPU.
+
+    A joint graph keeps its values under one name, a graph of Dynamo under another.
+    """
     first = torch.device("cpu")
     for node in graph.nodes:
-        for tensor in tensors(node.meta.get("val")):
-            if tensor.device.type != "cpu":
-                return tensor.device
+        for key in ("val", "example_value"):
+            for tensor in tensors(node.meta.get(key)):
+                if tensor.device.type != "cpu":
+                    return tensor.device
     return first

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import fx
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from fxckpt.costs import op_counts
 from fxckpt.costs.op_counts import formula_call, node_bytes, node_draws, node_flops
 from tests.costs.nodes import node_of
 
@@ -35,6 +37,34 @@ def test_cpu_attention_counts_both_products() -> None:
     graph = node_of(F.scaled_dot_product_attention, *inputs).graph
     flash = [n for n in graph.nodes if "flash_attention_for_cpu" in str(n.target)]
     assert [node_flops(n) for n in flash] == [2 * 2 * (2 * 4 * 8 * 8 * 16)]
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_grouped_heads_count_as_repeated(kernel: str) -> None:
+    """An attention kernel of a GPU reads each key head for several query heads."""
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+    query, key = torch.ones(2, 8, 6, 16, device="meta"), torch.ones(2, 2, 6, 16, device="meta")
+    graph = fx.Graph()
+    operands = [graph.placeholder(name) for name in "qkv"]
+    for operand, value in zip(operands, (query, key, key), strict=True):
+        operand.meta["val"] = value
+    forward = graph.call_function(op.default, tuple(operands))
+    assert node_flops(forward) == 2 * 2 * (2 * 8 * 6 * 6 * 16)
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward")
+    gradient = graph.call_function(backward.default, (operands[0], *operands))
+    assert node_flops(gradient) == 5 * 2 * (2 * 8 * 6 * 6 * 16)
+
+
+def test_formula_that_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A formula of torch that fails for an op does not end the compile."""
+
+    def refuses(*_: object, **__: object) -> int:
+        raise AssertionError("shapes are incompatible")
+
+    monkeypatch.setitem(op_counts.flop_registry, torch.ops.aten.mm, refuses)
+    node = node_of(torch.mm, torch.ones(4, 8), torch.ones(8, 4))
+    with pytest.warns(UserWarning, match=r"aten.mm.default refuses.*shapes are incompatible"):
+        assert node_flops(node) == 0
 
 
 def test_broadcast_storages_count_once() -> None:

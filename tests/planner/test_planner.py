@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
 
 import fxckpt
 from fxckpt.planner.planner import device_of, planner_of
@@ -117,3 +118,18 @@ def test_the_device_is_the_first_accelerator() -> None:
         graph.placeholder(device).meta["val"] = torch.empty(2, device=device)
     assert device_of(graph) == torch.device("meta")
     assert device_of(fx.Graph()) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_graph_of_dynamo_has_its_device(device: str) -> None:
+    """Dynamo keeps the values of its graph under another name than a joint graph."""
+    found = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        found.append(device_of(gm.graph))
+        return gm
+
+    with FakeTensorMode():
+        x = torch.ones(2, 4, device=device)
+        torch.compile(torch.sin, backend=backend, fullgraph=True)(x)
+    assert found == [torch.device(device)]

@@ -17,11 +17,30 @@ from torch.utils._python_dispatch import (
 
 CUDA_BLOCK_BYTES = 512
 """Granularity in bytes to which the CUDA caching allocator rounds blocks up."""
+CUDA_LARGE_BYTES, CUDA_SEGMENT_BYTES = 10 * 2**20, 2 * 2**20
+"""A block of so many bytes gets a segment of its own, of a multiple of so many."""
+CUDA_LEAST_REST_BYTES = 2**20
+"""The rest of a segment is split off if it has more bytes than that."""
 
 
 def allocated_bytes(nbytes: int, device_type: str) -> int:
-    """Return the bytes that a device's allocator takes for a request of ``nbytes``."""
-    return -(-nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES if device_type == "cuda" else nbytes
+    """Return the bytes that a device's allocator takes for a request of ``nbytes``.
+
+    On CUDA a large block keeps the rest of its segment, if that is too small to be split off.
+    With ``expandable_segments`` each rest is split off, so that this is up to 1 MiB too much.
+    Source: ``round_size``, ``get_allocation_size`` and ``should_split`` of
+    ``c10/cuda/CUDACachingAllocator.cpp``.
+
+    >>> [allocated_bytes(n, "cuda") for n in (1, 4 * 2**20 + 1, 11 * 2**20 + 1, 12 * 2**20 + 1)]
+    [512, 4194816, 12582912, 12583424]
+    """
+    if device_type != "cuda":
+        return nbytes
+    block = -(-nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
+    if block < CUDA_LARGE_BYTES:
+        return block
+    segment = -(-block // CUDA_SEGMENT_BYTES) * CUDA_SEGMENT_BYTES
+    return segment if segment - block <= CUDA_LEAST_REST_BYTES else block
 
 
 def storage_id(tensor: torch.Tensor) -> int:

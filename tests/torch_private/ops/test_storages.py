@@ -117,6 +117,14 @@ def test_bytes_of_the_allocators() -> None:
     assert allocated_bytes(513, "cpu") == 513
 
 
+def test_large_blocks_keep_small_rests() -> None:
+    """A segment of a large block is a multiple of 2 MiB; a rest of up to 1 MiB stays with it."""
+    mib = 2**20
+    sizes = (9 * mib + 1, 10 * mib, 11 * mib - 512, 11 * mib, 12 * mib - 1)
+    blocks = [9 * mib + 512, 10 * mib, 11 * mib - 512, 12 * mib, 12 * mib]
+    assert [allocated_bytes(n, "cuda") for n in sizes] == blocks
+
+
 def test_gaps_count_in_what_is_shown() -> None:
     """A tensor spans its gaps; an expanded one spans a single row."""
     assert shown(torch.ones(4, 4)[:, :2]) == 3 * 4 + 2
