@@ -16,6 +16,7 @@ nothing was measured, each in a line of its own; 2, unusable arguments, or no su
 from __future__ import annotations
 
 import argparse
+import copy
 import fnmatch
 import gc
 import json
@@ -37,6 +38,7 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
+from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 
@@ -65,6 +67,7 @@ STOCK: dict[str, dict[str, Any]] = {
     "reduce-overhead": {"mode": "reduce-overhead"},
 }
 """What each inner compiler is compared with: options of plain ``torch.compile``."""
+BLOCK_SHARES = (0.8, 0.6, 0.4)
 MIN_CUT = {"backend": "aot_eager_decomp_partition"}
 """torch's partitioner without Inductor."""
 PROMISED = {"aot_eager": 0.001, "inductor": 0.01, "reduce-overhead": 0.01}
@@ -91,6 +94,8 @@ class Way:
     budget_bytes: int | None = None
     predicted_bytes: int | None = None
     peak_bytes: int | None = None
+    first_peak_bytes: int | None = None
+    """Peak of the first step, what the compiler took included."""
     reserved_bytes: int | None = None
     """Bytes that the caching allocator held at most during the step; None on the CPU."""
     allocated_bytes: int | None = None
@@ -148,7 +153,7 @@ class Runner:
         self.inner = inner
         self.steps: dict[str, Callable[[], None]] = {}
 
-    def compiled(self, options: dict[str, Any], by_block: bool) -> Callable[[], None]:
+    def compiled(self, options: dict[str, Any], by_block: bool = False) -> Callable[[], None]:
         """Return a step of the model, compiled apart from all others."""
         model = self.made.model
 
@@ -167,15 +172,43 @@ class Runner:
 
         return step
 
-    def measure(self, way: Way, options: dict[str, Any], *, by_block: bool = False) -> None:
-        """Compile a way, run it twice, and measure the peak of the third step."""
+    def uncompiled(self) -> Callable[[], None]:
+        """Return a step of the model as it is."""
+
+        def step() -> None:
+            self.made.model.zero_grad(set_to_none=True)
+            self.made.switch(False)
+            self.made.model(*self.made.inputs).backward()
+
+        return step
+
+    def by_blocks(self, model: Any, backend: fxckpt.Backend) -> Callable[[], None]:
+        """Return a step of a model, each block compiled by one backend."""
+        for block in model.stack.blocks:
+            block.compile(backend=backend)
+
+        def step() -> None:
+            model.zero_grad(set_to_none=True)
+            model(*self.made.inputs).backward()
+
+        return step
+
+    def measure(self, way: Way, step: Callable[[], None], model: nn.Module | None = None) -> None:
+        """Run a way's step, which compiles it, twice, and measure the peak of the third.
+
+        ``model`` has the gradients, which no step begins with; None is the one that was made.
+        """
+        model = model or self.made.model
+        model.zero_grad(set_to_none=True)
         begin = time.perf_counter()
-        step = self.compiled(options, by_block)
-        step()
+        way.first_peak_bytes = fxckpt.measure_peak(step)
         synchronize(self.device)
         way.compile_seconds = time.perf_counter() - begin
+        if self.device == "cuda":
+            # What other ways and the compiler took is not what this way's step takes.
+            torch.cuda.empty_cache()
         step()
-        self.made.model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         way.peak_bytes = fxckpt.measure_peak(step)
         if self.device == "cuda":
             way.reserved_bytes = torch.cuda.max_memory_reserved()
@@ -254,12 +287,12 @@ def run_fxckpt(runner: Runner, case: Case, points: int) -> None:
     for way, options in fxckpt_ways(runner.made, runner.inner, points):
         case.ways.append(way)
         backend = fxckpt.Backend(**options)
-        failure = guarded(lambda w=way, b=backend: runner.measure(w, {"backend": b}))
+        failure = guarded(lambda w=way, b=backend: runner.measure(w, runner.compiled({"backend": b})))
         is_least = failure is not None and failure.least_bytes is not None
         if is_least:
             way.name, options["budget"] = "fxckpt, least", f"{failure.least_bytes}B"
             backend = fxckpt.Backend(**options)
-            failure = guarded(lambda w=way, b=backend: runner.measure(w, {"backend": b}))
+            failure = guarded(lambda w=way, b=backend: runner.measure(w, runner.compiled({"backend": b})))
         way.error = said(failure)
         if not backend.plans:
             way.error = way.error or "it ran uncompiled"
@@ -270,6 +303,38 @@ def run_fxckpt(runner: Runner, case: Case, points: int) -> None:
             way.predicted_seconds = plan.step_seconds + plan.recompute_seconds
         if is_least:
             break
+
+
+def run_blocks(runner: Runner, case: Case) -> None:
+    """Measure one budget over blocks compiled one by one, beside the model as it is."""
+    eager = Way("eager")
+    case.ways.append(eager)
+    eager.error = said(guarded(lambda: runner.measure(eager, runner.uncompiled())))
+    if eager.peak_bytes is None or not hasattr(runner.made.model, "stack"):
+        return
+    for share in BLOCK_SHARES:
+        way = Way(f"fxckpt, blocks, {share} of eager")
+        case.ways.append(way)
+        least = run_budget_of_blocks(runner, way, int(share * eager.peak_bytes))
+        if least is not None:
+            way.name = "fxckpt, blocks, least"
+            run_budget_of_blocks(runner, way, least)
+            break
+
+
+def run_budget_of_blocks(runner: Runner, way: Way, budget: int) -> int | None:
+    """Measure a budget over blocks; return the least peak that its error names, if it is below."""
+    model = copy.deepcopy(runner.made.model)
+    backend = fxckpt.Backend(budget, **INNERS[runner.inner])
+    step = runner.by_blocks(model, backend)
+    failure = guarded(lambda: runner.measure(way, step, model))
+    way.error, way.budget_bytes = said(failure), budget
+    found = backend.report().step
+    if failure is None and found is None:
+        way.error = "it ran uncompiled"
+    elif found is not None:
+        way.predicted_bytes = found.predicted_peak_bytes
+    return None if failure is None else failure.least_bytes
 
 
 def run_case(case: Case, runner: Runner, points: int, rounds: int) -> None:
@@ -286,9 +351,12 @@ def run_case(case: Case, runner: Runner, points: int, rounds: int) -> None:
         # The partitioner of aot_eager's default saves everything, at any budget.
         options = MIN_CUT if inner == "aot_eager" and budget < 1 else stock
         with functorch_config.patch(activation_memory_budget=budget):
-            failure = guarded(lambda w=way, o=options, b=by_block: runner.measure(w, o, by_block=b))
+            step = runner.compiled(options, by_block)
+            failure = guarded(lambda w=way, s=step: runner.measure(w, s))
             way.error = said(failure)
     run_fxckpt(runner, case, points)
+    if inner != "reduce-overhead":
+        run_blocks(runner, case)
     times = runner.time(rounds)
     for way in case.ways:
         way.seconds = times.get(way.name)
