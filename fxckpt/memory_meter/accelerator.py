@@ -96,6 +96,9 @@ class _AcceleratorWatch(Watch):
         with self._meter._lock:
             return self._bounds()[0]
 
+    def hidden(self) -> int:
+        return self._meter._read()[1]
+
     def reset(self) -> None:
         with self._meter._lock:
             self._lower = 0

@@ -28,6 +28,10 @@ class Watch(ABC):
         """Return the most bytes that were surely in use at once, a lower bound on the peak."""
         return self.peak()
 
+    def hidden(self) -> int:
+        """Return the most bytes that could be in use from now on without being seen."""
+        return 0
+
     @abstractmethod
     def reset(self) -> None:
         """Start anew at what is in use now. A closed watch is open again."""

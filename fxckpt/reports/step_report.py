@@ -68,7 +68,9 @@ class StepReport:
     predicted_peak_bytes: int
     """Peak of the step at these levels, from planned bytes and the outside bytes measured."""
     measured_peak_bytes: int
-    """Most bytes allocated beyond those before the step."""
+    """Most bytes allocated beyond those before the step, or a bound where that was not seen."""
+    is_bound: bool
+    """Whether the measured peak is an upper bound, as an accelerator's own peak was above it."""
     peak_at: str
     """Part of the step that reached the measured peak."""
     outside_bytes: int
@@ -88,10 +90,14 @@ class StepReport:
         """Return the rows as a table with exports."""
         return table_of(self.rows)
 
+    def _measured(self) -> str:
+        """Return the measured peak for people."""
+        return f"{'at most ' if self.is_bound else ''}{format_bytes(self.measured_peak_bytes)}"
+
     def summary(self) -> str:
         """Return the figures of the step in one line."""
         return (
-            f"the step's peak is {format_bytes(self.measured_peak_bytes)} of a budget of "
+            f"the step's peak is {self._measured()} of a budget of "
             f"{format_bytes(self.budget_bytes)}, up to {format_bytes(self.outside_bytes)} of it "
             f"outside of the graphs; recompute takes {format_seconds(self.extra_seconds)} a step "
             "by the cost model"
@@ -107,7 +113,7 @@ class StepReport:
             f"step {self.steps}, {settled}\n{self.table()}\n"
             f"budget {format_bytes(self.budget_bytes)}, predicted peak "
             f"{format_bytes(self.predicted_peak_bytes)}, measured peak "
-            f"{format_bytes(self.measured_peak_bytes)} ({self.peak_at}); outside of the graphs up "
+            f"{self._measured()} ({self.peak_at}); outside of the graphs up "
             f"to {format_bytes(self.outside_bytes)}; recompute "
             f"{format_seconds(self.extra_seconds)}, at least "
             f"{format_seconds(self.lower_bound_seconds)} at these levels. {self.sees}"

@@ -22,6 +22,8 @@ class StepMeter:
         self.was_seen = True
         """Whether the latest peak is that of the step, and not only a bound from below."""
         self._is_polluted = False
+        self.most = 0
+        """Upper bound on the latest peak; the peak itself where none is known."""
 
     @property
     def is_exact(self) -> bool:
@@ -60,7 +62,12 @@ class StepMeter:
         # What compiling allocated is not the step's, and hides what was.
         peak = self._meter.allocated() if self._is_polluted else self._watch.seen()
         self.was_seen = self._watch.exact and not self._is_polluted
+        self.most = peak if self._is_polluted else max(peak, self._watch.peak())
         return peak
+
+    def hides(self, limit: int) -> bool:
+        """Return whether a step of more than ``limit`` bytes could go unseen from now on."""
+        return self._watch.hidden() > self.start + limit
 
     def restart(self, *, is_learning: bool) -> int:
         """Forget the peak so far; return the bytes allocated now.

@@ -47,6 +47,8 @@ class StepRecord:
     moments: list[Moment] = field(default_factory=list)
     peak_bytes: int = 0
     """Most bytes allocated beyond those before the step."""
+    most_bytes: int = 0
+    """Upper bound on the peak: more than it where a device's own peak hid a part of the step."""
     peak_at: str = ""
     """Where the peak was reached, for people."""
     left: dict[tuple[str, str] | None, int] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -91,6 +91,8 @@ class StepTracker:
         self._current: StepChoice | None = None
         """Levels chosen for this step; None while it is learned."""
         self._limit = 0
+        self._seen = set[Hashable]()
+        """Levels of steps whose peak was seen, on a device that may hide it."""
         """Budget in bytes when the step began; 0 while it is learned."""
         self._forward_ended: tuple[StepGraph, int] | None = None
         """Graph of the latest forward, and the bytes allocated at its end, until code follows."""
@@ -358,6 +360,8 @@ class StepTracker:
         """Return the greatest bytes allocated since the latest boundary, and record them."""
         peak = self._meter.peak()
         self._record.is_exact &= self._meter.was_seen
+        most = self._meter.most - self._meter.start
+        self._record.most_bytes = max(self._record.most_bytes, most)
         if peak - self._meter.start > self._record.peak_bytes:
             self._record.peak_bytes, self._record.peak_at = peak - self._meter.start, where
         return peak
@@ -468,6 +472,10 @@ class StepTracker:
                 chosen = levels.choice_alone(graph, sizes)
             self._current = levels.anticipated(chosen, meter.allocated() - meter.start)
         self._limit = 0 if self._current is None else self._current.limit
+        if self._current is not None and meter.hides(self._limit):
+            # The peak is the user's again once the levels were seen to keep the budget.
+            if self._key(self._current) not in self._seen:
+                meter.restart(is_learning=True)
 
     def _watch_root(self) -> None:
         """Let later steps begin where the outermost module does, before its first graph.
@@ -532,12 +540,19 @@ class StepTracker:
         if not record.is_of_the_step_alone:
             return
         self.last = record
+        if self._current is not None and record.peak_bytes == record.most_bytes:
+            self._seen.add(self._key(self._current))
         found = self._levels.learn(record)
         if self._meter.is_exact:
             limit = self._limit
             if record.peak_bytes > limit:  # A fraction is of what this step took outside, too.
                 limit = max(limit, self._levels.limit(found.learned))
             self._warnings.compare(record, limit, self.steps, self._levels.settled_at)
+
+    @staticmethod
+    def _key(current: StepChoice) -> Hashable:
+        """Return the graphs of a step and their levels."""
+        return tuple(graph.number for graph in current.learned.calls), current.choice.levels
 
     def _position(self, number: int, graph: StepGraph, sizes: Sizes) -> int:
         """Return the plan that a call takes."""

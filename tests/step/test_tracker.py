@@ -62,20 +62,24 @@ class Statistics:
 
 
 def test_peak_of_an_accelerator_is_reset_to_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peaks that the device had before are not the step's; a known step leaves the peak alone."""
+    """Peaks that the device had before are not the step's; a step that was seen leaves it alone."""
     model, device = Stack(), Statistics()
     peak, wanted = plain(model)
     limit = int(0.5 * peak)
     monkeypatch.setattr(measure, "meter_of", device.meter_of)
     backend = fxckpt.compile_blocks(model.blocks, limit, inner="aot_eager")
+    reports = []
     for _ in range(4):
         torch.empty(8 * peak, dtype=torch.uint8)
         resets = device.resets
         assert_step_is_right(model, limit, wanted)
+        reports.append(backend.report().step)
     assert 0 < resets == device.resets
-    report = backend.report().step
-    assert report is not None and report.settled_at == 2
-    assert 0.7 * limit < report.predicted_peak_bytes <= limit
+    assert reports[-1] is not None and reports[-1].settled_at == 2
+    assert 0.7 * limit < reports[-1].predicted_peak_bytes <= limit
+    seen = [None if r is None else (r.is_bound, r.measured_peak_bytes <= limit) for r in reports]
+    assert seen[1:] == [(False, True), (True, False), (True, False)]
+    assert "measured peak at most" in str(reports[-1])
 
 
 @pytest.mark.parametrize("budget", [0.7, "1.2MiB"])
