@@ -68,6 +68,7 @@ STOCK: dict[str, dict[str, Any]] = {
 }
 """What each inner compiler is compared with: options of plain ``torch.compile``."""
 BLOCK_SHARES = (0.8, 0.6, 0.4)
+OFFLOAD_SHARES = (0.7, 0.5)
 MIN_CUT = {"backend": "aot_eager_decomp_partition"}
 """torch's partitioner without Inductor."""
 PROMISED = {"aot_eager": 0.001, "inductor": 0.01, "reduce-overhead": 0.01}
@@ -101,6 +102,10 @@ class Way:
     allocated_bytes: int | None = None
     """Bytes allocated at most during the step, parameters included."""
     predicted_seconds: float | None = None
+    away_bytes: int | None = None
+    """Most bytes on the host."""
+    stall_seconds: float | None = None
+    """Seconds that the plan waits for copies."""
     seconds: float | None = None
     """Median of the timed steps."""
     of_stock: float | None = None
@@ -287,20 +292,21 @@ def run_fxckpt(runner: Runner, case: Case, points: int) -> None:
     for way, options in fxckpt_ways(runner.made, runner.inner, points):
         case.ways.append(way)
         backend = fxckpt.Backend(**options)
-        failure = guarded(lambda w=way, b=backend: runner.measure(w, runner.compiled({"backend": b})))
+        failure = guarded(
+            lambda w=way, b=backend: runner.measure(w, runner.compiled({"backend": b}))
+        )
         is_least = failure is not None and failure.least_bytes is not None
         if is_least:
             way.name, options["budget"] = "fxckpt, least", f"{failure.least_bytes}B"
             backend = fxckpt.Backend(**options)
-            failure = guarded(lambda w=way, b=backend: runner.measure(w, runner.compiled({"backend": b})))
+            failure = guarded(
+                lambda w=way, b=backend: runner.measure(w, runner.compiled({"backend": b}))
+            )
         way.error = said(failure)
         if not backend.plans:
             way.error = way.error or "it ran uncompiled"
         else:
-            plan = backend.plans[-1]
-            way.budget_bytes = plan.budget_bytes
-            way.predicted_bytes = plan.compiled_peak_bytes or plan.peak_bytes
-            way.predicted_seconds = plan.step_seconds + plan.recompute_seconds
+            note_plan(way, backend.plans[-1])
         if is_least:
             break
 
@@ -337,6 +343,39 @@ def run_budget_of_blocks(runner: Runner, way: Way, budget: int) -> int | None:
     return None if failure is None else failure.least_bytes
 
 
+def run_offload(runner: Runner, case: Case) -> None:
+    """Measure budgets that plans may also meet by sending values to the host, and torch's way."""
+    model, inputs = runner.made.model, runner.made.inputs
+
+    def on_the_host() -> None:
+        model.zero_grad(set_to_none=True)
+        runner.made.switch(False)
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            loss = model(*inputs)
+        loss.backward()
+
+    way = Way("eager, save_on_cpu")
+    case.ways.append(way)
+    way.error = said(guarded(lambda: runner.measure(way, on_the_host)))
+    for share in OFFLOAD_SHARES:
+        for offload in (None, "64GiB"):
+            way = Way(f"fxckpt {share:.3f}" + (", offload" if offload else ", no offload"))
+            case.ways.append(way)
+            backend = fxckpt.Backend(share, offload=offload, **INNERS[runner.inner])
+            step = runner.compiled({"backend": backend})
+            way.error = said(guarded(lambda w=way, s=step: runner.measure(w, s)))
+            if backend.plans:
+                note_plan(way, backend.plans[-1])
+
+
+def note_plan(way: Way, plan: fxckpt.Plan) -> None:
+    """Keep the figures of a plan."""
+    way.budget_bytes = plan.budget_bytes
+    way.predicted_bytes = plan.compiled_peak_bytes or plan.peak_bytes
+    way.predicted_seconds = plan.step_seconds + plan.recompute_seconds + plan.stall_seconds
+    way.away_bytes, way.stall_seconds = plan.away_bytes, plan.stall_seconds
+
+
 def run_case(case: Case, runner: Runner, points: int, rounds: int) -> None:
     """Measure every way of a case, then time them in turn."""
     inner, stock = runner.inner, STOCK[runner.inner]
@@ -357,6 +396,7 @@ def run_case(case: Case, runner: Runner, points: int, rounds: int) -> None:
     run_fxckpt(runner, case, points)
     if inner != "reduce-overhead":
         run_blocks(runner, case)
+        run_offload(runner, case)
     times = runner.time(rounds)
     for way in case.ways:
         way.seconds = times.get(way.name)

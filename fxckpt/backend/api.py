@@ -28,6 +28,7 @@ from fxckpt.backend.options import (
     call_text,
     check_inner,
     check_offload,
+    check_replays,
     check_scope,
     check_tile_with,
     given_by_name,
@@ -192,6 +193,7 @@ class Backend:
         check_inner(inner, verify, mode, options)
         check_offload(offload, inner, group)
         self._inductor = inductor_options(mode, options)
+        check_replays(self._inductor, offload)
         self.partitioner = Partitioner(
             budget, policy, cost, verify, max_slowdown, offload=offload, tile=tile
         )

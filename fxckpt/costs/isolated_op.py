@@ -56,7 +56,7 @@ class IsolatedOp:
             return None
         if node.target._opname.lstrip("_").startswith(OPAQUE):
             return None
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        args, kwargs = fx.map_arg(_without_dropout(node), lambda n: n.meta.get("val"))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if sum(map(_bytes_at_bound, leaves)) > MOST_BYTES:
             return None
@@ -86,6 +86,23 @@ class IsolatedOp:
                 [synthetic_input(leaf) for leaf in self.leaves], self.spec
             )
             yield lambda: self.op(*args, **kwargs)
+
+
+def _without_dropout(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a node; a backward that repeats a forward's dropout drops nothing.
+
+    Kernels of attention read the seed where the forward's kernel has left it, on the GPU or on the
+    host, which no graph tells: a seed in the wrong place ends the process.
+    """
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    args, kwargs = list(node.args), dict(node.kwargs)
+    if any(argument.name == "philox_seed" for argument in arguments):
+        for i, argument in enumerate(arguments):
+            if argument.name.startswith("dropout_p") and i < len(args):
+                args[i] = 0.0
+            elif argument.name in kwargs and argument.name.startswith("dropout_p"):
+                kwargs[argument.name] = 0.0
+    return tuple(args), kwargs
 
 
 REFUSED = (RuntimeError, IndexError, ValueError)

@@ -18,7 +18,7 @@ from torch import Tensor
 from fxckpt.eager.tape import TensorVersion
 from fxckpt.errors import CheckpointError, InvalidOption
 from fxckpt.tiers import Tier
-from fxckpt.tiers.tier import Copy
+from fxckpt.tiers.streams import Copy
 from fxckpt.torch_private import FakeTensor, is_wrapper, laid_out, storage_key
 
 _lock = threading.Lock()
@@ -43,7 +43,7 @@ class AwayStorage:
         self._coming: Copy | None = None
         self._lock = threading.RLock()
         """Another thread's region may let the value go while this one's backward reads it."""
-        self._tier = tier
+        self._tier, self._device = tier, value.device
         self._held = tier.take(value.untyped_storage().nbytes())
         self._going = tier.send(value, self._held)
 
@@ -67,7 +67,7 @@ class AwayStorage:
         with self._lock:
             if self._value is None and self._here is None and not self._written:
                 nbytes = self._held.untyped_storage().nbytes()
-                self._here = torch.empty(nbytes, dtype=torch.uint8)
+                self._here = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
                 self._coming = self._tier.fetch(self._held, self._here)
 
     def arrived(self) -> Tensor:
@@ -95,7 +95,7 @@ class AwayStorage:
     def leave(self) -> None:
         """Let the bytes go that came back."""
         if self._coming is not None:
-            self._coming.result()  # A thread writes to them.
+            self._coming.result()  # The copy writes to them.
         self._coming = self._here = None
 
 
@@ -117,7 +117,7 @@ def send_kept(
     """Send the kept values of some versions to a tier, each storage once; return the storages.
 
     ``check`` raises an error for a version that was written since it was kept. Raises
-    :class:`TierFull`, and :class:`InvalidOption` for values that are not on the CPU.
+    :class:`TierFull`, and :class:`InvalidOption` for values on devices without such copies.
     """
     with _lock:
         earlier = _leaving.pop(tier, [])
@@ -127,11 +127,11 @@ def send_kept(
     sent: dict[int, AwayStorage] = {}
     for version in versions:
         value: Tensor = version.kept
-        if value.device.type != "cpu":
+        if value.device.type not in ("cpu", "cuda"):
             raise InvalidOption(
-                f"offload={tier!r}: values are sent away from the CPU only, and the region keeps "
-                f"one on {value.device}. Leave offload out, or use "
-                "torch.autograd.graph.save_on_cpu(pin_memory=True) around the region."
+                f"offload={tier!r}: values are sent away from the CPU and from CUDA devices, and "
+                f"the region keeps one on {value.device}. Leave offload out, or use "
+                "torch.autograd.graph.save_on_cpu() around the region."
             )
         key = storage_key(value)
         if key not in sent:

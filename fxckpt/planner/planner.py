@@ -452,10 +452,11 @@ class Planner:
                 "the backend a tier: fxckpt.Backend(policy=plan, offload=fxckpt.tiers.Host(...))."
             )
         device = device_of(joint.module.graph)
-        if plan.offloads and device.type != "cpu":
+        if plan.offloads and device.type not in ("cpu", "cuda"):
             raise InvalidOption(
-                f"offload={self.offload!r}: values are sent away from the CPU only, and the model "
-                f"is on {device}. Leave offload out, or plan alone: fxckpt.plan(..., offload=...)."
+                f"offload={self.offload!r}: values are sent away from the CPU and from CUDA "
+                f"devices, and the model is on {device}. Leave offload out, or plan alone: "
+                "fxckpt.plan(..., offload=...)."
             )
         tier = None if self.offload is None else self.offload.number
         return Emission(joint, facts, plan, exact=self.exact, tier=tier)

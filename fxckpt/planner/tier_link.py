@@ -33,7 +33,7 @@ def with_link(
     """
     program = facts.program
     if named is None or tier.has_given_rates:
-        rates = tier.rates()
+        rates = tier.rates(device)
     else:
         rates = named.to_host, named.from_host
     movable = movable_storages(facts, device)

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from fxckpt import budgets
 from fxckpt.errors import InvalidOption, TierFull
 from fxckpt.tiers.tier import MEASURED_BYTES, MEASURED_RUNS, Tier
@@ -46,6 +48,8 @@ class Disk(Tier):
     >>> disk.used_bytes, backend.plans[0].away_bytes > 0
     (0, True)
     """
+
+    _locks_pages = False
 
     def __init__(
         self,
@@ -94,7 +98,7 @@ class Disk(Tier):
                 "room there, name another folder, or raise the budget."
             ) from error
 
-    def _measure(self) -> tuple[float, float]:
+    def _measure(self, device: torch.device) -> tuple[float, float]:
         data = os.urandom(min(MEASURED_BYTES, self.limit_bytes))
         away, back = [], []
         for _ in range(MEASURED_RUNS):

@@ -20,13 +20,14 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxckpt import budgets
 from fxckpt.errors import InvalidBudget, InvalidOption, TierFull
+from fxckpt.tiers.streams import Block, Copy, StreamCopy, start_copy
 from fxckpt.torch_private import outside_trace
 
 MEASURED_BYTES = 2**25
@@ -58,21 +59,31 @@ def tier_numbered(number: int) -> Tier:
 class Tier(ABC):
     """Memory off the device, and the link to it."""
 
+    _locks_pages = True
+    """Whether its memory can be page-locked for copies of a GPU."""
+
     def __init__(
         self, limit: int | str, bytes_per_second: float | tuple[float, float] | None = None
     ) -> None:
         self.limit_bytes = parse_limit(limit)
         """Most bytes that are in use at once."""
-        self._rates = None if bytes_per_second is None else parse_rates(bytes_per_second)
+        given = None if bytes_per_second is None else parse_rates(bytes_per_second)
+        self._rates: dict[str, tuple[float, float]] = {}
+        """Rates that were measured, by the kind of device."""
+        self._given_rates = given
         self._given = limit, bytes_per_second
         self._lock = threading.Lock()
-        self._returned: deque[tuple[Any, int, int]] = deque()
+        self._returned: deque[tuple[Block, int, int]] = deque()
         """Blocks whose last tensor is gone; a collector may add to it at any moment."""
-        self._idle: dict[int, list[Any]] = defaultdict(list)
+        self._idle: dict[int, list[Block]] = defaultdict(list)
         """Blocks that were given back, by their bytes."""
         self._idle_bytes = self._used_bytes = self._peak_bytes = 0
+        self._blocks: dict[int, Block] = {}
+        """Blocks in use, by their address."""
         self.copies: dict[int, Copy] = {}
         """The latest copy to or from a block in use, by its address."""
+        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+        """A stream for each way, by the device."""
         self._ways: tuple[int, ThreadPoolExecutor, ThreadPoolExecutor] | None = None
 
     @cached_property
@@ -137,20 +148,23 @@ class Tier(ABC):
         """Whether the rates were given."""
         return self._given[1] is not None
 
-    def rates(self) -> tuple[float, float]:
-        """Return the bytes per second to the tier and back.
+    def rates(self, device: torch.device | None = None) -> tuple[float, float]:
+        """Return the bytes per second from a device to the tier and back; None is the CPU.
 
         If they were not given, they are measured once, by a few copies of 32 MiB each way.
         """
-        if self._rates is None:
+        if self._given_rates is not None:
+            return self._given_rates
+        place = torch.device("cpu") if device is None else device
+        if place.type not in self._rates:
             # It is asked for while a graph is traced.
             with outside_trace(), torch.no_grad():
-                self._rates = self._measure()
-        return self._rates
+                self._rates[place.type] = self._measure(place)
+        return self._rates[place.type]
 
-    def _measure(self) -> tuple[float, float]:
+    def _measure(self, device: torch.device) -> tuple[float, float]:
         nbytes = min(MEASURED_BYTES, self.limit_bytes)
-        value = torch.zeros(nbytes, dtype=torch.uint8)
+        value = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         away, back = [], []
         for _ in range(MEASURED_RUNS):
             held = self.take(nbytes)
@@ -174,8 +188,8 @@ class Tier(ABC):
                     "Raise its limit."
                 )
             idle = self._idle[nbytes]
-            buffer = idle.pop() if idle else None
-            if buffer is not None:
+            block = idle.pop() if idle else None
+            if block is not None:
                 self._idle_bytes -= nbytes
             elif self._idle_bytes + self._used_bytes + nbytes > self.limit_bytes:
                 self._idle.clear()
@@ -183,38 +197,62 @@ class Tier(ABC):
             self._used_bytes += nbytes
             self._peak_bytes = max(self._peak_bytes, self._used_bytes)
         try:
-            if buffer is None:
-                buffer = self._new_block(nbytes)
+            if block is None:
+                block = Block(self._new_block(nbytes))
         except BaseException:
             with self._lock:
                 self._used_bytes -= nbytes
             raise
         # A tensor keeps the array, and the array the buffer.
-        array = (ctypes.c_char * nbytes).from_buffer(buffer)
-        ended = weakref.finalize(array, self._give_back, buffer, nbytes, ctypes.addressof(array))
+        array = (ctypes.c_char * nbytes).from_buffer(block.buffer)
+        address = ctypes.addressof(array)
+        self._blocks[address] = block
+        ended = weakref.finalize(array, self._give_back, block, nbytes, address)
         ended.atexit = False
         return torch.frombuffer(array, dtype=torch.uint8)
 
-    def _give_back(self, buffer: Any, nbytes: int, address: int) -> None:
+    def _give_back(self, block: Block, nbytes: int, address: int) -> None:
         # The lock may be held: a collector runs wherever memory is allocated.
-        self._returned.append((buffer, nbytes, address))
+        self._returned.append((block, nbytes, address))
 
     def _collect(self) -> None:
         """Take the blocks that were given back; the lock is held."""
         while self._returned:
-            buffer, nbytes, address = self._returned.popleft()
-            self.copies.pop(address, None)
+            block, nbytes, address = self._returned.popleft()
+            # A copy of a GPU may still read the memory: what is lent it next waits for that.
+            block.latest = self.copies.pop(address, None)
+            self._blocks.pop(address, None)
             self._used_bytes -= nbytes
-            self._idle[nbytes].append(buffer)
+            self._idle[nbytes].append(block)
             self._idle_bytes += nbytes
 
     def send(self, value: Tensor, held: Tensor) -> Copy:
         """Begin to copy the storage of a value to that of a tensor of the tier."""
+        if value.device.type == "cuda":
+            return self._start(held, value, value.device, 0)
         return self._threads()[0].submit(_Move(held, value, self._pace(0)))
 
     def fetch(self, held: Tensor, value: Tensor) -> Copy:
         """Begin to copy the storage of a tensor of the tier to that of a value."""
+        if value.device.type == "cuda":
+            return self._start(value, held, value.device, 1)
         return self._threads()[1].submit(_Move(value, held, self._pace(1)))
+
+    def _start(self, target: Tensor, source: Tensor, device: torch.device, way: int) -> Copy:
+        """Begin a copy on the stream of a way, 0 to send and 1 to fetch."""
+        if self._pace(way) < math.inf:
+            raise InvalidOption(
+                f"offload={self!r} slows down copies of the CPU only, and a value is on {device}. "
+                "Give a host: fxckpt.tiers.Host('64GiB')."
+            )
+        held = (target, source)[way].untyped_storage()
+        address, block = held.data_ptr(), self._blocks[held.data_ptr()]
+        if self._locks_pages:
+            block.lock_pages(address, held.nbytes())
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        earlier = self.copies.get(address, block.latest)
+        return start_copy(target, source, self._streams[device][way], earlier)
 
     def _pace(self, way: int) -> float:
         """Return the most bytes per second of a way, 0 to send and 1 to fetch."""
@@ -230,14 +268,6 @@ class Tier(ABC):
                     ThreadPoolExecutor(1, f"fxckpt-fetch-{self.number}"),
                 )
             return self._ways[1:]
-
-
-class Copy(Protocol):
-    """A copy that was begun."""
-
-    def result(self) -> object:
-        """Wait until the copy is complete; raise its error, if any."""
-        ...
 
 
 class _Move:
@@ -261,8 +291,14 @@ class _Move:
 
 
 def _seconds(copy: Callable[[Tensor, Tensor], Copy], source: Tensor, target: Tensor) -> float:
+    for tensor in (source, target):
+        if tensor.device.type == "cuda":
+            torch.cuda.synchronize(tensor.device)
     begin = time.perf_counter()
-    copy(source, target).result()
+    copied = copy(source, target)
+    if isinstance(copied, StreamCopy):
+        copied.synchronize()
+    copied.result()
     return time.perf_counter() - begin
 
 

@@ -95,3 +95,17 @@ def test_devices_of_a_node() -> None:
     """The devices of inputs and results are found."""
     assert devices(node_of(lambda x: x.sin(), torch.ones(2))) == {"cpu"}
     assert devices(node_of(lambda x: x.sin(), torch.ones(2, device="meta"))) == {"meta"}
+
+
+@pytest.mark.parametrize("kernel", ["efficient", "flash", "cudnn"])
+def test_backward_of_attention_reads_no_seed(kernel: str) -> None:
+    """Without dropout no kernel reads the seed, which may be on the host or on the GPU."""
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward").default
+    names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
+    graph = fx.Graph()
+    operand = graph.placeholder("x")
+    operand.meta["val"] = torch.ones(2, 2, 4, 8)
+    given = {"dropout_p": 0.1, "is_causal": False, "max_q": 4, "max_k": 4}
+    found = IsolatedOp.of(graph.call_function(op, tuple(given.get(n, operand) for n in names)))
+    assert found is not None
+    assert found.leaves[names.index("dropout_p")] == 0.0

@@ -42,17 +42,18 @@ def test_a_case_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """
     monkeypatch.setattr(gpu, "TORCH_BUDGETS", ())
     monkeypatch.setattr(gpu, "BLOCK_SHARES", (0.8,))
+    monkeypatch.setattr(gpu, "OFFLOAD_SHARES", (0.9,))
     with torch._dynamo.config.patch(recompile_limit=1):
         found = run(tmp_path, "--only", "gpt2/float32/aot_eager")
     (case,) = found["cases"]
     assert case["error"] is None
-    assert [way["error"] for way in case["ways"]] == [None] * 6
+    assert [way["error"] for way in case["ways"]] == [None] * 9
     assert all(way["peak_bytes"] > 0 and way["seconds"] > 0 for way in case["ways"])
     assert found["verdict"] == {
-        "budgets": 3,
-        "measured": 3,
-        "kept": 3,
-        "predicted": 3,
+        "budgets": 5,
+        "measured": 5,
+        "kept": 5,
+        "predicted": 5,
         "failed_cases": [],
         "unfinished_cases": [],
         "failed_ways": [],
