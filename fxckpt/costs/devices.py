@@ -11,7 +11,7 @@ H100       NVIDIA's datasheets (SXM, PCIe, NVL); PCIe compared with its table in
            https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html, bfloat16 of NVL with
            torchtitan's ``get_peak_flops``, its FP32 with 132 SMs of 128 cores at 1.785 GHz, TF32
            and FP8 as half and twice bfloat16; link: NVIDIA/nvbandwidth#24
-H200       NVIDIA's datasheet (SXM)
+H200       NVIDIA's datasheet (SXM); link: measured, copies of 256 MiB in page-locked memory
 B200, B300 NVIDIA's HGX sheets (https://glennklockwood.com/garden/processors/B200, .../B300);
            bandwidth of B200: pytorch/ao#4002
 GB200      NVIDIA's GB200 sheet (same pages); link: torchtitan's notes on C2C, in its cpu_offload.py
@@ -179,8 +179,8 @@ DEVICES = {
             1979 * T,
             4.8 * T,
             141 * GB,
-            52.8e9,
-            35e9,
+            54.5e9,
+            54.4e9,
             forms="SXM SXM5 141GB HBM3E",
         ),
         Device(

@@ -20,7 +20,7 @@ class Copy(Protocol):
     """A copy that was begun."""
 
     def result(self) -> object:
-        """Wait until the copy is complete, as far as later ops can tell; raise its error, if any."""
+        """Wait until the copy is complete, as far as later ops see; raise its error, if any."""
         ...
 
 

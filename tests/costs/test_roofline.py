@@ -102,6 +102,18 @@ def test_attention_has_a_share_of_its_own() -> None:
     assert seconds == pytest.approx(flops / (0.5 * 989e12) + LAUNCH_SECONDS)
 
 
+def test_odd_vocabulary_leaves_tensor_cores_idle() -> None:
+    """A matmul whose rows do not begin at multiples of 16 bytes reaches a sixth of the rate."""
+    odd, even = (
+        DeviceRoofline.of("H200").seconds(
+            node_of(torch.mm, (4096, 4096), (4096, n), dtype=torch.bfloat16)
+        )
+        - LAUNCH_SECONDS
+        for n in (50_257, 50_264)
+    )
+    assert odd / even == pytest.approx(6, rel=0.01)
+
+
 def test_pointwise_takes_the_bandwidth() -> None:
     """A pointwise op takes the bandwidth that kernels reach."""
     node = node_of(torch.add, (2**26,), (2**26,), dtype=torch.float32)

@@ -42,6 +42,7 @@ def copied(seen: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in seen.items()}
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_values_come_back_as_they_went(device: str) -> None:
     """Many steps, each of other data, have the gradients of the step without offload."""
     plain, x = stack(device)
@@ -111,6 +112,7 @@ def test_forward_without_backward_leaves_nothing(device: str, fails: bool) -> No
     assert differing(expected, outcome(model, step, (x,))) == []
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_eager_regions_send_away(device: str) -> None:
     """Regions have the gradients of the model as it is, and send their inputs away."""
 
