@@ -66,7 +66,6 @@ torch.library.define(
 )
 
 
-@torch.library.register_fake(_RMS_NORM)
 def _fake_rms_norm(
     input: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -76,7 +75,6 @@ def _fake_rms_norm(
     return input.new_empty(input.shape), input.new_empty(shape, dtype=wide)
 
 
-@torch.library.register_fake(_RMS_NORM_BACKWARD)
 def _fake_rms_norm_backward(
     grad_out: Tensor,
     input: Tensor,
@@ -103,6 +101,8 @@ def _rms_norm_backward(ctx: Any, grad: Tensor, _: Any) -> Any:
     return found[0] if mask[0] else None, None, found[1] if mask[1] else None, None
 
 
+torch.library.register_fake(_RMS_NORM, _fake_rms_norm)
+torch.library.register_fake(_RMS_NORM_BACKWARD, _fake_rms_norm_backward)
 torch.library.register_autograd(_RMS_NORM, _rms_norm_backward, setup_context=_keep_for_backward)
 
 
