@@ -2,8 +2,8 @@
 
 A copy waits on its stream for what the caller's stream has queued, and the caller's stream waits
 for the copy where its result is asked for: the host waits for neither. Until then the copy holds
-the memory that it reads or writes. Memory of the host is page-locked first, without which a copy
-would hold the caller up and move a quarter of the bytes per second.
+the memory of the device. Memory of the host is page-locked first, without which a copy would hold
+the caller up and move a quarter of the bytes per second.
 """
 
 from __future__ import annotations
@@ -27,28 +27,36 @@ class Copy(Protocol):
 class StreamCopy:
     """A copy that runs on a stream of a device."""
 
-    def __init__(self, done: torch.cuda.Event, device: torch.device, *tensors: Tensor) -> None:
+    def __init__(self, done: torch.cuda.Event, device: torch.device, value: Tensor) -> None:
         self._done, self._device = done, device
-        self._tensors = tensors
+        self._value: Tensor | None = value
+        """Memory of the device, until something waits for the copy."""
 
     def result(self) -> None:
         """Let the caller's stream wait for the copy, and hold its memory no longer."""
         torch.cuda.current_stream(self._device).wait_event(self._done)
-        self._tensors = ()
+        self._value = None
 
     def synchronize(self) -> None:
         """Let the host wait for the copy."""
         self._done.synchronize()
-        self._tensors = ()
+        self._value = None
+
+    def abandon(self) -> None:
+        """Let the host wait for the copy, if nothing else has, and hold its memory no longer.
+
+        Memory that no stream waits for would be lent to others while the copy writes to it.
+        """
+        if self._value is not None:
+            self.synchronize()
 
     def precede(self, stream: torch.cuda.Stream) -> None:
         """Let a stream wait for the copy."""
         stream.wait_event(self._done)
 
     def __del__(self) -> None:
-        # Memory that no stream waits for would be lent to others while the copy writes to it.
-        if self._tensors and not sys.is_finalizing():
-            self.synchronize()
+        if not sys.is_finalizing():
+            self.abandon()
 
 
 def start_copy(
@@ -67,7 +75,7 @@ def start_copy(
     with torch.no_grad(), torch.cuda.stream(stream):
         _bytes_of(target).copy_(_bytes_of(source), non_blocking=True)
     done.record(stream)
-    return StreamCopy(done, device, target, source)
+    return StreamCopy(done, device, target if target.device == device else source)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

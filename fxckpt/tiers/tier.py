@@ -221,6 +221,8 @@ class Tier(ABC):
             block, nbytes, address = self._returned.popleft()
             # A copy of a GPU may still read the memory: what is lent it next waits for that.
             block.latest = self.copies.pop(address, None)
+            if isinstance(block.latest, StreamCopy):
+                block.latest.abandon()
             self._blocks.pop(address, None)
             self._used_bytes -= nbytes
             self._idle[nbytes].append(block)
