@@ -11,7 +11,7 @@ H100       NVIDIA's datasheets (SXM, PCIe, NVL); PCIe compared with its table in
            https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html, bfloat16 of NVL with
            torchtitan's ``get_peak_flops``, its FP32 with 132 SMs of 128 cores at 1.785 GHz, TF32
            and FP8 as half and twice bfloat16; link: NVIDIA/nvbandwidth#24
-H200       NVIDIA's datasheet (SXM)
+H200       NVIDIA's datasheet (SXM); link: measured, copies of 256 MiB in page-locked memory
 B200, B300 NVIDIA's HGX sheets (https://glennklockwood.com/garden/processors/B200, .../B300);
            bandwidth of B200: pytorch/ao#4002
 GB200      NVIDIA's GB200 sheet (same pages); link: torchtitan's notes on C2C, in its cpu_offload.py
@@ -27,8 +27,8 @@ torch's own table (``torch/_inductor/analysis/device_info.py``) agrees on A100, 
 The shares are what kernels reach: 0.78 of a matmul's rate and 0.92 of the bandwidth were measured
 on an H100 (torchao, ``testing/training/roofline_utils.py``), and are guesses for the others.
 FlashAttention-2 reaches 50 to 73 % on an A100 (https://arxiv.org/abs/2307.08691) and 35 % on an
-H100, FlashAttention-3 and cuDNN 75 % (https://arxiv.org/abs/2407.08608); torch has the former and
-cuDNN.
+H100, FlashAttention-3 and cuDNN 75 % (https://arxiv.org/abs/2407.08608); torch has the former, and
+cuDNN's on devices of compute capability 9.0 and 10.0.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ from fxckpt.errors import InvalidOption
 
 LAUNCH_SECONDS = 2e-6
 """Seconds of one kernel launch on a GPU, measured on an H100 (torchao, ``roofline_utils.py``)."""
+
+CUDNN_SHARE = 0.65
+"""Share of cuDNN's causal attention, forward and backward, whose FLOPs count as if not causal.
+
+Measured on an H200 in bfloat16 (``bench/results/h200/ops.txt``); a guess for the others.
+"""
 
 PCIE_4 = 25e9
 """Bytes/s of a PCIe 4 x16 link in one direction, measured on an A100."""
@@ -142,6 +148,7 @@ DEVICES = {
             80 * GB,
             52.8e9,
             35e9,
+            attention_share=CUDNN_SHARE,
             forms="SXM SXM5 80GB HBM3",
         ),
         Device(
@@ -155,6 +162,7 @@ DEVICES = {
             80 * GB,
             PCIE_5,
             PCIE_5,
+            attention_share=CUDNN_SHARE,
             forms="80GB HBM2E",
         ),
         Device(
@@ -168,6 +176,7 @@ DEVICES = {
             94 * GB,
             PCIE_5,
             PCIE_5,
+            attention_share=CUDNN_SHARE,
             forms="94GB HBM3",
         ),
         Device(
@@ -179,8 +188,9 @@ DEVICES = {
             1979 * T,
             4.8 * T,
             141 * GB,
-            52.8e9,
-            35e9,
+            54.5e9,
+            54.4e9,
+            attention_share=CUDNN_SHARE,
             forms="SXM SXM5 141GB HBM3E",
         ),
         Device(
@@ -194,6 +204,7 @@ DEVICES = {
             180 * GB,
             PCIE_5,
             PCIE_5,
+            attention_share=CUDNN_SHARE,
             forms="SXM SXM6 180GB HBM3E",
         ),
         Device(
@@ -220,6 +231,7 @@ DEVICES = {
             186 * GB,
             350e9,
             350e9,
+            attention_share=CUDNN_SHARE,
             forms="186GB HBM3E",
         ),
         Device(

@@ -110,23 +110,50 @@ def _evaluate_count(node: fx.Node, count: Count) -> int:
     return answer  # type: ignore[return-value]  # checked by Checked
 
 
+_GATHERED_LIKE = {
+    "aten.embedding": (0, None),
+    "aten.gather": (0, None),
+    "aten.index_select": (0, None),
+    "aten.index": (0, None),
+    "aten.nll_loss_forward": (0, 1),
+    "aten.nll_loss_backward": (1, 2),
+}
+"""Ops that read few elements of an argument: its place, and what has as many, None the result."""
+
+
+def _most_read(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """Return the argument of which an op reads few elements, and how many at most."""
+    found = _GATHERED_LIKE.get(str(getattr(node.target, "overloadpacket", None)))
+    if found is None:
+        return None
+    source, like = node.args[found[0]], node if found[1] is None else node.args[found[1]]
+    if not (isinstance(source, fx.Node) and isinstance(like, fx.Node)):
+        return None
+    value = like.meta.get("val")
+    return (source, math.prod(_shape(value))) if isinstance(value, torch.Tensor) else None
+
+
 def node_bytes(node: fx.Node) -> int:
     """Return the bytes one run reads and writes.
 
     A storage counts once, by its largest tensor but at most its own size, so that a broadcast
-    tensor counts by the bytes it holds. Views share the storage of their input.
+    tensor counts by the bytes it holds. Views share the storage of their input. Of what an op
+    gathers from, as many elements count as it gathers.
     """
     registered_bytes = registered(node.target).bytes
     if registered_bytes is not None:
         return _evaluate_count(node, registered_bytes)
     storages: dict[int, int] = {}
-    for value in [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]:
-        for tensor in tensors(value):
+    few = _most_read(node)
+    for each in [node, *node.all_input_nodes]:
+        for tensor in tensors(each.meta.get("val")):
             held, key = size_hint(tensor.untyped_storage().nbytes()), storage_id(tensor)
             count = tensor.numel()
             read = (
                 count if type(count) is int else math.prod(_shape(tensor))
             ) * tensor.element_size()
+            if few is not None and each is few[0]:
+                read = min(read, few[1] * tensor.element_size())
             storages[key] = max(storages.get(key, 0), min(held, read))
     return sum(storages.values())
 

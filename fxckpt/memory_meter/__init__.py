@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from fxckpt.memory_meter.accelerator import AcceleratorMeter, accelerator_meter
+from fxckpt.memory_meter.accelerator import (
+    AcceleratorMeter,
+    accelerator_meter,
+    take_library_memory,
+)
 from fxckpt.memory_meter.cpu import allocation_limit, counting_meter, cpu_meter
 from fxckpt.memory_meter.meter import Meter, Watch
 
-__all__ = ["AcceleratorMeter", "Meter", "Watch", "allocation_limit", "counting_meter", "meter_of"]
+__all__ = [
+    "AcceleratorMeter",
+    "Meter",
+    "Watch",
+    "allocation_limit",
+    "counting_meter",
+    "meter_of",
+    "take_library_memory",
+]
 
 
 def meter_of(device: torch.device | str) -> Meter:

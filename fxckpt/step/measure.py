@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fxckpt.memory_meter import meter_of
+from fxckpt.memory_meter import meter_of, take_library_memory
 
 
 class StepMeter:
@@ -15,6 +15,7 @@ class StepMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        take_library_memory(device)
         self._meter = meter_of(device)
         self._watch = self._meter.watch()
         self.base: int | None = None

@@ -155,7 +155,7 @@ from fxckpt.torch_private.ops.dispatcher import (
     holds_python,
     overloads_of,
 )
-from fxckpt.torch_private.ops.gpu_ops import GpuAttention, autocasts_for_gpu, scaled_mm
+from fxckpt.torch_private.ops.gpu_ops import GpuOps, autocasts_for_gpu, restore_ops, scaled_mm
 from fxckpt.torch_private.ops.name_op import NAME, name_op
 from fxckpt.torch_private.ops.rng import default_generator, fake_rng_state, lower_rng
 from fxckpt.torch_private.ops.storages import (
@@ -201,7 +201,7 @@ __all__ = [
     "CaptureDone",
     "FakeTensor",
     "FakeTensorMode",
-    "GpuAttention",
+    "GpuOps",
     "HigherOrderOperator",
     "KeptGraph",
     "M",
@@ -317,6 +317,7 @@ __all__ = [
     "put_together",
     "region_keys",
     "remember_storage",
+    "restore_ops",
     "run_and_save_rng_state",
     "run_on_fakes",
     "run_with_rng_state",

@@ -74,6 +74,16 @@ def test_broadcast_storages_count_once() -> None:
     assert node_bytes(node_of(lambda x: x * x, x)) == 4 * (32 + 32)
 
 
+def test_a_gather_counts_what_is_gathered() -> None:
+    """Of a table as many elements count as are looked up, and none of a loss's whole input."""
+    table, rows = torch.ones(100, 4), torch.zeros(3, dtype=torch.int64)
+    assert node_bytes(node_of(lambda r, t: F.embedding(r, t), rows, table)) == 4 * (12 + 12) + 8 * 3
+    scores = torch.ones(8, 50)
+    graph = node_of(lambda s, t: F.nll_loss(s, t), scores, torch.zeros(8, dtype=torch.int64)).graph
+    (loss,) = (n for n in graph.nodes if "nll_loss_forward" in str(n.target))
+    assert node_bytes(loss) == 4 * 8 + 8 * 8 + 4 + 4
+
+
 def test_a_slice_counts_what_is_read() -> None:
     """A view of a part counts the part, not its storage."""
     assert node_bytes(node_of(lambda x: x[:2].sin(), torch.ones(8, 4))) == 4 * (8 + 8)

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from fxckpt.costs import calibration, models, roofline
-from fxckpt.costs.devices import DEVICES, LAUNCH_SECONDS
+from fxckpt.costs.devices import CUDNN_SHARE, DEVICES, LAUNCH_SECONDS
 from fxckpt.costs.measured import Records, machine
 from fxckpt.costs.roofline import DeviceRoofline, Roofline
 from tests.costs import nodes
@@ -99,7 +99,19 @@ def test_attention_has_a_share_of_its_own() -> None:
     (node,) = (n for n in graph.nodes if "attention" in str(n.target))
     flops = 4 * 16 * 8192**2 * 128
     seconds = DeviceRoofline.of("H100").seconds(node)
-    assert seconds == pytest.approx(flops / (0.5 * 989e12) + LAUNCH_SECONDS)
+    assert seconds == pytest.approx(flops / (CUDNN_SHARE * 989e12) + LAUNCH_SECONDS)
+
+
+def test_odd_vocabulary_leaves_tensor_cores_idle() -> None:
+    """A matmul whose rows do not begin at multiples of 16 bytes reaches a sixth of the rate."""
+    odd, even = (
+        DeviceRoofline.of("H200").seconds(
+            node_of(torch.mm, (4096, 4096), (4096, n), dtype=torch.bfloat16)
+        )
+        - LAUNCH_SECONDS
+        for n in (50_257, 50_264)
+    )
+    assert odd / even == pytest.approx(6, rel=0.01)
 
 
 def test_pointwise_takes_the_bandwidth() -> None:

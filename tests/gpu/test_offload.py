@@ -45,6 +45,7 @@ def copied(seen: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in seen.items()}
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_values_come_back_as_they_went(device: str) -> None:
     """Many steps, each of other data, have the gradients of the step without offload."""
     plain, x = stack(device)
@@ -119,6 +120,7 @@ def test_steps_of_inductor_are_right(device: str) -> None:
     assert backend.plans[0].offloads and tier.used_bytes == 0
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("kind", ["disk", "throttled"])
 def test_slow_places_serve(device: str, kind: str, tmp_path: Path) -> None:
     """Copies that the host waits for bring the same bits back."""
@@ -218,6 +220,7 @@ def test_forward_without_backward_leaves_nothing(device: str, fails: bool) -> No
     assert differing(expected, outcome(model, step, (x,))) == []
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_eager_regions_send_away(device: str) -> None:
     """Regions have the gradients of the model as it is, and send their inputs away."""
 

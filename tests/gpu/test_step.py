@@ -57,21 +57,18 @@ def test_budget_holds_over_blocks(device: str, inner: str) -> None:
         assert peaks[-1] > 0.6 * budget
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_gradients_are_equal(device: str) -> None:
     """Blocks at levels of their own have the gradients of the model as it is."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        model, tokens = language(device)
-        expected = outcome(model, model, (tokens,))
-        model, tokens = language(device)
-        budget = int(0.6 * step_peak(model, tokens))
+    model, tokens = language(device)
+    expected = outcome(model, model, (tokens,))
+    model, tokens = language(device)
+    budget = int(0.6 * step_peak(model, tokens))
+    model.zero_grad(set_to_none=True)
+    fxckpt.compile_blocks(model.stack.blocks, budget, inner="aot_eager", cost="flops")
+    for _ in range(3):
         model.zero_grad(set_to_none=True)
-        fxckpt.compile_blocks(model.stack.blocks, budget, inner="aot_eager", cost="flops")
-        for _ in range(3):
-            model.zero_grad(set_to_none=True)
-            assert differing(expected, outcome(model, model, (tokens,))) == []
-    finally:
-        torch.use_deterministic_algorithms(False)
+        assert differing(expected, outcome(model, model, (tokens,))) == []
 
 
 def test_trainer_keeps_the_budget(device: str, tmp_path: Path) -> None:

@@ -104,10 +104,11 @@ def test_cpu_by_name() -> None:
 
 
 def attention_ops(**given: object) -> list[str]:
-    """Return the attention ops of a joint graph for an H100."""
-    shape, kv, dtype, mask = (
+    """Return the attention ops of a joint graph for a GPU."""
+    device, shape, kv, dtype, mask = (
         given.get(name, default)
         for name, default in (
+            ("device", "A100"),
             ("shape", (2, 4, 32, 64)),
             ("kv", None),
             ("dtype", torch.bfloat16),
@@ -121,7 +122,7 @@ def attention_ops(**given: object) -> list[str]:
         grouped = kv is not None
         return F.scaled_dot_product_attention(q, k, k, mask, enable_gqa=grouped).sum()
 
-    joint = capture_joint(step, (q, k, mask), {}, planned_device("H100", is_on_meta=True))
+    joint = capture_joint(step, (q, k, mask), {}, planned_device(str(device), is_on_meta=True))
     values = [n.meta["val"] for n in joint.module.graph.nodes if "val" in n.meta]
     assert {t.device for t in values if isinstance(t, Tensor)} == {torch.device("cuda", 0)}
     return [str(n.target) for n in joint.module.graph.nodes if "attention" in str(n.target)]
@@ -131,6 +132,10 @@ def attention_ops(**given: object) -> list[str]:
     ("given", "kernel"),
     [
         ({}, "flash_attention"),
+        ({"device": "H200"}, "cudnn_attention"),
+        ({"device": "H100", "kv": (2, 2, 32, 64)}, "cudnn_attention"),
+        ({"device": "H100", "shape": (2, 4, 32, 256)}, "flash_attention"),
+        ({"device": "L40S"}, "flash_attention"),
         ({"shape": (2, 4, 32, 60)}, "flash_attention"),
         ({"kv": (2, 2, 32, 64)}, "flash_attention"),
         ({"dtype": torch.float32}, "efficient_attention"),
@@ -141,7 +146,19 @@ def attention_ops(**given: object) -> list[str]:
         ),
         ({"dtype": torch.float64}, None),
     ],
-    ids=["half", "odd head", "grouped", "float32", "boolean mask", "additive mask", "float64"],
+    ids=[
+        "half",
+        "H200",
+        "H100, grouped",
+        "H100, wide",
+        "L40S",
+        "odd head",
+        "grouped",
+        "float32",
+        "boolean mask",
+        "additive mask",
+        "float64",
+    ],
 )
 def test_attention_is_the_gpus(given: dict[str, object], kernel: str | None) -> None:
     """Attention is planned as the kernel that a GPU runs, forward and backward."""
@@ -249,3 +266,20 @@ def test_budget_beyond_the_memory_warns(make: Callable[..., object]) -> None:
         make(model, x, "25GiB")
     assert len(told) == 1 and told[0].filename == __file__
     make(model, x, "24GiB")
+
+
+def norm_ops(function: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> list[str]:
+    """Return the ops of RMS norms in a joint graph for a GPU."""
+    x = torch.empty(4, 8, dtype=dtype, device="meta", requires_grad=True)
+    weight = torch.empty(8, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    joint = capture_joint(function, (x, weight), {}, planned_device("A100", is_on_meta=True))
+    return [str(node.target) for node in joint.module.graph.nodes if "norm" in str(node.target)]
+
+
+def test_rms_norm_is_the_gpus() -> None:
+    """CUDA has a kernel of the norm, but not where its weight has another dtype."""
+    fused = ["aten._fused_rms_norm.default", "aten._fused_rms_norm_backward.default"]
+    assert norm_ops(lambda x, w: F.rms_norm(x, (8,), w).sum(), torch.bfloat16) == fused
+    assert norm_ops(lambda x, w: F.rms_norm(x, (8,)).sum() * w.sum(), torch.bfloat16) == fused
+    with pytest.raises(fxckpt.CaptureError, match="Cannot dispatch to fused implementation"):
+        norm_ops(lambda x, w: F.rms_norm(x, (8,), w).sum(), torch.float32)
