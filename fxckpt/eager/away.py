@@ -19,19 +19,36 @@ from fxckpt.eager.tape import TensorVersion
 from fxckpt.errors import CheckpointError, InvalidOption
 from fxckpt.tiers import Tier
 from fxckpt.tiers.streams import Copy, StreamCopy
-from fxckpt.torch_private import FakeTensor, is_wrapper, laid_out, storage_key
+from fxckpt.torch_private import (
+    FakeTensor,
+    forget_storage,
+    is_wrapper,
+    laid_out,
+    remember_storage,
+    storage_key,
+)
 
 _lock = threading.Lock()
 _leaving: weakref.WeakKeyDictionary[Tier, list[weakref.ref[AwayStorage]]] = (
     weakref.WeakKeyDictionary()
 )
 """Storages of the latest region of each tier, which have not been let go."""
+_away: weakref.WeakKeyDictionary[Tier, weakref.WeakValueDictionary[int, AwayStorage]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Storages that are away, by their keys: what several regions read is sent once."""
 
 
 class AwayStorage:
     """A storage that is sent to a tier."""
 
-    def __init__(self, value: Tensor, tier: Tier, check: Callable[[], object]) -> None:
+    def __init__(
+        self, value: Tensor, tier: Tier, counter: int | None, check: Callable[[], object]
+    ) -> None:
+        self.counter = counter
+        """Number of writes to the value before it was kept; None if they are not counted."""
+        self._remembered = [remember_storage(value)]
+        """The storage's key, which no other storage has for as long as this one is away."""
         self._check: Callable[[], object] | None = check
         """Raises an error if the value was written since it was kept; holds the value."""
         self._written = ""
@@ -88,6 +105,9 @@ class AwayStorage:
                 self._coming = None
             return self._here
 
+    def __del__(self) -> None:
+        forget_storage(self._remembered)
+
     def _check_value(self) -> None:
         assert self._check is not None
         self._check()
@@ -119,11 +139,13 @@ def send_kept(
 ) -> list[AwayStorage]:
     """Send the kept values of some versions to a tier, each storage once; return the storages.
 
+    One that another region has sent, and that nothing has written to since, is not sent again.
     ``check`` raises an error for a version that was written since it was kept. Raises
     :class:`TierFull`, and :class:`InvalidOption` for values on devices without such copies.
     """
     with _lock:
         earlier = _leaving.pop(tier, [])
+        known = _away.setdefault(tier, weakref.WeakValueDictionary())
     for ref in earlier:
         if (storage := ref()) is not None:
             storage.let_go()
@@ -138,7 +160,12 @@ def send_kept(
             )
         key = storage_key(value)
         if key not in sent:
-            sent[key] = AwayStorage(value, tier, _checking(version, value, check))
+            storage = known.get(key)
+            if storage is None or version.counter is None or storage.counter != version.counter:
+                check_value = _checking(version, value, check)
+                storage = AwayStorage(value, tier, version.counter, check_value)
+                known[key] = storage
+            sent[key] = storage
         version.kept, version.unpack = AwayValue(sent[key], version.geometry), AwayValue.tensor
     with _lock:
         _leaving[tier] = [weakref.ref(storage) for storage in sent.values()]

@@ -218,3 +218,45 @@ def test_policies_in_torchs_form_send_there() -> None:
     sending = Steps(offload=host, context_fn=contexts)
     assert same(sending.gradients(), Steps().gradients(plainly))
     assert host.peak_bytes == (BLOCKS - 1) * INPUT + BLOCKS * 4 * INPUT
+
+
+def shared_by_regions(host: Host | None, *, is_cloned: bool = False) -> tuple[list[Tensor], int]:
+    """Return the gradients of regions that all read one tensor, and the bytes that are away."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+    memory, h = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH)
+    scale = memory(h).tanh()
+    options = {} if host is None else {"offload": host}
+    for i, block in enumerate(blocks):
+        if is_cloned and i == 2:
+            scale = scale.clone()
+        h = fxckpt.checkpoint(lambda h, s, block=block: block(h) * s, h, scale, **options)
+    used = 0 if host is None else host.used_bytes
+    h.square().mean().backward()
+    parameters = (*blocks.parameters(), *memory.parameters())
+    return [p.grad for p in parameters if p.grad is not None], used
+
+
+@pytest.mark.parametrize("is_cloned", [False, True])
+def test_what_regions_share_is_sent_once(is_cloned: bool) -> None:
+    host = Adversary(late=True, owned=False)
+    found, used = shared_by_regions(host, is_cloned=is_cloned)
+    assert same(found, shared_by_regions(None, is_cloned=is_cloned)[0])
+    assert used == (BLOCKS + is_cloned) * INPUT
+    assert host.used_bytes == 0
+
+
+def test_value_written_between_regions_is_sent_anew() -> None:
+    """Each region that reads a tensor sends what it was then."""
+    host, scale = Host("1GiB"), torch.rand(ROWS, WIDTH)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    for _ in range(2):
+        # The backward of the first region comes before the write.
+        fxckpt.checkpoint(lambda x, s: (x * s).sin() * s, x, scale, offload=host).sum().backward()
+        wanted = x.grad
+        x.grad = None
+        ((x * scale).sin() * scale).sum().backward()
+        assert torch.equal(wanted, x.grad)
+        x.grad = None
+        scale += 1.0
+    assert host.used_bytes == 0
