@@ -18,7 +18,7 @@ from torch import Tensor
 from fxckpt.eager.tape import TensorVersion
 from fxckpt.errors import CheckpointError, InvalidOption
 from fxckpt.tiers import Tier
-from fxckpt.tiers.streams import Copy
+from fxckpt.tiers.streams import Copy, StreamCopy
 from fxckpt.torch_private import (
     FakeTensor,
     forget_storage,
@@ -116,6 +116,9 @@ class AwayStorage:
         """Let the bytes go that came back."""
         if self._coming is not None:
             self._coming.result()  # The copy writes to them.
+        if isinstance(self._going, StreamCopy):
+            # The host would wait for it when a value ends that was never let go.
+            self._going.result()
         self._coming = self._here = None
 
 

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from fxckpt import budgets
 from fxckpt.errors import InvalidBudget, InvalidOption, TierFull
-from fxckpt.tiers.streams import Block, Copy, StreamCopy, start_copy
+from fxckpt.tiers import streams
+from fxckpt.tiers.streams import Block, Copy, Stream, StreamCopy, copy_on, start_copy, wait_on
 from fxckpt.torch_private import outside_trace
 
 MEASURED_BYTES = 2**25
@@ -69,7 +70,7 @@ class Tier(ABC):
         """Most bytes that are in use at once."""
         given = None if bytes_per_second is None else parse_rates(bytes_per_second)
         self._rates: dict[str, tuple[float, float]] = {}
-        """Rates that were measured, by the kind of device."""
+        """Rates that were measured, by the device."""
         self._given_rates = given
         self._given = limit, bytes_per_second
         self._lock = threading.Lock()
@@ -82,7 +83,7 @@ class Tier(ABC):
         """Blocks in use, by their address."""
         self.copies: dict[int, Copy] = {}
         """The latest copy to or from a block in use, by its address."""
-        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+        self._streams: dict[torch.device, tuple[Stream, Stream]] = {}
         """A stream for each way, by the device."""
         self._ways: tuple[int, ThreadPoolExecutor, ThreadPoolExecutor] | None = None
 
@@ -151,16 +152,18 @@ class Tier(ABC):
     def rates(self, device: torch.device | None = None) -> tuple[float, float]:
         """Return the bytes per second from a device to the tier and back; None is the CPU.
 
-        If they were not given, they are measured once, by a few copies of 32 MiB each way.
+        If they were not given, they are measured once a device, by a few copies of 32 MiB each way.
         """
         if self._given_rates is not None:
             return self._given_rates
-        place = torch.device("cpu") if device is None else device
-        if place.type not in self._rates:
+        # A device that is not here, or has no data, is planned for by what is.
+        is_here = device is not None and streams.CUDA.has(device) and torch.cuda.is_available()
+        place = device if is_here and device is not None else torch.device("cpu")
+        if str(place) not in self._rates:
             # It is asked for while a graph is traced.
             with outside_trace(), torch.no_grad():
-                self._rates[place.type] = self._measure(place)
-        return self._rates[place.type]
+                self._rates[str(place)] = self._measure(place)
+        return self._rates[str(place)]
 
     def _measure(self, device: torch.device) -> tuple[float, float]:
         nbytes = min(MEASURED_BYTES, self.limit_bytes)
@@ -212,17 +215,21 @@ class Tier(ABC):
         return torch.frombuffer(array, dtype=torch.uint8)
 
     def _give_back(self, block: Block, nbytes: int, address: int) -> None:
+        """Note a block whose last tensor is gone.
+
+        A copy of a GPU may still read it: what is lent it next waits for that. One that nobody
+        waits for, after an error, is waited for here, so that it holds memory of the GPU no longer.
+        """
         # The lock may be held: a collector runs wherever memory is allocated.
+        block.latest = self.copies.pop(address, None) or block.latest
+        if isinstance(block.latest, StreamCopy):
+            block.latest.abandon()
         self._returned.append((block, nbytes, address))
 
     def _collect(self) -> None:
         """Take the blocks that were given back; the lock is held."""
         while self._returned:
             block, nbytes, address = self._returned.popleft()
-            # A copy of a GPU may still read the memory: what is lent it next waits for that.
-            block.latest = self.copies.pop(address, None)
-            if isinstance(block.latest, StreamCopy):
-                block.latest.abandon()
             self._blocks.pop(address, None)
             self._used_bytes -= nbytes
             self._idle[nbytes].append(block)
@@ -230,31 +237,47 @@ class Tier(ABC):
 
     def send(self, value: Tensor, held: Tensor) -> Copy:
         """Begin to copy the storage of a value to that of a tensor of the tier."""
-        if value.device.type == "cuda":
-            return self._start(held, value, value.device, 0)
-        return self._threads()[0].submit(_Move(held, value, self._pace(0)))
+        return self._start(0, value, held)
 
     def fetch(self, held: Tensor, value: Tensor) -> Copy:
         """Begin to copy the storage of a tensor of the tier to that of a value."""
-        if value.device.type == "cuda":
-            return self._start(value, held, value.device, 1)
-        return self._threads()[1].submit(_Move(value, held, self._pace(1)))
+        return self._start(1, value, held)
 
-    def _start(self, target: Tensor, source: Tensor, device: torch.device, way: int) -> Copy:
-        """Begin a copy on the stream of a way, 0 to send and 1 to fetch."""
-        if self._pace(way) < math.inf:
+    def _start(self, way: int, value: Tensor, held: Tensor) -> Copy:
+        """Begin a copy of a way, 0 to send and 1 to fetch."""
+        target, source = (held, value) if way == 0 else (value, held)
+        storage, pace = held.untyped_storage(), self._pace(way)
+        block = self._blocks.get(storage.data_ptr())
+        earlier = self.copies.get(storage.data_ptr(), None if block is None else block.latest)
+        if not streams.CUDA.has(value.device):
+            if isinstance(earlier, StreamCopy):
+                earlier.synchronize()
+            return self._threads()[way].submit(_Move(target, source, pace))
+        if streams.CUDA.is_capturing():
             raise InvalidOption(
-                f"offload={self!r} slows down copies of the CPU only, and a value is on {device}. "
-                "Give a host: fxckpt.tiers.Host('64GiB')."
+                f"offload={self!r} in a capture of a CUDA graph: a replay cannot send values away. "
+                "Leave one of them out."
             )
-        held = (target, source)[way].untyped_storage()
-        address, block = held.data_ptr(), self._blocks[held.data_ptr()]
-        if self._locks_pages:
-            block.lock_pages(address, held.nbytes())
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        earlier = self.copies.get(address, block.latest)
-        return start_copy(target, source, self._streams[device][way], earlier)
+        stream = self._streams_of(value.device)[way]
+        if (
+            self._locks_pages
+            and pace == math.inf
+            and block is not None
+            and block.lock_pages(storage.data_ptr(), storage.nbytes(), stream)
+        ):
+            copy = start_copy(target, source, value, stream, earlier)
+            self.copies[storage.data_ptr()] = copy  # Whoever begins it: the next one follows it.
+            return copy
+        # The host has to wait for the copy: a thread does, until its result is asked for.
+        wait_on(stream, earlier)
+        return self._threads()[way].submit(_Move(target, source, pace, stream))
+
+    def _streams_of(self, device: torch.device) -> tuple[Stream, Stream]:
+        """Return the stream of each way on a device."""
+        with self._lock:
+            if device not in self._streams:
+                self._streams[device] = streams.CUDA.new(device), streams.CUDA.new(device)
+            return self._streams[device]
 
     def _pace(self, way: int) -> float:
         """Return the most bytes per second of a way, 0 to send and 1 to fetch."""
@@ -275,15 +298,27 @@ class Tier(ABC):
 class _Move:
     """One copy of a storage to another, run by a thread of the tier."""
 
-    def __init__(self, target: Tensor, source: Tensor, bytes_per_second: float) -> None:
+    def __init__(
+        self,
+        target: Tensor,
+        source: Tensor,
+        bytes_per_second: float,
+        stream: Stream | None = None,
+    ) -> None:
         self.tensors: tuple[Tensor, ...] = target, source
         self.bytes_per_second = bytes_per_second
+        self.stream = stream
+        """The stream that copies; None where both storages are the host's."""
 
     def __call__(self) -> None:
         begin = time.perf_counter()
+        if self.stream is not None:
+            copy_on(self.stream, *self.tensors)
+            self.stream.synchronize()
         target, source = (t.untyped_storage() for t in self.tensors)
         nbytes = source.nbytes()
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+        if self.stream is None:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
         # The value may be freed as soon as the copy counts as complete.
         self.tensors = ()
         del target, source
