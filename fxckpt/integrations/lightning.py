@@ -68,3 +68,5 @@ class FxckptCallback(Callback):  # type: ignore[misc]
         for module in self._compiled:
             module._compiled_call_impl = None
         self._compiled = []
+        if self.backend.step is not None:
+            self.backend.step.leave_model()

@@ -62,11 +62,13 @@ class FxckptCallback(TrainerCallback):
         given = {} if budget is None else {"budget": budget}
         self.options: dict[str, Any] = {**given, **options}
         self.backend: Backend | None = None
-        """The backend that compiles the blocks; None where every block is run again."""
+        """The backend that compiles the blocks; None before, and where every block is run again."""
         self._given: dict[str, Any] = {}
         """Options that the backend was made with."""
         if _is_of_step(self.options):
+            # It counts the steps of optimizers, of other models too, for as long as it lives.
             self._make_backend(self.options)
+            self.backend = None
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -75,8 +77,11 @@ class FxckptCallback(TrainerCallback):
     def report(self) -> Report:
         """Return the report of the training, which prints as text; its ``step`` is a table.
 
-        Raises :class:`fxckpt.InvalidOption` where every block is run again: nothing was planned.
+        Raises :class:`fxckpt.InvalidOption` where nothing was planned: before a training, and where
+        every block is run again.
         """
+        if self.backend is None and _is_of_step(self.options):
+            raise InvalidOption(f"{self!r} has no report yet: no training has begun with it.")
         if self.backend is None:
             raise InvalidOption(
                 f"{self!r} has no report: without a budget, a policy or max_slowdown every block "
@@ -130,7 +135,7 @@ class FxckptCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
         """Tell the peak, and run the blocks uncompiled again; called by the trainer."""
-        if _release(model) and self.backend is not None and state.is_world_process_zero:
+        if self.release(model) and self.backend is not None and state.is_world_process_zero:
             report = self.backend.report()
             if report.step is not None:
                 tqdm.write(f"fxckpt: {report.step.summary()}")
@@ -139,6 +144,15 @@ class FxckptCallback(TrainerCallback):
                     f"fxckpt: {len(report.plans)} plan(s) of blocks, whose figures report() has; "
                     "the step is measured where its budget is in bytes, or a share such as '60%'"
                 )
+
+    def release(self, model: nn.Module) -> bool:
+        """Run the blocks of a model uncompiled again, and return whether some were compiled.
+
+        The end of a training does so; after an error or Ctrl-C it is up to you.
+        """
+        if self.backend is not None and self.backend.step is not None:
+            self.backend.step.leave_model()
+        return bool(_release(model))
 
     def _compile(self, model: nn.Module, given: Mapping[str, Any]) -> None:
         """Compile the blocks of a model, whose own checkpointing is turned off."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fxckpt.step.graph import StepGraph
 from fxckpt.step.measure import StepMeter
-from fxckpt.torch_private import parts_of
+from fxckpt.torch_private import before_forward, parts_of
 
 
 class StepBegin:
@@ -27,8 +27,10 @@ class StepBegin:
         """Bytes allocated when the outermost module was called."""
         self.has_optimizer = False
         """Whether an optimizer was seen to step."""
-        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        """Outermost modules, whose forwards are the begins of steps."""
+        self._roots: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], None]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Outermost modules, whose forwards are the begins of steps; with what ends that."""
         self._leaves = WeakIdKeyDictionary()
         """Parameters of graphs whose gradients are accumulated."""
         self._first: weakref.WeakSet[StepGraph] = weakref.WeakSet()
@@ -43,11 +45,16 @@ class StepBegin:
                 if isinstance(arg, torch.Tensor) and arg.is_leaf and arg.requires_grad:
                     self._leaves[arg] = None
 
-    def note_root(self, root: torch.nn.Module) -> bool:
-        """Note an outermost module; return whether it is new."""
-        is_new = root not in self._roots
-        self._roots.add(root)
-        return is_new
+    def note_root(self, root: torch.nn.Module, enter: Callable[[], None]) -> None:
+        """Note an outermost module; ``enter`` is called before its forwards."""
+        if root not in self._roots:
+            self._roots[root] = before_forward(root, enter)
+
+    def forget_roots(self) -> None:
+        """Leave the outermost modules as they were."""
+        for end in self._roots.values():
+            end()
+        self._roots.clear()
 
     def collect_before(self, graph: StepGraph) -> None:
         """Collect garbage before the first step that begins with a graph.

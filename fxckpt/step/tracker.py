@@ -35,7 +35,6 @@ from fxckpt.torch_private import (
     after_optimizers,
     at_engine_exit,
     backward_node,
-    before_forward,
     current_backward,
     is_early_stop,
     is_in_checkpoint,
@@ -483,8 +482,13 @@ class StepTracker:
         What code before that graph allocates is the step's, such as parameters that are gathered.
         """
         root = outermost_module()
-        if root is not None and self._beginning.note_root(root) and not self._has_schedule:
-            before_forward(root, self._enter_root)
+        if root is not None and not self._has_schedule:
+            self._beginning.note_root(root, self._enter_root)
+
+    def leave_model(self) -> None:
+        """Leave the outermost modules as they were before their steps were followed."""
+        with self._lock:
+            self._beginning.forget_roots()
 
     def _enter_root(self) -> None:
         """Note the bytes allocated before a step that may begin."""

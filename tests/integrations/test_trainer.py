@@ -127,6 +127,33 @@ def test_what_is_sent_away_has_a_limit() -> None:
         assert callback._given["offload"] == callback.options.get("offload", "1GiB")
 
 
+def test_ended_training_leaves_no_hook() -> None:
+    """The model is as it was, hooks too, after a training and after one that was given up."""
+    callback = FxckptCallback("70%")
+    model = begun(callback)
+    gradients(model)
+    assert any(module._forward_pre_hooks for module in model.modules())
+    callback.on_train_end(None, STATE, None, model=model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    callback.on_train_begin(SimpleNamespace(), None, None, model=model)
+    gradients(model)
+    assert callback.release(model) and compiled_parts(model) == {}
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not callback.release(model)
+
+
+def test_waiting_callback_counts_no_steps() -> None:
+    """A callback that no training has begun with says nothing of other models."""
+    callback = FxckptCallback("70%")
+    other = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters())
+    for _ in range(5):
+        other(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    with pytest.raises(fxckpt.InvalidOption, match="no training has begun with it"):
+        callback.report()
+
+
 def test_an_error_ends_a_training() -> None:
     """The next callback takes the blocks over, whatever options it has."""
     model = begun(FxckptCallback("70%"))

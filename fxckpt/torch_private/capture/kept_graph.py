@@ -143,9 +143,14 @@ class _Entering:
         return (_Entering, ())
 
 
-def before_forward(module: torch.nn.Module, method: Callable[[], None]) -> None:
-    """Call a method before all else of each forward of a module, while its object lives."""
-    module.register_forward_pre_hook(_Entering(method), prepend=True)
+def before_forward(module: torch.nn.Module, method: Callable[[], None]) -> Callable[[], None]:
+    """Call a method before all else of each forward of a module, while its object lives.
+
+    Return what ends it.
+    """
+    handle = module.register_forward_pre_hook(_Entering(method), prepend=True)
+    weakref.finalize(method.__self__, handle.remove)  # type: ignore[attr-defined]
+    return handle.remove
 
 
 def after_optimizers(method: Callable[[], None]) -> None:
