@@ -53,6 +53,7 @@ from fxckpt.rehearsal.api import plan_step
 from fxckpt.rehearsal.rehearse import is_of_parts
 from fxckpt.reports.explanation import Explanation
 from fxckpt.reports.memory_bar import memory_bar
+from fxckpt.reports.plots import require_matplotlib
 from fxckpt.reports.step_plan import StepFrontier, StepPlan
 from fxckpt.reports.tradeoff import Frontier
 from fxckpt.utils.globs import fits, is_inside
@@ -282,10 +283,9 @@ def _plan(options: argparse.Namespace) -> Answer:
 
 def _explain(options: argparse.Namespace) -> Answer:
     plan = _graph_of(options)
-    shown = (
-        plan.explain()
-        .filter(decision=options.decision, module=options.module, op=options.op)
-        .sort(options.sort or "bytes")
+    everything = plan.explain()
+    shown = everything.filter(decision=options.decision, module=options.module, op=options.op).sort(
+        options.sort or "bytes"
     )
     if options.why is not None:
         return _why(options, shown)
@@ -304,6 +304,10 @@ def _explain(options: argparse.Namespace) -> Answer:
     if options.json:
         rows = _limit(options, table).records()
         return _json_answer({"figures": figures(plan), "rows": rows})
+    if not len(table) and options.module is not None:
+        modules = sorted({row.module for row in everything.rows if row.module})
+        listed = ", ".join(modules[:12]) or "none"
+        return _table_answer(options, table, none=f"no value matches; modules: {listed}")
     return _table_answer(options, table)
 
 
@@ -335,7 +339,9 @@ def _limit(options: argparse.Namespace, table: Table, rows: int = 0) -> Table:
     return table.top(count) if count else table
 
 
-def _table_answer(options: argparse.Namespace, table: Table, heading: str = "") -> Answer:
+def _table_answer(
+    options: argparse.Namespace, table: Table, heading: str = "", none: str = "no value matches"
+) -> Answer:
     """Return the table as JSON, CSV or Markdown, or as text under its heading."""
     if options.json:
         return _json_answer(_limit(options, table).records())
@@ -348,11 +354,13 @@ def _table_answer(options: argparse.Namespace, table: Table, heading: str = "") 
     if hidden := len(table) - len(shown):
         note = f"\n... and {hidden} more rows (--top 0 prints all)"
     elif not len(table):
-        note = "\nno value matches"
+        note = f"\n{none}"
     return Answer(f"{heading}{shown}{note}")
 
 
 def _frontier(options: argparse.Namespace) -> Answer:
+    if options.plot:
+        require_matplotlib()
     target, policy = _load(options)
     points: Any = options.budget or options.points
     curve: Frontier | StepFrontier | None = None

@@ -200,6 +200,10 @@ def _parse_result(text: str, result: Any) -> ModelCall:
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not callable(result[0]):
         raise TargetError(f"{text!r} returned {_type_text(result)}. {FORM}")
     model, inputs = result[0], result[1]
+    if isinstance(model, type):
+        raise TargetError(
+            f"{text!r} returned the class {model.__name__} in place of a model of it. {FORM}"
+        )
     if isinstance(inputs, Mapping):
         return ModelCall(model, (), dict(inputs))
     kwargs = result[2] if len(result) == 3 else {}

@@ -7,6 +7,7 @@ apart in grey.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -354,7 +355,18 @@ def _unit(most: int) -> tuple[str, int]:
     return "bytes", 1
 
 
+def require_matplotlib() -> None:
+    """Raise :class:`InvalidOption` where matplotlib is not installed."""
+    try:
+        importlib.import_module("matplotlib")
+    except ModuleNotFoundError:
+        raise InvalidOption(
+            "a picture needs matplotlib, which is not installed: pip install 'fxckpt[plot]'"
+        ) from None
+
+
 def _new_axes(size: tuple[float, float]) -> Any:
+    require_matplotlib()
     from matplotlib import pyplot as plt
 
     return plt.subplots(figsize=size, layout="constrained")[1]

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,7 @@ def test_infeasible_budget_exits_1(step: str, capsys: pytest.CaptureFixture[str]
         (["plan", "step_of_test.py:make", "--policy", "step_of_test.py:nope"], "has no 'nope'"),
         (["frontier", "step_of_test.py:make", "--points", "many"], "'many' is not a whole number"),
         (["frontier", "step_of_test.py:make", "--points", "1"], "at least 2 points"),
+        (["frontier", "step_of_test.py:make", "--points=-2"], "not a whole number of 0 or more"),
         (
             ["explain", "step_of_test.py:keywords", "--why", "nobody"],
             "neither saved nor recomputed",
@@ -362,3 +364,17 @@ def test_bench_measures_predicted_peak(step: str, capsys: pytest.CaptureFixture[
         < before["peak_bytes"] - after["peak_bytes"]
     )
     assert after["gradients"] == "equal, bitwise"
+
+
+def test_misspelled_module_lists_those_there(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{step}:make", "--budget", "0.8", "--module", "nosuch"]) == 0
+    assert "no value matches; modules: 0.0, 0.1" in capsys.readouterr().out
+
+
+def test_plot_without_matplotlib_is_refused_first(
+    step: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is planned for a picture that cannot be drawn."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["frontier", f"{step}:raises", "--plot", "x.png"]) == 2
+    assert "pip install 'fxckpt[plot]'" in capsys.readouterr().err

@@ -18,6 +18,7 @@ arguments = lambda: (torch.add, [x, x])
 keywords = lambda: (torch.sin, {"input": x})
 both = lambda: (torch.add, (x, x), {"alpha": 2})
 wrong = lambda: (torch.sin, 3)
+uncalled = lambda: (torch.nn.Linear, x)
 """
 
 
@@ -44,6 +45,8 @@ def test_other_inputs_are_refused(source: str) -> None:
     """Inputs of another type are named in the error."""
     with pytest.raises(TargetError, match="returned inputs that are an int"):
         load_target(f"{source}:wrong")
+    with pytest.raises(TargetError, match="returned the class Linear in place of a model"):
+        load_target(f"{source}:uncalled")
 
 
 def test_load_attribute() -> None:
