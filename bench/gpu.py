@@ -69,6 +69,7 @@ STOCK: dict[str, dict[str, Any]] = {
 """What each inner compiler is compared with: options of plain ``torch.compile``."""
 BLOCK_SHARES = (0.8, 0.6, 0.4)
 OFFLOAD_SHARES = (0.7, 0.5)
+"""Shares of the peak of the model as it is that its blocks have, and of the plan's own peak."""
 MIN_CUT = {"backend": "aot_eager_decomp_partition"}
 """torch's partitioner without Inductor."""
 PROMISED = {"aot_eager": 0.001, "inductor": 0.01, "reduce-overhead": 0.01}
@@ -291,24 +292,27 @@ def run_fxckpt(runner: Runner, case: Case, points: int) -> None:
     """Measure fxckpt at its budgets."""
     for way, options in fxckpt_ways(runner.made, runner.inner, points):
         case.ways.append(way)
-        backend = fxckpt.Backend(**options)
-        failure = guarded(
-            lambda w=way, b=backend: runner.measure(w, runner.compiled({"backend": b}))
-        )
-        is_least = failure is not None and failure.least_bytes is not None
-        if is_least:
-            way.name, options["budget"] = "fxckpt, least", f"{failure.least_bytes}B"
-            backend = fxckpt.Backend(**options)
-            failure = guarded(
-                lambda w=way, b=backend: runner.measure(w, runner.compiled({"backend": b}))
-            )
-        way.error = said(failure)
-        if not backend.plans:
-            way.error = way.error or "it ran uncompiled"
-        else:
-            note_plan(way, backend.plans[-1])
-        if is_least:
+        least = run_budget(runner, way, options)
+        if least is not None:
+            way.name, options["budget"] = "fxckpt, least", f"{least}B"
+            run_budget(runner, way, options)
             break
+
+
+def run_budget(runner: Runner, way: Way, options: dict[str, Any]) -> int | None:
+    """Measure the whole model within a budget; return the least peak if the budget is below it."""
+    backend = fxckpt.Backend(**options)
+    failure = guarded(lambda: runner.measure(way, runner.compiled({"backend": backend})))
+    way.error = said(failure)
+    if backend.plans:
+        plan = backend.plans[-1]
+        way.budget_bytes = plan.budget_bytes
+        way.predicted_bytes = plan.compiled_peak_bytes or plan.peak_bytes
+        way.predicted_seconds = plan.step_seconds + plan.recompute_seconds + plan.stall_seconds
+        way.away_bytes, way.stall_seconds = plan.away_bytes, plan.stall_seconds
+    else:
+        way.error = way.error or "it ran uncompiled"
+    return None if failure is None else failure.least_bytes
 
 
 def run_blocks(runner: Runner, case: Case) -> None:
@@ -329,17 +333,16 @@ def run_blocks(runner: Runner, case: Case) -> None:
 
 
 def run_budget_of_blocks(runner: Runner, way: Way, budget: int) -> int | None:
-    """Measure a budget over blocks; return the least peak that its error names, if it is below."""
+    """Measure a budget over blocks; return the least peak if the budget is below it."""
     model = copy.deepcopy(runner.made.model)
     backend = fxckpt.Backend(budget, **INNERS[runner.inner])
-    step = runner.by_blocks(model, backend)
-    failure = guarded(lambda: runner.measure(way, step, model))
+    failure = guarded(lambda: runner.measure(way, runner.by_blocks(model, backend), model))
     way.error, way.budget_bytes = said(failure), budget
     found = backend.report().step
-    if failure is None and found is None:
-        way.error = "it ran uncompiled"
-    elif found is not None:
+    if found is not None:
         way.predicted_bytes = found.predicted_peak_bytes
+    else:
+        way.error = way.error or "it ran uncompiled"
     return None if failure is None else failure.least_bytes
 
 
@@ -361,19 +364,8 @@ def run_offload(runner: Runner, case: Case) -> None:
         for offload in (None, "64GiB"):
             way = Way(f"fxckpt {share:.3f}" + (", offload" if offload else ", no offload"))
             case.ways.append(way)
-            backend = fxckpt.Backend(share, offload=offload, **INNERS[runner.inner])
-            step = runner.compiled({"backend": backend})
-            way.error = said(guarded(lambda w=way, s=step: runner.measure(w, s)))
-            if backend.plans:
-                note_plan(way, backend.plans[-1])
-
-
-def note_plan(way: Way, plan: fxckpt.Plan) -> None:
-    """Keep the figures of a plan."""
-    way.budget_bytes = plan.budget_bytes
-    way.predicted_bytes = plan.compiled_peak_bytes or plan.peak_bytes
-    way.predicted_seconds = plan.step_seconds + plan.recompute_seconds + plan.stall_seconds
-    way.away_bytes, way.stall_seconds = plan.away_bytes, plan.stall_seconds
+            options = {"budget": share, "offload": offload, **INNERS[runner.inner]}
+            run_budget(runner, way, options)
 
 
 def run_case(case: Case, runner: Runner, points: int, rounds: int) -> None:

@@ -28,7 +28,6 @@ from fxckpt.backend.options import (
     call_text,
     check_inner,
     check_offload,
-    check_replays,
     check_scope,
     check_tile_with,
     given_by_name,
@@ -191,9 +190,8 @@ class Backend:
     ) -> None:
         check_scope(scope, in_flight, strict)
         check_inner(inner, verify, mode, options)
-        check_offload(offload, inner, group)
         self._inductor = inductor_options(mode, options)
-        check_replays(self._inductor, offload)
+        check_offload(offload, group, self._inductor)
         self.partitioner = Partitioner(
             budget, policy, cost, verify, max_slowdown, offload=offload, tile=tile
         )
@@ -247,6 +245,18 @@ class Backend:
     def plans(self) -> tuple[Plan, ...]:
         """The plan of every graph with a backward, in compile order."""
         return self.partitioner.plans
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing is to be compiled yet, as by a callback whose training has not begun.
+
+        Steps of optimizers in the meantime, of other models, do not tell that a plan is missing.
+        """
+        return self._missing_plan.is_waiting
+
+    @is_waiting.setter
+    def is_waiting(self, is_waiting: bool) -> None:
+        self._missing_plan.is_waiting = is_waiting
 
     @cached_property
     def modules(self) -> ModuleCompiler:

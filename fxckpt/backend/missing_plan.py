@@ -46,6 +46,8 @@ class MissingPlan:
         self._forward_only: list[str] = []
         """Lines that called graphs which train and have no backward."""
         self._has_told, self._was_called = False, False
+        self.is_waiting = False
+        """Whether nothing is to be compiled yet, whatever steps."""
         self._steps_without = 0
         """Steps of optimizers since it was made, while nothing was compiled with it."""
         self._made_at = time.time()
@@ -89,6 +91,8 @@ class MissingPlan:
         A backend that nothing was compiled with tells after a few steps, and never raises: they may
         be those of another model.
         """
+        if self.is_waiting:
+            return
         equals = [m for m in _by_name if repr(m) == repr(self)] if self in _by_name else [self]
         self._tell_of_limit(equals)
         if self._has_told or any(m._has_plan for m in equals):

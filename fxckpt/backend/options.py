@@ -80,22 +80,19 @@ def check_scope(scope: str, in_flight: int, strict: bool) -> None:
         )
 
 
-def check_replays(inductor: Mapping[str, Any], offload: object) -> None:
-    """Raise :class:`InvalidOption` for an offload of halves that CUDA graphs replay.
+def check_offload(offload: object, group: object, inductor: Mapping[str, Any]) -> None:
+    """Raise :class:`InvalidOption` for an offload that the other options rule out.
 
-    A replay uses the addresses of the first run, and each call sends to other memory of the host.
+    CUDA graphs are among them: a replay uses the addresses of the first run, and each call sends to
+    other memory of the host.
     """
-    if offload is not None and inductor.get("triton.cudagraphs"):
+    if offload is None:
+        return
+    if inductor.get("triton.cudagraphs"):
         raise InvalidOption(
             f"offload={offload!r} with CUDA graphs (mode='reduce-overhead', or the option "
             "triton.cudagraphs): a replay cannot send values away. Leave one of them out."
         )
-
-
-def check_offload(offload: object, inner: object, group: object) -> None:
-    """Raise :class:`InvalidOption` for an offload that the other options rule out."""
-    if offload is None:
-        return
     if group is not None:
         raise InvalidOption(
             f"offload={offload!r}, group={group!r}: each rank has a link of its own, and ranks "

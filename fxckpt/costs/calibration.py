@@ -17,7 +17,7 @@ from fxckpt.costs.measured import Records, keep_measured, known, machine, refuse
 from fxckpt.errors import InvalidOption
 from fxckpt.torch_private import outside_trace, scaled_mm
 
-FIGURES = tuple(f.name for f in fields(Device) if f.name not in ("name", "forms"))
+FIGURES = tuple(f.name for f in fields(Device) if not f.kw_only and f.name != "name")
 """The figures of a device, in order."""
 
 

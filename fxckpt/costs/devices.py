@@ -11,7 +11,7 @@ H100       NVIDIA's datasheets (SXM, PCIe, NVL); PCIe compared with its table in
            https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html, bfloat16 of NVL with
            torchtitan's ``get_peak_flops``, its FP32 with 132 SMs of 128 cores at 1.785 GHz, TF32
            and FP8 as half and twice bfloat16; link: NVIDIA/nvbandwidth#24
-H200       NVIDIA's datasheet (SXM); link: measured, copies of 256 MiB in page-locked memory
+H200       NVIDIA's datasheet (SXM); link: measured by ``fxckpt calibrate``
 B200, B300 NVIDIA's HGX sheets (https://glennklockwood.com/garden/processors/B200, .../B300);
            bandwidth of B200: pytorch/ao#4002
 GB200      NVIDIA's GB200 sheet (same pages); link: torchtitan's notes on C2C, in its cpu_offload.py
@@ -46,9 +46,10 @@ LAUNCH_SECONDS = 2e-6
 """Seconds of one kernel launch on a GPU, measured on an H100 (torchao, ``roofline_utils.py``)."""
 
 CUDNN_SHARE = 0.65
-"""Share of cuDNN's causal attention, forward and backward, whose FLOPs count as if not causal.
+"""Share that cuDNN's causal attention reaches, whose FLOPs count as if it were not causal.
 
-Measured on an H200 in bfloat16 (``bench/results/h200/ops.txt``); a guess for the others.
+Measured on an H200 in bfloat16, forward and backward, of 32 heads of 64 (Llama in
+``bench/results/h200/ops.txt``; GPT-2's 24 heads of 32 reach 0.30). A guess for the others.
 """
 
 PCIE_4 = 25e9
@@ -89,6 +90,8 @@ class Device:
     """Share of a rate that fused attention reaches."""
     launch_seconds: float = LAUNCH_SECONDS
     """Seconds of one kernel launch; 0 where a CUDA graph replays it."""
+    cudnn_first: bool = field(default=False, kw_only=True, repr=False)
+    """Whether torch prefers cuDNN's attention: at compute capability 9.0 and 10.0."""
     forms: str = field(default="", kw_only=True, repr=False)
     """Words that a driver may add to the name, and that leave the figures as they are.
 
@@ -149,6 +152,7 @@ DEVICES = {
             52.8e9,
             35e9,
             attention_share=CUDNN_SHARE,
+            cudnn_first=True,
             forms="SXM SXM5 80GB HBM3",
         ),
         Device(
@@ -163,6 +167,7 @@ DEVICES = {
             PCIE_5,
             PCIE_5,
             attention_share=CUDNN_SHARE,
+            cudnn_first=True,
             forms="80GB HBM2E",
         ),
         Device(
@@ -177,6 +182,7 @@ DEVICES = {
             PCIE_5,
             PCIE_5,
             attention_share=CUDNN_SHARE,
+            cudnn_first=True,
             forms="94GB HBM3",
         ),
         Device(
@@ -191,6 +197,7 @@ DEVICES = {
             54.5e9,
             54.4e9,
             attention_share=CUDNN_SHARE,
+            cudnn_first=True,
             forms="SXM SXM5 141GB HBM3E",
         ),
         Device(
@@ -205,6 +212,7 @@ DEVICES = {
             PCIE_5,
             PCIE_5,
             attention_share=CUDNN_SHARE,
+            cudnn_first=True,
             forms="SXM SXM6 180GB HBM3E",
         ),
         Device(
@@ -232,6 +240,7 @@ DEVICES = {
             350e9,
             350e9,
             attention_share=CUDNN_SHARE,
+            cudnn_first=True,
             forms="186GB HBM3E",
         ),
         Device(

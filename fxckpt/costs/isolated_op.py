@@ -94,15 +94,13 @@ def _without_dropout(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     Kernels of attention read the seed where the forward's kernel has left it, on the GPU or on the
     host, which no graph tells: a seed in the wrong place ends the process.
     """
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    args, kwargs = list(node.args), dict(node.kwargs)
-    if any(argument.name == "philox_seed" for argument in arguments):
-        for i, argument in enumerate(arguments):
-            if argument.name.startswith("dropout_p") and i < len(args):
-                args[i] = 0.0
-            elif argument.name in kwargs and argument.name.startswith("dropout_p"):
-                kwargs[argument.name] = 0.0
-    return tuple(args), kwargs
+    op: Any = node.target
+    if not op._opname.endswith("_backward"):
+        return node.args, node.kwargs
+    # A call may leave out its last arguments.
+    names = [argument.name for argument in op._schema.arguments]
+    args = tuple(0.0 if n == "dropout_p" else a for n, a in zip(names, node.args, strict=False))
+    return args, {n: 0.0 if n == "dropout_p" else a for n, a in node.kwargs.items()}
 
 
 REFUSED = (RuntimeError, IndexError, ValueError)

@@ -38,6 +38,7 @@ class FxckptCallback(Callback):  # type: ignore[misc]
         self.modules = modules
         self.backend = Backend(**given_by_name(options, None, {}))
         """The backend that compiles all the modules."""
+        self.backend.is_waiting = True
         self._compiled: list[nn.Module] = []
 
     def report(self) -> Report:
@@ -60,6 +61,7 @@ class FxckptCallback(Callback):  # type: ignore[misc]
                 "one, as self.model = ..., and call it in training_step."
             )
         self._compiled = [found[name] for name in wanted]
+        self.backend.is_waiting = False
         for module in self._compiled:
             self.backend.modules.compile(module)
 

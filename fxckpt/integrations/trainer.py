@@ -62,13 +62,11 @@ class FxckptCallback(TrainerCallback):
         given = {} if budget is None else {"budget": budget}
         self.options: dict[str, Any] = {**given, **options}
         self.backend: Backend | None = None
-        """The backend that compiles the blocks; None before, and where every block is run again."""
+        """The backend that compiles the blocks; None where every block is run again."""
         self._given: dict[str, Any] = {}
         """Options that the backend was made with."""
         if _is_of_step(self.options):
-            # It counts the steps of optimizers, of other models too, for as long as it lives.
-            self._make_backend(self.options)
-            self.backend = None
+            self._make_backend(self.options).is_waiting = True
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -80,7 +78,7 @@ class FxckptCallback(TrainerCallback):
         Raises :class:`fxckpt.InvalidOption` where nothing was planned: before a training, and where
         every block is run again.
         """
-        if self.backend is None and _is_of_step(self.options):
+        if self.backend is not None and self.backend.is_waiting:
             raise InvalidOption(f"{self!r} has no report yet: no training has begun with it.")
         if self.backend is None:
             raise InvalidOption(
@@ -172,6 +170,7 @@ class FxckptCallback(TrainerCallback):
             )
         turn_off(model)
         backend = self._make_backend(given)
+        backend.is_waiting = False
         _COMPILED.update(blocks)
         compile_each(blocks, backend, only_with_gradients=True)
 

@@ -58,16 +58,7 @@ class PlannedDevice:
                 "plan here, enter torch.autocast('cpu', dtype=...), or give the model its dtype.",
                 stacklevel=2,
             )
-        return GpuOps(prefers_cudnn=self.named is not None and is_cudnn_first(self.named))
-
-
-CUDNN_FIRST = ("H100", "H100 PCIe", "H100 NVL", "H200", "B200", "GB200")
-"""Devices of compute capability 9.0 or 10.0, where torch prefers cuDNN's attention."""
-
-
-def is_cudnn_first(named: Device) -> bool:
-    """Return whether torch prefers cuDNN's attention on a device."""
-    return named.name.split(",")[0] in CUDNN_FIRST
+        return GpuOps(prefers_cudnn=self.named is not None and self.named.cudnn_first)
 
 
 AUTOCAST_DTYPE = torch.float16

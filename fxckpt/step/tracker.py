@@ -471,10 +471,10 @@ class StepTracker:
                 chosen = levels.choice_alone(graph, sizes)
             self._current = levels.anticipated(chosen, meter.allocated() - meter.start)
         self._limit = 0 if self._current is None else self._current.limit
-        if self._current is not None and meter.hides(self._limit):
-            # The peak is the user's again once the levels were seen to keep the budget.
-            if self._key(self._current) not in self._seen:
-                meter.restart(is_learning=True)
+        # The peak is the user's again once the levels were seen to keep the budget.
+        is_unseen = self._current is not None and self._key(self._current) not in self._seen
+        if is_unseen and meter.hides(self._limit):
+            meter.restart(is_learning=True)
 
     def _watch_root(self) -> None:
         """Let later steps begin where the outermost module does, before its first graph.

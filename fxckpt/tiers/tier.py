@@ -68,10 +68,9 @@ class Tier(ABC):
     ) -> None:
         self.limit_bytes = parse_limit(limit)
         """Most bytes that are in use at once."""
-        given = None if bytes_per_second is None else parse_rates(bytes_per_second)
-        self._rates: dict[str, tuple[float, float]] = {}
+        self._given_rates = None if bytes_per_second is None else parse_rates(bytes_per_second)
+        self._rates: dict[torch.device, tuple[float, float]] = {}
         """Rates that were measured, by the device."""
-        self._given_rates = given
         self._given = limit, bytes_per_second
         self._lock = threading.Lock()
         self._returned: deque[tuple[Block, int, int]] = deque()
@@ -147,7 +146,7 @@ class Tier(ABC):
     @property
     def has_given_rates(self) -> bool:
         """Whether the rates were given."""
-        return self._given[1] is not None
+        return self._given_rates is not None
 
     def rates(self, device: torch.device | None = None) -> tuple[float, float]:
         """Return the bytes per second from a device to the tier and back; None is the CPU.
@@ -156,14 +155,13 @@ class Tier(ABC):
         """
         if self._given_rates is not None:
             return self._given_rates
-        # A device that is not here, or has no data, is planned for by what is.
-        is_here = device is not None and streams.CUDA.has(device) and torch.cuda.is_available()
-        place = device if is_here and device is not None else torch.device("cpu")
-        if str(place) not in self._rates:
+        if device is None or device.type != "cuda" or not torch.cuda.is_available():
+            device = torch.device("cpu")  # A device that is not here is planned for by what is.
+        if device not in self._rates:
             # It is asked for while a graph is traced.
             with outside_trace(), torch.no_grad():
-                self._rates[str(place)] = self._measure(place)
-        return self._rates[str(place)]
+                self._rates[device] = self._measure(device)
+        return self._rates[device]
 
     def _measure(self, device: torch.device) -> tuple[float, float]:
         nbytes = min(MEASURED_BYTES, self.limit_bytes)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxckpt
 from fxckpt.memory_meter import meter_of
 from fxckpt.tiers import Host, Throttled
-from tests.tiers.adversary import Adversary
+from tests.tiers.adversary import Adversary, left_in
 
 ROWS, WIDTH, BLOCKS = 512, 32, 4
 INPUT = ROWS * WIDTH * 4
@@ -64,13 +64,6 @@ class Steps:
 
 def plainly(block: nn.Module, x: Tensor) -> Tensor:
     return block(x)  # type: ignore[no-any-return]
-
-
-def left_in(host: Host) -> int:
-    """Return the bytes in use once no copy is under way, which holds what it reads or writes."""
-    for thread in host._threads():
-        thread.submit(int).result()
-    return host.used_bytes
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:

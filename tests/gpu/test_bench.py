@@ -18,6 +18,7 @@ from tests import conftest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import gpu
+import gpu_ops
 
 FEW = ["--points", "2", "--rounds", "1", "--seconds", "200"]
 
@@ -191,6 +192,25 @@ def test_unusable_arguments_exit_2(
     with pytest.raises(SystemExit) as stop:
         gpu.main(arguments)
     assert stop.value.code == 2 and re.search(said, capsys.readouterr().err)
+
+
+def test_parts_of_a_gpu_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ops have planned and measured times, copies rates, and regions lower peaks than none."""
+    assert gpu_ops.main([]) == 0
+    printed = capsys.readouterr().out
+    mm = re.search(r"aten::mm +(\d+) +(\d+) +(\d+) +(\d+)", printed)
+    assert mm is not None and int(mm[1]) > 0 < int(mm[3]) and mm[2] == mm[4]
+    assert len(re.findall(r"(?:page-locked|pageable) +(?:to|from)", printed)) == 4
+    none, *others = map(
+        float, re.findall(r"(?m)^(?:none|torch|fxckpt)[\w, ]*? +([\d.]+) ", printed)
+    )
+    assert len(others) == 3 and max(others) < none
+
+
+def test_wrong_part_of_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_ops.main(["opps"])
+    assert "no part 'opps'. They are libraries, link, ops" in capsys.readouterr().err
 
 
 def test_unwritable_folder_is_told_first(

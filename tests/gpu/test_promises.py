@@ -25,7 +25,7 @@ from gpu_models import MODELS, Made
 pytestmark = pytest.mark.gpu
 
 SEEDS = 4 * 2 * 512
-"""Bytes of two scalars of each attention."""
+"""Bytes of two scalars of each attention, which a kernel may leave on the host."""
 
 
 def made_on(device: str, name: str) -> Made:
@@ -52,8 +52,8 @@ def test_same_step_and_predicted_peak(device: str, name: str) -> None:
         made.model.zero_grad(set_to_none=True)
         (plan,) = backend.plans
         peak = fxckpt.measure_peak(lambda: step(*made.inputs).backward())  # noqa: B023
-        # Seeds that an attention kernel leaves on the host count a block each.
-        assert peak == pytest.approx(plan.peak_bytes, rel=1e-3, abs=SEEDS)
+        counted = SEEDS if device == "cuda" else 0
+        assert plan.peak_bytes * 0.999 - counted <= peak <= plan.peak_bytes * 1.001
         assert plan.budget_bytes is None or peak <= plan.budget_bytes
 
 

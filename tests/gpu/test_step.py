@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_models import Language, LlamaBlock, Stack  # tests/conftest.py leads to bench/
 
 import fxckpt
 from tests.steps import differing, outcome
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from gpu_models import Language, LlamaBlock, Stack
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from fxckpt.tiers import Host
+from fxckpt.tiers import Host, Tier
 
 POISON = 0xFF
 """Each byte of a poisoned storage: NaN in floats, -1 in ints."""
@@ -23,6 +23,13 @@ def copy(target: Tensor, source: Tensor) -> None:
     """Copy a storage."""
     to, of = target.untyped_storage(), source.untyped_storage()
     ctypes.memmove(to.data_ptr(), of.data_ptr(), of.nbytes())
+
+
+def left_in(tier: Tier) -> int:
+    """Return the bytes in use once no copy is under way, which holds what it reads or writes."""
+    for thread in tier._threads():
+        thread.submit(int).result()
+    return tier.used_bytes
 
 
 @dataclass
