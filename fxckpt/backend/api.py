@@ -372,8 +372,8 @@ class Backend:
         )
         if (misfit := step.misfit(graph)) is not None:
             raise through_dynamo(misfit)
-        if not graph.plans:
-            return run  # No output has a gradient, or the graph could not be planned.
+        if not graph.plans:  # No output has a gradient, or the graph could not be planned.
+            return _passing(step, graph, run)
         self._graphs.append(graph)
         return lambda *args: step.forward(graph, args)
 
@@ -497,6 +497,16 @@ class Backend:
             raise through_dynamo(told) from error
         except FxckptError as error:
             raise through_dynamo(error) from error
+
+
+def _passing(step: StepTracker, graph: StepGraph, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that tells a step of its calls, which are none of the step's own."""
+
+    def passing(*args: Any) -> Any:
+        step.pass_by(graph)
+        return run(*args)
+
+    return passing
 
 
 def _most_in_flight(calls: Sequence[tuple[int, int, bool]]) -> int:

@@ -25,12 +25,15 @@ class StepBegin:
     def __init__(self) -> None:
         self.entered: int | None = None
         """Bytes allocated when the outermost module was called."""
+        self._passed: tuple[int, int] | None = None
+        """The same with the gradients of then, if its forward runs the graphs without gradients,
+        as its backward may run them again with them."""
         self.has_optimizer = False
         """Whether an optimizer was seen to step."""
-        self._roots: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], None]] = (
+        self._roots: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, Callable[[], None]]] = (
             weakref.WeakKeyDictionary()
         )
-        """Outermost modules, whose forwards are the begins of steps; with what ends that."""
+        """Outermost modules, whose forwards are the begins of steps; with what ends each watch."""
         self._leaves = WeakIdKeyDictionary()
         """Parameters of graphs whose gradients are accumulated."""
         self._first: weakref.WeakSet[StepGraph] = weakref.WeakSet()
@@ -47,14 +50,25 @@ class StepBegin:
 
     def note_root(self, root: torch.nn.Module, enter: Callable[[], None]) -> None:
         """Note an outermost module; ``enter`` is called before its forwards."""
-        if root not in self._roots:
-            self._roots[root] = before_forward(root, enter)
+        watches = self._roots.setdefault(root, {})
+        if enter.__name__ not in watches:
+            watches[enter.__name__] = before_forward(root, enter)
 
     def forget_roots(self) -> None:
         """Leave the outermost modules as they were."""
-        for end in self._roots.values():
-            end()
+        for watches in self._roots.values():
+            for end in watches.values():
+                end()
         self._roots.clear()
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether it is known where a step that may begin in a backward would have begun."""
+        return self._passed is not None
+
+    def note_passed(self, allocated: int) -> None:
+        """Note the bytes allocated before a step that may begin in a backward."""
+        self._passed = allocated, self._gradient_bytes()
 
     def collect_before(self, graph: StepGraph) -> None:
         """Collect garbage before the first step that begins with a graph.
@@ -70,24 +84,32 @@ class StepBegin:
         if not self.has_optimizer:
             self._left = max(0, meter.allocated() - meter.start)
 
-    def find(self, meter: StepMeter) -> None:
-        """Set the bytes allocated before a step that begins.
+    def find(self, meter: StepMeter, *, is_in_backward: bool = False) -> bool:
+        """Set the bytes allocated before a step; return whether some of it ran before its graphs.
+
+        One that begins within a backward has begun where the forward of that did.
 
         Only some of the gradients are those of parameters: wrappers that shard these keep sums of
         their own, and a loop may hold the outputs of the micro-batch before. So while there are
         gradients, all that the step before has left, and that may be there still, is this step's.
         """
         before, self.entered = self.entered, None
+        passed, self._passed = self._passed, None
+        held = None
+        if is_in_backward and before is None and passed is not None:
+            before, held = passed
         if meter.base is not None and self.has_optimizer:
-            return
+            return before is not None
         allocated = meter.allocated()
         if before is not None:
             allocated = min(allocated, before)
-        held = self._gradient_bytes()
+        if held is None:
+            held = self._gradient_bytes()
         base = allocated - held
         if meter.base is not None and held:
             base = min(base, max(meter.base, allocated - self._left))
         meter.base = base
+        return before is not None
 
     def _gradient_bytes(self) -> int:
         """Return the bytes of the gradients of all parameters that are known."""

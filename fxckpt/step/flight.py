@@ -34,9 +34,16 @@ class Flight:
     """One call between its forward and its backward."""
 
     def __init__(
-        self, owner: FlightOwner, number: int, step: StepRecord, call: RecordedCall
+        self,
+        owner: FlightOwner,
+        number: int,
+        step: StepRecord,
+        call: RecordedCall,
+        within: object | None = None,
     ) -> None:
         self.number, self.step, self.call = number, step, call
+        self.within = within
+        """Backward that its forward ran in, as one of a reversible block does; None for others."""
         self.start = 0
         """Bytes allocated when its backward began."""
         self._owner = weakref.ref(owner)

@@ -222,7 +222,9 @@ class StepLevels:
         known = self.known_of(graph)
         if known is None:
             return None
-        if (found := known.chosen.get((sizes, self._version_of(known)))) is not None:
+        found = known.chosen.get((sizes, self._version_of(known)))
+        # One that does not fit is made again, until it does, or the step is refused.
+        if found is not None and found.choice.peak_bytes <= (1 + NOISE) * found.limit:
             return self.keep(known, sizes, found)
         chosen = known.choices.get(sizes)
         learned, expected = known.learned, known.learned.sizes_after([sizes])

@@ -58,6 +58,8 @@ class StepRecord:
     """
     kept: dict[int, dict[int, int]] = field(default_factory=dict)
     """Bytes of each input that a call alone kept when the first backward began."""
+    is_whole: bool = True
+    """Whether it was measured from the outermost module on, if there is one."""
     is_exact: bool = True
     """Whether every peak was seen, and not only what was allocated at the boundaries."""
     is_of_the_step_alone: bool = True
@@ -102,6 +104,8 @@ class LearnedStep:
     """Greatest sizes that each call had."""
     fixed: tuple[int | None, ...]
     """Position of the plan of each call that is repeated, None for one that may take any."""
+    is_whole: bool = True
+    """Whether the latest ones were measured from the outermost module on, if there is one."""
     count: int = 1
     """Number of steps seen."""
     kept: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
@@ -124,7 +128,15 @@ class LearnedStep:
         sizes = tuple(call.sizes for call in record.calls)
         calls = tuple(call.graph for call in record.calls)
         fixed = tuple(call.position if call.is_repeated else None for call in record.calls)
-        return cls(calls, [tuple(record.moments)], sizes, sizes, fixed, kept=_kept(record))
+        return cls(
+            calls,
+            [tuple(record.moments)],
+            sizes,
+            sizes,
+            fixed,
+            record.is_whole,
+            kept=_kept(record),
+        )
 
     def add(self, record: StepRecord) -> bool:
         """Add a step of the same signature; return whether it shows something new.
@@ -133,6 +145,8 @@ class LearnedStep:
         A step whose peaks were not all seen, or that may have been a smaller one, had as many bytes
         as the ones before, for all that is known.
         """
+        if record.is_whole and not self.is_whole:  # Those before had more outside than was seen.
+            self.is_whole, self.recent = True, []
         before, moments = self.moments, tuple(record.moments)
         if not record.is_exact or any(self.sizes):
             moments = tuple(

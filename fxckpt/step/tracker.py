@@ -139,6 +139,7 @@ class StepTracker:
         with self._lock:
             if not self._flights:
                 self._begin(graph, sizes)
+            within = self._within()
             self._close_gap()
             self._note_left()
             self._note_measure()
@@ -170,9 +171,26 @@ class StepTracker:
             if node is not None:
                 self._flights[number] = call.held_bytes
                 self._most = max(self._most, len(self._flights))
-                watch_backward(node, Flight(self, number, step, call))
+                watch_backward(node, Flight(self, number, step, call, within))
             self._forward_ended = (graph, self._restart())
         return outputs
+
+    def _within(self) -> object | None:
+        """Return the backward that a forward runs in, with which the step is to end; None if none.
+
+        There a reversible block, or a reentrant checkpoint, runs again, and has its own backward.
+        """
+        if (running := current_backward()) is None:
+            return None
+        if self._backward is None:
+            self._await(running)
+        return self._backward
+
+    def _await(self, backward: object) -> None:
+        """Take a backward that runs for the one of the step."""
+        self._refuse_second(backward)
+        self._backward = backward
+        at_engine_exit(self._leave_engine)
 
     def _end_forward(self, step: StepRecord, number: int, call: RecordedCall, start: int) -> None:
         """Record the forward of a call that began with ``start`` bytes allocated."""
@@ -242,10 +260,9 @@ class StepTracker:
         with self._lock:
             if flight.step is not self._record:
                 return  # A second backward of an earlier step.
-            if self._backward != current_backward():
-                self._refuse_second(current_backward())
-                self._backward = current_backward()
-                at_engine_exit(self._leave_engine)
+            is_nested = flight.within is not None and flight.within == self._backward
+            if not is_nested and (running := current_backward()) != self._backward:
+                self._await(running)
             self._close_gap()
             self._note_left()
             self._note_measure()
@@ -442,21 +459,20 @@ class StepTracker:
         Where a schedule tells of the steps, its micro-batches are one.
         """
         self._forward_ended = None
-        if self._record.calls and self._has_schedule:
+        is_in_backward = current_backward() is not None
+        if self._record.calls and not self._has_schedule:
+            if self._backward is None or not is_in_backward:
+                self._end()
+        if self._record.calls:
             return
-        if self._record.calls and (self._backward is None or current_backward() is None):
-            self._end()
-        levels = self._levels
-        if levels.meter is None:
-            levels.meter = StepMeter(graph.device)
-            after_optimizers(self._optimizer_stepped)
-        meter = levels.meter
-        # What ran since the outermost module was entered is the step's, and its peak too.
-        is_entered = self._beginning.entered is not None
+        self._backward = None
+        levels, meter = self._levels, self._meter_of(graph)
         self._beginning.collect_before(graph)
-        self._beginning.find(meter)
+        # What ran since the outermost module was entered is the step's, and its peak too.
+        is_entered = self._beginning.find(meter, is_in_backward=is_in_backward)
         self._refused = meter.refused()
-        self._watch_root()
+        has_root = self._watch_root()
+        self._record.is_whole = is_entered or not (has_root or is_in_backward)
         levels.ask_free()
         self._peak_before = self._peak("code before the first graph") if is_entered else 0
         self._restart()
@@ -476,14 +492,37 @@ class StepTracker:
         if is_unseen and meter.hides(self._limit):
             meter.restart(is_learning=True)
 
-    def _watch_root(self) -> None:
-        """Let later steps begin where the outermost module does, before its first graph.
+    def _meter_of(self, graph: StepGraph) -> StepMeter:
+        """Return the measure of the step's device, which its first graph tells."""
+        if self._levels.meter is None:
+            self._levels.meter = StepMeter(graph.device)
+            after_optimizers(self._optimizer_stepped)
+        return self._levels.meter
 
-        What code before that graph allocates is the step's, such as parameters that are gathered.
+    def _watch_root(self) -> bool:
+        """Let later steps begin where the outermost module does; return whether there is one.
+
+        What code before its first graph allocates is the step's, such as parameters that are
+        gathered.
         """
         root = outermost_module()
-        if root is not None and not self._has_schedule:
-            self._beginning.note_root(root, self._enter_root)
+        if root is None or self._has_schedule:
+            return False
+        self._beginning.note_root(root, self._enter_root)
+        return True
+
+    def pass_by(self, graph: StepGraph) -> None:
+        """Note a call without gradients, for a backward that runs the graph again with them.
+
+        A step that begins in that backward has begun with the outermost module of this call.
+        """
+        with self._lock:
+            if self._flights or self._has_schedule or self._beginning.has_passed:
+                return
+            self._meter_of(graph)
+            root = outermost_module()
+            if root is not None:
+                self._beginning.note_root(root, self._pass_root)
 
     def leave_model(self) -> None:
         """Leave the outermost modules as they were before their steps were followed."""
@@ -494,13 +533,19 @@ class StepTracker:
         """Note the bytes allocated before a step that may begin."""
         with self._lock:
             if self._levels.meter is not None and not self._flights:
-                self._enter()
+                self._beginning.entered = self._entered()
 
-    def _enter(self) -> None:
-        if self._record.calls:
-            self._beginning.entered = self._meter.allocated()
-        else:
-            self._beginning.entered = self._restart()
+    def _pass_root(self) -> None:
+        """Note the bytes allocated before a step that may begin in a backward."""
+        with self._lock:
+            if self._backward is not None and current_backward() is None and self._record.calls:
+                self._end()  # That backward failed, and has not told of its end.
+            if not self._flights:
+                self._beginning.note_passed(self._entered())
+
+    def _entered(self) -> int:
+        """Return the bytes allocated where a step may begin, and measure from there."""
+        return self._meter.allocated() if self._record.calls else self._restart()
 
     def _optimizer_stepped(self) -> None:
         with self._lock:
@@ -642,7 +687,7 @@ class StepTracker:
             if self._levels.meter is not None:
                 self._backward, self._meter.base = None, None
                 self._forget()
-                self._enter()
+                self._beginning.entered = self._entered()
 
     def end_scheduled(self) -> None:
         """End the step, all of whose micro-batches had their backwards."""

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxckpt
 from tests.step.stack import Stack, X, clear, gradients, measured, plain
@@ -36,14 +37,19 @@ def odd(share: float, depth: int = 4) -> tuple[Odd, int, fxckpt.Backend]:
 
 
 def test_a_temporary_before_the_first_graph_counts() -> None:
-    """It is told where it is over the budget, and reported as measured."""
+    """It is told where it is over the budget, and a step that never fits for it is refused."""
     model, limit, backend = odd(0.7)
     model.before = 64
     with pytest.warns(UserWarning, match="code before the first graph"):
-        peaks = [measured(model) for _ in range(3)]
+        peaks = [measured(model) for _ in range(2)]
     assert min(peaks) > limit
     report = backend.report().step
     assert report is not None and report.measured_peak_bytes == peaks[-1]
+    with pytest.raises(fxckpt.BudgetInfeasible) as raised:
+        measured(model)
+    model, _, _ = odd(raised.value.floor_bytes / plain(Odd(4))[0])
+    model.before = 64
+    assert [measured(model) for _ in range(4)][-1] <= raised.value.floor_bytes
 
 
 def test_one_odd_step_ends_no_training() -> None:
@@ -124,3 +130,70 @@ def test_steps_of_many_lengths_leave_room() -> None:
         random.seed(seed)
         measured(eager)
         assert all(map(torch.equal, gradients(model), gradients(eager)))
+
+
+class RunAgain(torch.autograd.Function):
+    """Runs a block without gradients, and again with them in its backward, as reversible ones do."""
+
+    @staticmethod
+    def forward(ctx, x, block, *parameters):  # type: ignore[no-untyped-def]
+        ctx.block, ctx.count = block, len(parameters)
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, incoming):  # type: ignore[no-untyped-def]
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.block(x)
+        out.backward(incoming)
+        return x.grad, None, *[None] * ctx.count
+
+
+BATCH = torch.randn(2048, 32)
+
+
+class Nested(Stack):
+    """A stack whose blocks run without gradients, and again in the backward of a function."""
+
+    is_torchs = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for block in self.blocks:
+            if self.is_torchs:
+                x = checkpoint(block, x, use_reentrant=True)
+            else:
+                x = RunAgain.apply(x, block, *block.parameters())
+        return nn.functional.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.long))
+
+
+@pytest.mark.parametrize("is_torchs", [True, False])
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_blocks_run_again_in_a_backward(is_torchs: bool, has_optimizer: bool) -> None:
+    """They are one step with the forward before, whose bytes count from the second step on."""
+
+    def made() -> Nested:
+        torch.manual_seed(0)
+        model = Nested(6)
+        model.head = nn.Linear(32, 20)
+        model.is_torchs = is_torchs
+        for block in model.blocks:
+            block.dropout.p = 0.0
+        return model
+
+    eager = made()
+    peak, wanted = plain(eager, BATCH)
+    model, limit = made(), int(0.9 * peak)
+    backend = fxckpt.compile_blocks(model.blocks, limit, inner="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number in range(5):
+        took = measured(model, BATCH)
+        assert number < 2 or took <= limit
+        assert all(map(torch.equal, gradients(model), wanted))
+        if has_optimizer:
+            optimizer.step()
+    report = backend.report().step
+    assert report is not None and sum(row.calls for row in report.rows) == 6
+    assert 0.8 * peak < report.measured_peak_bytes <= limit
