@@ -99,8 +99,17 @@ class KnownStep:
     """Number of times that it was run though it seemed not to fit."""
     seen_at: int = 0
     """Number of the latest step of this kind."""
+    was_over: bool = False
+    """Whether a step of this kind was over the budget, as calls it began with were of another's."""
     baseline_of: object = None
     """Versions and sizes for which the uncheckpointed peak was found."""
+
+    def may_come(self, since: int) -> bool:
+        """Return whether a step is of this kind for all that those after step ``since`` tell.
+
+        One that was seen once, and kept the budget, may have been the only one.
+        """
+        return (self.learned.count > 1 or self.was_over) and self.seen_at > since
 
 
 class StepLevels:
@@ -288,13 +297,13 @@ class StepLevels:
         return self.version, known.version, rivals
 
     def _rivals(self, known: KnownStep) -> list[KnownStep]:
-        """Return the other kinds of the latest steps that began with the same graph, if seen twice.
+        """Return the other kinds of the latest steps that began with the same graph, and may come.
 
         The next step may be one of them, and by then its first calls have their levels.
         """
         kinds = self._known[id(known.learned.calls[0])].values()
         since = self.steps - RIVALS
-        return [k for k in kinds if k is not known and k.learned.count > 1 and k.seen_at > since]
+        return [k for k in kinds if k is not known and k.may_come(since)]
 
     def _leaving_room(
         self,
@@ -312,6 +321,9 @@ class StepLevels:
         same = next((i for i, (one, another) in enumerate(pairs) if one is not another), len(pairs))
         limit = self.room(self.limit(other))
         own = choice_of(other.program(), rival.levels)
+        if own.peak_bytes > limit:  # None was chosen since it was over.
+            own = self.compiled_choice(other, other.sizes, limit)
+            rival.levels = own.levels
         begun = other.program().beginning_with(choice.levels[:same])
         if own.peak_bytes > limit or least_peak(begun).peak_bytes <= limit:
             return choice
@@ -366,7 +378,7 @@ class StepLevels:
     ) -> StepChoice | None:
         """Return a known step that begins with the calls so far, and goes on with ``graph``.
 
-        Of those seen twice it is the longest, which leaves room for the others, else the latest.
+        Of those that may come it is the longest, which leaves room for the others, else the latest.
         """
         calls = [*(call.graph for call in done), graph]
         kinds = [
@@ -377,7 +389,7 @@ class StepLevels:
         if not kinds:
             return None
         since = self.steps - RIVALS
-        often = [k.learned for k in kinds if k.learned.count > 1 and k.seen_at > since]
+        often = [k.learned for k in kinds if k.may_come(since)]
         learned = max(reversed(often), key=lambda k: len(k.calls), default=kinds[-1].learned)
         return self.rest_of_step(done, learned, sizes_with(done, learned, sizes))
 

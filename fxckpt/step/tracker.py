@@ -596,6 +596,7 @@ class StepTracker:
             limit = self._limit
             if record.peak_bytes > limit:  # A fraction is of what this step took outside, too.
                 limit = max(limit, self._levels.limit(found.learned))
+                found.was_over |= record.peak_bytes > limit
             self._warnings.compare(record, limit, self.steps, self._levels.settled_at)
 
     @staticmethod

@@ -197,3 +197,30 @@ def test_blocks_run_again_in_a_backward(is_torchs: bool, has_optimizer: bool) ->
     report = backend.report().step
     assert report is not None and sum(row.calls for row in report.rows) == 6
     assert 0.8 * peak < report.measured_peak_bytes <= limit
+
+
+class Halting(Stack):
+    """A stack that may end after its first blocks."""
+
+    depth = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: self.depth]:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_a_longer_step_is_over_once() -> None:
+    """From the second one on, the calls with which both kinds begin leave room for it."""
+    eager = Halting(8)
+    eager.depth = 8
+    peak, _ = plain(eager)
+    model, limit = Halting(8), int(0.5 * peak)
+    fxckpt.compile_blocks(model.blocks, limit, inner="aot_eager")
+    over = []
+    with pytest.warns(UserWarning, match="over the budget"):
+        for number in range(1, 21):
+            model.depth = 8 if number % 5 == 0 else 4
+            if measured(model) > limit:
+                over.append(number)
+    assert over == [5]
