@@ -146,7 +146,8 @@ class Report:
             nothing = (
                 "no graph with a backward has been compiled yet: run one forward of the compiled "
                 "model with gradients enabled. If one was run, Dynamo left the model to Python "
-                "(an RNN, a graph break in a loop): TORCH_LOGS=graph_breaks says where."
+                "(an RNN, a graph break in a loop, a limit of compilations): "
+                "TORCH_LOGS=graph_breaks,recompiles says where."
             )
             return "\n\n".join((nothing, *self.limits))
         count = len(self.plans)

@@ -77,6 +77,21 @@ def test_plans_do_not_affect_later_compiles() -> None:
     assert all(type(size) is int for size in shapes)
 
 
+def test_captures_count_in_no_limit() -> None:
+    """However many models of a class were planned, a later one is planned and compiled."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+    with torch._dynamo.config.patch(accumulated_recompile_limit=4, recompile_limit=4):
+        for _ in range(6):
+            fxckpt.plan(model(), torch.randn(4, 8))
+            fxckpt.plan_step(model(), torch.randn(4, 8), budget=1.0)
+        backend = fxckpt.Backend(inner="aot_eager")
+        torch.compile(model(), backend=backend)(torch.randn(4, 8)).sum().backward()
+    assert len(backend.plans) == 1
+
+
 def test_a_function_closes_over_a_meta_model() -> None:
     """A function that closes over a model on the meta device is planned as the model is."""
     with torch.device("meta"):

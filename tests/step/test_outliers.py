@@ -133,7 +133,7 @@ def test_steps_of_many_lengths_leave_room() -> None:
 
 
 class RunAgain(torch.autograd.Function):
-    """Runs a block without gradients, and again with them in its backward, as reversible ones do."""
+    """Runs a block without gradients, and again with them in its backward, as if reversible."""
 
     @staticmethod
     def forward(ctx, x, block, *parameters):  # type: ignore[no-untyped-def]

@@ -36,7 +36,7 @@ class ModuleCompiler:
 
         With ``only_with_gradients`` calls where gradients are off run as if it were not compiled.
         """
-        compiled = self._container(module) if _is_container(module) else self._own(module)
+        compiled = self._container(module) if is_container(module) else self._own(module)
         if only_with_gradients:
             compiled = _with_gradients(compiled, module)
         module._compiled_call_impl = compiled
@@ -57,7 +57,7 @@ class ModuleCompiler:
         return compiled
 
 
-def _is_container(module: torch.nn.Module) -> bool:
+def is_container(module: torch.nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.")
 
 
@@ -94,12 +94,23 @@ def give_own_code(modules: Iterable[torch.nn.Module]) -> None:
     copies: dict[FunctionType, FunctionType] = {}
     for module in modules:
         forward = getattr_static(type(module), "forward", None)
-        if not isinstance(forward, FunctionType) or _is_container(module):
+        if not isinstance(forward, FunctionType) or is_container(module):
             continue
         if "forward" not in vars(module):
             if forward not in copies:
                 copies[forward] = _copied(forward)
             module.forward = MethodType(copies[forward], module)
+
+
+def with_own_code(container: torch.nn.Module) -> Callable[..., Any]:
+    """Return a function that calls a container of torch's, as ``torch.compile`` does.
+
+    That is by a function whose code all containers share; this one has a copy.
+    """
+    from torch._dynamo.external_utils import wrap_inline
+
+    called: Any = wrap_inline(container)
+    return _copied(called)
 
 
 def _copied(function: FunctionType) -> FunctionType:

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from fxckpt.errors import CaptureError, FxckptError, NotOneGraph
-from fxckpt.torch_private.capture.sizes import _forgetting_sizes
 
 
 def is_recording() -> bool:
@@ -441,6 +440,33 @@ def _to_fakes(mode: FakeTensorMode, given: Any) -> Any:
     return pytree.tree_map(fake, given)
 
 
+UNLIMITED: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
+"""Dynamo counts the compiles of all captures together: those of a class of models, or, before torch
+2.13, of all steps."""
+
+
+@contextlib.contextmanager
+def leaving_no_trace() -> Iterator[None]:
+    """Restore on exit what Dynamo notes of compiles: the sizes seen, and how many a function had.
+
+    Captures are not limited, and neither make a later compile dynamic nor count in its limit.
+    """
+    import copy
+
+    from torch._dynamo import config, convert_frame, pgo
+
+    state, counts = pgo.get_code_state(), convert_frame.FRAME_COMPILE_COUNTER
+    before, counted = copy.deepcopy(dict(state)), dict(counts)
+    try:
+        with config.patch(**UNLIMITED):
+            yield
+    finally:
+        state.clear()
+        state.update(before)
+        counts.clear()
+        counts.update(counted)
+
+
 def capture_whole(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -481,7 +507,7 @@ def capture_whole(
                 with FakeCopyMode(mode):
                     function = copy.deepcopy(function)
             args, kwargs = _to_fakes(mode, (args, kwargs))
-            with mode, _forgetting_sizes(), errors_told_once():
+            with mode, leaving_no_trace(), errors_told_once():
                 torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
     except CaptureDone:
         return

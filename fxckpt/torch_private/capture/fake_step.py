@@ -30,6 +30,8 @@ from fxckpt.torch_private.capture.compiled_modules import (
     compiled_parts,
     forget_compilations,
     give_own_code,
+    is_container,
+    with_own_code,
 )
 from fxckpt.torch_private.capture.dynamo import (
     DATA,
@@ -40,13 +42,11 @@ from fxckpt.torch_private.capture.dynamo import (
     _to_fakes,
     errors_told_once,
     isolated,
+    leaving_no_trace,
 )
-from fxckpt.torch_private.capture.sizes import _forgetting_sizes
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 """A frame of a stack trace in text."""
-UNLIMITED: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
-"""Before torch 2.13 Dynamo counts the compilations of all steps together, which share no code."""
 NEEDS_DATA = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -79,10 +79,10 @@ def run_on_fakes(
 
     ignored = {*config.ignore_logging_functions, *_logging_methods()}
     try:
-        with _placing(place), config.patch(ignore_logging_functions=ignored, **UNLIMITED):
+        with _placing(place), config.patch(ignore_logging_functions=ignored):
             run = _copied_to_fakes(function, mode, backend)
             args, kwargs = _to_fakes(mode, (tuple(args), dict(kwargs)))
-            with mode, _forgetting_sizes(), errors_told_once(), torch.enable_grad(), watched:
+            with mode, leaving_no_trace(), errors_told_once(), torch.enable_grad(), watched:
                 found = [
                     leaf
                     for leaf in pytree.tree_leaves(run(*args, **kwargs))
@@ -153,7 +153,7 @@ def _copied_to_fakes(
     if not parts or "" in parts:
         whole: Any = getattr(copied, "__self__", copied)
         give_own_code([whole])
-        return compiled(copied)  # type: ignore[no-any-return]
+        return compiled(with_own_code(copied) if is_container(copied) else copied)  # type: ignore[no-any-return]
     originals = [p._orig_mod if isinstance(p, OptimizedModule) else p for p in parts.values()]
     copies = [memo[id(part)] for part in originals]
     give_own_code(copies)

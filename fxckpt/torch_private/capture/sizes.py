@@ -231,22 +231,3 @@ def guard_sizes(sizes: Sequence[torch.SymInt], factor: int = 1, *, spare: int = 
         least = int(lower) + spare if lower.is_Integer else 0
         # Evaluating a symbolic comparison records it as a guard.
         bool(size <= max(factor * node.hint, least))
-
-
-@contextlib.contextmanager
-def _forgetting_sizes() -> Iterator[None]:
-    """Restore Dynamo's record of seen sizes on exit.
-
-    Sizes captured inside must not make a later compile dynamic.
-    """
-    import copy
-
-    from torch._dynamo import pgo
-
-    state = pgo.get_code_state()
-    before = copy.deepcopy(dict(state))
-    try:
-        yield
-    finally:
-        state.clear()
-        state.update(before)
