@@ -225,7 +225,8 @@ class StepGraph:
     def least(self, limit: int | None = None, away: int = 0) -> int:
         """Return the position of the plan that holds least among those of a peak within a limit.
 
-        Without one within it, it is the plan of least peak. ``away`` are the bytes that calls in
+        Without one within it, it is the plan of least peak where another call holds as much:
+        fractions are of more than one graph. ``away`` are the bytes that calls in
         flight have sent away: a plan that sends more than is left is the last choice.
         """
         levels = self._planned(())
@@ -235,7 +236,7 @@ class StepGraph:
             level = levels[i]
             excess = 0 if left is None else max(0, level.away_bytes - left)
             peak = max(level.forward_bytes, level.backward_bytes)
-            over = 0 if limit is None or peak <= limit else peak
+            over = 0 if limit is None or peak <= limit else peak + level.held_bytes
             return excess, over, level.held_bytes, level.backward_bytes, level.extra_seconds
 
         return min(range(len(levels)), key=key)

@@ -223,10 +223,13 @@ class StepLevels:
         """Return what is known of the step that is expected to begin with a graph."""
         return self._known.get(id(graph), {}).get(self._expected.get(id(graph)) or ())
 
-    def choice_for(self, graph: StepGraph, sizes: Sizes) -> StepChoice | None:
+    def choice_for(
+        self, graph: StepGraph, sizes: Sizes, outside_bytes: int = 0
+    ) -> StepChoice | None:
         """Return the choice for a step that begins with a call of ``graph`` of some sizes.
 
-        It is made anew if figures changed.
+        It is made anew if figures changed. ``outside_bytes`` are those allocated by now, of which
+        the error for a step that does not fit tells.
         """
         known = self.known_of(graph)
         if known is None:
@@ -257,7 +260,8 @@ class StepLevels:
                 if (hoped := self._hoped(known, expected, room)) is not None:
                     return self.keep(known, sizes, StepChoice(*hoped, limit))
                 if _choose(learned.calm, expected, room).peak_bytes > (1 + NOISE) * limit:
-                    raise infeasible_step(self.budget, learned, expected, limit)
+                    begun = learned.beginning_with(outside_bytes)
+                    raise infeasible_step(self.budget, begun, expected, limit)
             if fits and now.extra_seconds <= (1 + WORTHWHILE) * choice.extra_seconds:
                 choice = now
         for rival in rivals:
@@ -359,15 +363,12 @@ class StepLevels:
         if chosen is None:
             return chosen
         learned, limit = chosen.learned, chosen.limit
-        grown = outside_bytes - learned.moments[0].outside_bytes
-        if grown <= 0 or chosen.choice.peak_bytes + grown <= limit:
+        more = learned.beginning_with(outside_bytes)
+        if more is learned:
             return chosen
-        more = replace(
-            learned,
-            recent=[
-                tuple(replace(m, outside_bytes=m.outside_bytes + grown) for m in learned.moments)
-            ],
-        )
+        grown = outside_bytes - learned.moments[0].outside_bytes
+        if chosen.choice.peak_bytes + grown <= limit:
+            return chosen
         for each in dict.fromkeys(learned.calls):
             if each.ranks is None:  # The others need not have more.
                 each.learn_levels()

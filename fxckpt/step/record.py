@@ -182,6 +182,15 @@ class LearnedStep:
         ]
         self.moments = self.recent[0]
 
+    def beginning_with(self, outside_bytes: int) -> LearnedStep:
+        """Return the steps as if that many bytes were allocated outside when each began, or more.
+        """
+        grown = outside_bytes - self.moments[0].outside_bytes
+        if grown <= 0:
+            return self
+        moments = (replace(m, outside_bytes=m.outside_bytes + grown) for m in self.moments)
+        return replace(self, recent=[tuple(moments)])
+
     @property
     def calm(self) -> LearnedStep:
         """The steps as if each moment had the fewest outside bytes that the latest ones had."""

@@ -478,14 +478,15 @@ class StepTracker:
         self._restart()
         levels.begun = self._ended + 1
         is_new, self._begun = levels.begun > self._begun, levels.begun
+        outside = meter.allocated() - meter.start
         with meter.unmeasured(self._version):
             if self.ranks is None:
-                chosen = levels.choice_for(graph, sizes)
+                chosen = levels.choice_for(graph, sizes, outside)
             elif is_new and is_together(levels.begun):
                 chosen = choose_together(levels, self.ranks, graph, sizes)
             else:
                 chosen = levels.choice_alone(graph, sizes)
-            self._current = levels.anticipated(chosen, meter.allocated() - meter.start)
+            self._current = levels.anticipated(chosen, outside)
         self._limit = 0 if self._current is None else self._current.limit
         # The peak is the user's again once the levels were seen to keep the budget.
         is_unseen = self._current is not None and self._key(self._current) not in self._seen
