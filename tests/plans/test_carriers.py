@@ -95,13 +95,24 @@ def test_torch_checkpoint_saves_what_is_planned(budget: Any, dropout: float) -> 
         assert held == plan.saved_bytes + unplanned_results(plan) + 3 * 8
 
 
-def test_another_function_is_a_mismatch() -> None:
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_another_function_is_a_mismatch(budget: Any) -> None:
     """A region that runs an op more often, or less often, than planned is an error."""
     net, x = model(), inputs()
-    plan = fxckpt.plan(net, x, budget=0.75)
-    for other in (net[:2], nn.Sequential(*net, *net)):
+    plan = fxckpt.plan(net, x, budget=budget)
+    for other in (net[:2], nn.Sequential(*net, *net), nn.Linear(64, 64), nn.Conv1d(32, 32, 1)):
         with pytest.raises(fxckpt.PlanMismatch, match="Plan the function that is the region"):
             checkpoint(other, x, use_reentrant=False, context_fn=plan.as_context_fn())
+
+
+def test_a_missing_saved_op_is_a_mismatch() -> None:
+    """A norm whose results are saved, and which the region does not have, is told of."""
+    net, x = model(), inputs()
+    plan = fxckpt.plan(net, x)
+    for block in net:
+        block.norm = nn.Identity()
+    with pytest.raises(fxckpt.PlanMismatch, match="ran native_layer_norm 0 times"):
+        checkpoint(net, x, use_reentrant=False, context_fn=plan.as_context_fn())
 
 
 def test_torch_partitioner_follows_the_tags() -> None:
