@@ -66,7 +66,14 @@ class FxckptCallback(Callback):  # type: ignore[misc]
             self.backend.modules.compile(module)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Run the modules uncompiled again; called by Lightning, after errors too."""
+        """Run the modules uncompiled again; called by Lightning."""
+        self._release()
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        """Run the modules uncompiled again; called by Lightning after an error or Ctrl-C."""
+        self._release()
+
+    def _release(self) -> None:
         for module in self._compiled:
             module._compiled_call_impl = None
         self._compiled = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import nn
 from tqdm import tqdm
@@ -15,7 +15,7 @@ from fxckpt.backend import Backend
 from fxckpt.backend.options import given_by_name
 from fxckpt.blocks import compile_each
 from fxckpt.errors import InvalidOption
-from fxckpt.integrations.transformers import blocks_of, patch_transformers, turn_off
+from fxckpt.integrations.transformers import Unpatched, blocks_of, patch_transformers, turn_off
 from fxckpt.reports.compile_report import Report
 from fxckpt.torch_private import compiled_parts
 
@@ -25,6 +25,10 @@ TORCHS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "
 """Options of torch's checkpoint, which plans of a step do not have."""
 _COMPILED: WeakSet[nn.Module] = WeakSet()
 """Blocks that callbacks compiled. A trainer tells no callback of a training that an error ended."""
+_PATCHED: WeakKeyDictionary[nn.Module, tuple[Unpatched, dict[str, Any]]] = WeakKeyDictionary()
+"""Models whose checkpointing callbacks replaced: as they were, and options of their own."""
+_TRAINED: WeakKeyDictionary[nn.Module, tuple[ref[Any], ref[Any]]] = WeakKeyDictionary()
+"""The latest callback of each model, and the state of its training."""
 
 
 class FxckptCallback(TrainerCallback):
@@ -37,8 +41,8 @@ class FxckptCallback(TrainerCallback):
     given, which has eager mode's kernels and random draws, so that losses do not change. What runs
     without gradients, such as evaluation and generation, is not compiled. The model's own
     checkpointing is turned off. At the end of the training one line tells the peak, and
-    :meth:`report` has the rest. After an error the blocks stay compiled until the model trains
-    again, with a callback of any options.
+    :meth:`report` has the rest. After an error the model stays changed until :meth:`release`, or
+    until it trains again, with a callback of any options.
 
     ``budget="min"``, ``max_slowdown`` and a policy without a budget are goals of each block by
     itself: the step is not measured, and :meth:`report` has the plans alone.
@@ -92,6 +96,7 @@ class FxckptCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
         """Compile or patch the model; called by the trainer."""
+        self._take(model, state)
         _release(model)
         given = dict(
             getattr(args, "activation_checkpointing_kwargs", None)
@@ -108,6 +113,7 @@ class FxckptCallback(TrainerCallback):
                     "or FxckptCallback(..., offload='64GiB')."
                 )
             given["offload"] = offload
+        torchs = {name: value for name, value in given.items() if name in TORCHS}
         if _is_of_step(given | self.options):
             if every_n_layers != 1:
                 raise InvalidOption(
@@ -121,8 +127,9 @@ class FxckptCallback(TrainerCallback):
                     "takes a budget from FXCKPT_BUDGET."
                 )
             given = {name: value for name, value in given.items() if name not in TORCHS}
-            self._compile(model, given | self.options)
+            self._compile(model, given | self.options, torchs)
             return
+        _PATCHED[model] = Unpatched.of(model), torchs
         patch_transformers(model, **(given | self.options))
         if every_n_layers != 1:
             model.activation_checkpointing_enable(
@@ -144,7 +151,7 @@ class FxckptCallback(TrainerCallback):
                 )
 
     def release(self, model: nn.Module) -> bool:
-        """Run the blocks of a model uncompiled again, and return whether some were compiled.
+        """Leave a model as it was, and return whether some of its blocks were compiled.
 
         The end of a training does so; after an error or Ctrl-C it is up to you.
         """
@@ -152,7 +159,18 @@ class FxckptCallback(TrainerCallback):
             self.backend.step.leave_model()
         return bool(_release(model))
 
-    def _compile(self, model: nn.Module, given: Mapping[str, Any]) -> None:
+    def _take(self, model: nn.Module, state: Any) -> None:
+        """Take a model for one training; raise if another callback of the same one has it."""
+        of, taken = _TRAINED.get(model, (None, None))
+        other = None if taken is None else taken()
+        if of is not None and of() is state and other is not None and other is not self:
+            raise InvalidOption(
+                f"{other!r} and {self!r} are callbacks of one trainer. Leave out one of them: "
+                "trainer.remove_callback(...)."
+            )
+        _TRAINED[model] = ref(state), ref(self)
+
+    def _compile(self, model: nn.Module, given: Mapping[str, Any], torchs: dict[str, Any]) -> None:
         """Compile the blocks of a model, whose own checkpointing is turned off."""
         blocks = blocks_of(model)
         if not blocks:
@@ -168,6 +186,7 @@ class FxckptCallback(TrainerCallback):
                 "compiled already. Give the trainer the model without torch.compile and "
                 "module.compile(), or leave out the callback."
             )
+        _PATCHED[model] = Unpatched.of(model), torchs
         turn_off(model)
         backend = self._make_backend(given)
         backend.is_waiting = False
@@ -183,7 +202,10 @@ class FxckptCallback(TrainerCallback):
 
 
 def _release(model: nn.Module) -> list[nn.Module]:
-    """Run the blocks of a model that a callback compiled uncompiled again, and return them."""
+    """Leave a model as it was before a callback; return the blocks that it had compiled."""
+    if (patched := _PATCHED.pop(model, None)) is not None:
+        before, options = patched
+        before.restore(model, options)
     blocks = [module for module in model.modules() if module in _COMPILED]
     for block in blocks:
         block._compiled_call_impl = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MethodType
 from typing import Any, TypeVar
@@ -21,9 +22,13 @@ from fxckpt.eager.api import checkpoint
 from fxckpt.errors import InvalidOption
 
 M = TypeVar("M", bound=nn.Module)
+KINDS = ("activation", "gradient")
+"""Words for checkpointing in names of methods; the later one is deprecated where both exist."""
 
 SETTER = "_set_gradient_checkpointing"
 """Method of ``PreTrainedModel`` that turns checkpointing on and off; remote code overrides it."""
+PATCHED = (SETTER, "_fxckpt_options", "_gradient_checkpointing_func")
+"""Attributes of modules that patching a model sets."""
 BLOCK = "GradientCheckpointingLayer"
 """Class of the blocks that a model of ``transformers`` checkpoints."""
 OPTIONS = tuple(
@@ -70,10 +75,8 @@ def patch_transformers(model: M, **options: Any) -> M:
     True
     """
     _check(options)
-    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
-        model, "gradient_checkpointing_enable", None
-    )
-    if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
+    is_able = getattr(model, "supports_gradient_checkpointing", False)
+    if not is_able or _method(model, "enable") is None:
         raise InvalidOption(
             f"{type(model).__name__} is no transformers model with gradient checkpointing. "
             "Wrap the calls of its blocks yourself: x = fxckpt.checkpoint(block, x)."
@@ -85,7 +88,7 @@ def patch_transformers(model: M, **options: Any) -> M:
             # A bound method, so that a copy of the model binds its own.
             setattr(module, SETTER, MethodType(_set_by_module if is_old else _set, module))
             module._fxckpt_options = options  # type: ignore[assignment]
-    enable({"use_reentrant": False})
+    _enable(model, {"use_reentrant": False})
     return model
 
 
@@ -117,12 +120,70 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def turn_off(model: nn.Module) -> None:
     """Disable the gradient checkpointing of a model, if it is enabled."""
-    # Of two names, the older is deprecated where both exist.
-    for kind in ("activation", "gradient"):
-        if (is_on := getattr(model, f"is_{kind}_checkpointing", None)) is not None:
-            if is_on:
-                getattr(model, f"{kind}_checkpointing_disable")()
-            return
+    if is_on(model):
+        _method(model, "disable")()
+
+
+def is_on(model: nn.Module) -> bool:
+    """Return whether the gradient checkpointing of a model is enabled."""
+    found = (getattr(model, f"is_{kind}_checkpointing", None) for kind in KINDS)
+    return bool(next((each for each in found if each is not None), False))
+
+
+def _method(model: nn.Module, what: str) -> Any:
+    """Return the method that enables or disables checkpointing in a model; None if none does."""
+    found = (getattr(model, f"{kind}_checkpointing_{what}", None) for kind in KINDS)
+    return next((each for each in found if each is not None), None)
+
+
+def _enable(model: Any, options: Mapping[str, Any]) -> None:
+    """Enable the gradient checkpointing of a model, which may be enabled already.
+
+    Enabled twice, it would lose hold of the hooks of the first time.
+    """
+    if had_hooks := _has_hooks(model):
+        model.disable_input_require_grads()
+    _method(model, "enable")(dict(options) or None)
+    if had_hooks and not _has_hooks(model):
+        model.enable_input_require_grads()
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    """Return whether hooks make the results of a model's embedding need gradients."""
+    return bool(getattr(model, "_require_grads_hooks", None))
+
+
+@dataclass(frozen=True)
+class Unpatched:
+    """A model as it was before :func:`patch_transformers`."""
+
+    modules: Mapping[nn.Module, Mapping[str, Any]]
+    """Attributes of its modules that are to be replaced."""
+    is_on: bool
+    """Whether its checkpointing was enabled."""
+    has_hooks: bool
+    """Whether hooks made the results of its embedding need gradients."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Unpatched:
+        """Return the model as it is."""
+        modules = {
+            module: {name: vars(module)[name] for name in PATCHED if name in vars(module)}
+            for module in model.modules()
+        }
+        return cls(modules, is_on(model), _has_hooks(model))
+
+    def restore(self, model: Any, options: Mapping[str, Any]) -> None:
+        """Leave a model as it was; ``options`` are those of its own checkpointing, if enabled."""
+        turn_off(model)
+        for module, before in self.modules.items():
+            for name in PATCHED:
+                vars(module).pop(name, None)
+            vars(module).update(before)
+        if self.is_on:
+            _enable(model, options)
+        elif not self.has_hooks and _has_hooks(model):
+            model.disable_input_require_grads()
 
 
 def _set(self: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,14 @@ from fxckpt.torch_private import compiled_parts
 from tests.integrations.test_transformers import gpt2, options
 from tests.tiers.adversary import Adversary
 
-STATE = SimpleNamespace(is_world_process_zero=True)
+
+class State:
+    """What a trainer knows of one training."""
+
+    is_world_process_zero = True
+
+
+STATE = State()
 TOKENS = torch.arange(40).view(4, 10)
 
 
@@ -23,7 +31,7 @@ def begun(callback: FxckptCallback, **given: Any) -> Any:
     model = gpt2()
     model.activation_checkpointing_enable({"use_reentrant": False})
     arguments = SimpleNamespace(activation_checkpointing_kwargs=None, **given)
-    callback.on_train_begin(arguments, None, None, model=model)
+    callback.on_train_begin(arguments, State(), None, model=model)
     return model
 
 
@@ -100,7 +108,7 @@ def test_training_again_compiles_nothing_new() -> None:
     made = backend.plans
     callback.on_train_end(None, STATE, None, model=model)
     arguments = SimpleNamespace(gradient_checkpointing_kwargs={"budget": "1GiB"})
-    callback.on_train_begin(arguments, None, None, model=model)
+    callback.on_train_begin(arguments, State(), None, model=model)
     gradients(model)
     assert callback.backend is backend and backend.plans == made
 
@@ -135,7 +143,7 @@ def test_ended_training_leaves_no_hook() -> None:
     assert any(module._forward_pre_hooks for module in model.modules())
     callback.on_train_end(None, STATE, None, model=model)
     assert not any(module._forward_pre_hooks for module in model.modules())
-    callback.on_train_begin(SimpleNamespace(), None, None, model=model)
+    callback.on_train_begin(SimpleNamespace(), State(), None, model=model)
     gradients(model)
     assert callback.release(model) and compiled_parts(model) == {}
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -158,14 +166,52 @@ def test_an_error_ends_a_training() -> None:
     """The next callback takes the blocks over, whatever options it has."""
     model = begun(FxckptCallback("70%"))
     patching = FxckptCallback()
-    patching.on_train_begin(SimpleNamespace(), None, None, model=model)
+    patching.on_train_begin(SimpleNamespace(), State(), None, model=model)
     assert compiled_parts(model) == {} and model.is_gradient_checkpointing
     planning = FxckptCallback("80%")
-    planning.on_train_begin(SimpleNamespace(), None, None, model=model)
+    planning.on_train_begin(SimpleNamespace(), State(), None, model=model)
     gradients(model)
     assert planning.report().step is not None
     planning.on_train_end(None, STATE, None, model=model)
     assert compiled_parts(model) == {}
+
+
+@pytest.mark.parametrize("budget", [None, "70%"])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_ended_training_restores_checkpointing(budget: str | None, is_on: bool) -> None:
+    """The model's own checkpointing is as it was, with its own function and options."""
+    model = gpt2()
+    if is_on:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    hooks = len(model.get_input_embeddings()._forward_hooks)
+    callback = FxckptCallback(budget)
+    given = SimpleNamespace(gradient_checkpointing_kwargs={"use_reentrant": False})
+    callback.on_train_begin(given, State(), None, model=model)
+    gradients(model)
+    callback.on_train_end(None, STATE, None, model=model)
+    assert model.is_activation_checkpointing == is_on
+    assert len(model.get_input_embeddings()._forward_hooks) == hooks
+    after = {name: set(vars(module)) for name, module in model.named_modules()}
+    added = set().union(*(after[name] - before[name] for name in before))
+    assert added <= {"gradient_checkpointing", "_require_grads_hooks", "_compiled_call_impl"}
+    if is_on:
+        function = model.transformer.h[0]._gradient_checkpointing_func
+        assert function.func is torch.utils.checkpoint.checkpoint
+        assert function.keywords == {"use_reentrant": False}
+    else:
+        torch.save(model, io.BytesIO())
+
+
+def test_two_callbacks_of_one_trainer() -> None:
+    """The second one is refused by name."""
+    model, state = gpt2(), State()
+    FxckptCallback("70%").on_train_begin(SimpleNamespace(), State(), None, model=model)
+    first, second = FxckptCallback("60%"), FxckptCallback("50%")
+    first.on_train_begin(SimpleNamespace(), state, None, model=model)
+    with pytest.raises(fxckpt.InvalidOption, match=r"'60%'.*'50%'.*one trainer"):
+        second.on_train_begin(SimpleNamespace(), state, None, model=model)
+    first.release(model)
 
 
 @pytest.mark.parametrize("part", ["transformer.h.1", ""])
@@ -174,7 +220,7 @@ def test_a_compiled_model_is_refused(part: str) -> None:
     model = gpt2()
     model.get_submodule(part).compile(backend="eager")
     with pytest.raises(fxckpt.InvalidOption, match=f"{part or 'GPT2LMHeadModel'} is compiled"):
-        FxckptCallback("50%").on_train_begin(SimpleNamespace(), None, None, model=model)
+        FxckptCallback("50%").on_train_begin(SimpleNamespace(), State(), None, model=model)
     assert list(compiled_parts(model)) == [part]
 
 
@@ -205,4 +251,4 @@ def test_options_are_refused_at_once() -> None:
         FxckptCallback().report()
     with pytest.raises(fxckpt.InvalidOption, match="no repeated blocks"):
         model, arguments = torch.nn.Linear(2, 2), SimpleNamespace()
-        FxckptCallback("50%").on_train_begin(arguments, None, None, model=model)
+        FxckptCallback("50%").on_train_begin(arguments, State(), None, model=model)

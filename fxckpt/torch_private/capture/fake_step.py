@@ -153,7 +153,9 @@ def _copied_to_fakes(
     if not parts or "" in parts:
         whole: Any = getattr(copied, "__self__", copied)
         give_own_code([whole])
-        return compiled(with_own_code(copied) if is_container(copied) else copied)  # type: ignore[no-any-return]
+        if isinstance(copied, torch.nn.Module) and is_container(copied):
+            copied = with_own_code(copied)
+        return compiled(copied)  # type: ignore[no-any-return]
     originals = [p._orig_mod if isinstance(p, OptimizedModule) else p for p in parts.values()]
     copies = [memo[id(part)] for part in originals]
     give_own_code(copies)
