@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from fxckpt import budgets
-from fxckpt.errors import InvalidOption
+from fxckpt.errors import InvalidBudget, InvalidOption
 from fxckpt.partitioner import NO_WAY, NOT_BITWISE
 from fxckpt.plans.types import Plan
 from fxckpt.policies import policy_named
@@ -162,7 +162,10 @@ def by_environment(options: Mapping[str, Any]) -> dict[str, Any]:
     budget, policy = (os.environ.get(name, "") for name in (BUDGET, POLICY))
     is_planned = isinstance(given.get("policy"), Plan)
     if budget and not is_planned and not {"budget", "max_slowdown"} & set(given):
-        given["budget"] = budgets.from_text(budget)
+        try:
+            given["budget"] = budgets.from_text(budget)
+        except InvalidBudget as error:
+            raise InvalidBudget(f"{BUDGET} in the environment: {error}") from error
     if policy and "policy" not in given:
         given["policy"] = policy_named(policy)
     return given

@@ -186,7 +186,7 @@ def fit(
     *,
     memory: int | str | None = None,
     over: str = "batch",
-    optimizer: MakeOptimizer | None = torch.optim.AdamW,
+    optimizer: MakeOptimizer | str | None = torch.optim.AdamW,
     start: int = 1,
     multiple: int = 1,
     accumulates: bool = False,
@@ -213,7 +213,8 @@ def fit(
         Name of the size, for the table. Where ``make_step`` has a parameter of this name, the size
         is given by name.
     optimizer
-        A class of optimizers, or a function that makes one of a list of parameters; None for none.
+        A class of optimizers, or its name in ``torch.optim``, or a function that makes one of a
+        list of parameters; None for none.
     start
         The least size to try.
     multiple
@@ -246,6 +247,7 @@ def fit(
     True
     """
     _check(make_step, over, start, multiple, reserve)
+    make_optimizer = _maker_of(optimizer)
     memory_bytes = _memory_bytes(memory, device)
     usable = int(memory_bytes * (1 - reserve))
     options = {"policy": policy, "cost": cost}
@@ -259,7 +261,7 @@ def fit(
             shown.tick(f"{over} {size}")
             model, inputs = _step(make_step, name, size)
             target = planned_device(device, is_on_meta=is_on_meta(model, *inputs))
-            held = _resident(model, inputs, optimizer, accumulates, target)
+            held = _resident(model, inputs, make_optimizer, accumulates, target)
             tried[size] = _trial(size, model, inputs, held, usable, target, options)
             return tried[size].fits
 
@@ -304,7 +306,11 @@ def _step(
     make_step: MakeStep, name: str | None, size: int
 ) -> tuple[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return the model of a size, and the arguments of its call by position and by name."""
-    made = make_step(size) if name is None else make_step(**{name: size})
+    try:
+        made = make_step(size) if name is None else make_step(**{name: size})
+    except Exception as error:
+        error.add_note(f"fxckpt.fit() asked for a step of size {size}.")
+        raise
     if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
         raise InvalidOption(
             f"make_step({size}) returned {type(made).__name__} {made!r:.80}, not a model and its "
@@ -351,6 +357,24 @@ def _held_bytes(values: Iterable[Tensor], seen: set[int], target: PlannedDevice)
 
 def _taken(nbytes: int, target: PlannedDevice) -> int:
     return allocated_bytes(nbytes, target.place.type if target.place is not None else "cpu")
+
+
+def _maker_of(optimizer: MakeOptimizer | str | None) -> MakeOptimizer | None:
+    """Return what makes an optimizer; a class of torch's may be given by name."""
+    if optimizer is None or (callable(optimizer) and not isinstance(optimizer, str)):
+        return optimizer
+    known = {
+        name: kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, Optimizer)
+    }
+    if not isinstance(optimizer, str) or optimizer not in known:
+        raise InvalidOption(
+            f"optimizer={optimizer!r}: torch.optim has no such class. It has "
+            f"{', '.join(sorted(known))}. Of another library give the class, or a function that "
+            "makes one of a list of parameters (on the command line, MODULE:NAME)."
+        )
+    return known[optimizer]
 
 
 def _optimizer_bytes(trained: list[nn.Parameter], make: MakeOptimizer | None) -> int:

@@ -62,7 +62,7 @@ def report_memory(
     Raises
     ------
     InvalidOption
-        ``model`` is no module.
+        ``model`` is no module, or ``optimizer`` no optimizer.
 
     Examples
     --------
@@ -76,6 +76,11 @@ def report_memory(
         raise InvalidOption(
             f"report_memory() names parameters by their model, and was given "
             f"{type(model).__name__}. Example: fxckpt.report_memory(step, model)."
+        )
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise InvalidOption(
+            f"optimizer={optimizer!r} is no optimizer, of which the state is told apart. "
+            "Example: fxckpt.report_memory(step, model, optimizer=optimizer)."
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     meter = meter_of(device)

@@ -183,7 +183,7 @@ class LearnedStep:
         self.moments = self.recent[0]
 
     def beginning_with(self, outside_bytes: int) -> LearnedStep:
-        """Return the steps as if that many bytes were allocated outside when each began, or more."""
+        """Return the steps as if at least that many bytes were allocated when each began."""
         grown = outside_bytes - self.moments[0].outside_bytes
         if grown <= 0:
             return self

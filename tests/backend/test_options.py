@@ -19,6 +19,13 @@ def test_environment_gives_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
     assert by_environment({"budget": "1GiB", "policy": None})["budget"] == "1GiB"
 
 
+def test_bad_budget_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program has no such line: the error says where the budget is from."""
+    monkeypatch.setenv("FXCKPT_BUDGET", "lots")
+    with pytest.raises(fxckpt.InvalidBudget, match=r"FXCKPT_BUDGET in the environment: .*'lots'"):
+        by_environment({})
+
+
 def test_misspelt_variable_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable that is almost one of fxckpt's says which; others are left alone."""
     monkeypatch.setenv("FXCKPT_BUGDET", "1GiB")

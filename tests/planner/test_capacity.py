@@ -169,3 +169,21 @@ def test_bad_arguments_are_told(options: dict[str, Any], told: str) -> None:
     make = options.pop("make_step", make_step)
     with pytest.raises(ValueError, match=told):
         fxckpt.fit(make, **{"memory": "1MiB", **options})
+
+
+def test_an_optimizer_may_be_named() -> None:
+    """A class of torch's is found by its name, and another name is refused."""
+    assert fit(optimizer="SGD").trials == fit(optimizer=torch.optim.SGD).trials
+    with pytest.raises(fxckpt.InvalidOption, match=r"optimizer='sgd': torch.optim has no such"):
+        fit(optimizer="sgd")
+
+
+def test_an_error_of_the_step_tells_the_size() -> None:
+    """It is the user's own, with a note."""
+
+    def failing(batch: int) -> tuple[nn.Module, Tensor]:
+        raise ValueError("no such batch")
+
+    with pytest.raises(ValueError, match="no such batch") as raised:
+        fxckpt.fit(failing, memory=MEMORY, device="cpu")
+    assert raised.value.__notes__ == ["fxckpt.fit() asked for a step of size 1."]
