@@ -116,6 +116,14 @@ class StepTables:
         outside = self.outside.astype(np.float64)
         return sum((m @ table[rows, chosen] for m, table in self.terms), start=outside)
 
+    def change(self, call: int, before: int, after: int) -> FloatArray:
+        """Return the bytes by which each moment changes when a call takes another level."""
+        none = np.zeros(len(self.outside))
+        return sum(
+            (m[:, call] * (table[call, after] - table[call, before]) for m, table in self.terms),
+            start=none,
+        )
+
     def most_away(self, levels: Sequence[int]) -> float:
         """Return the most bytes away at any moment when each call takes one of its levels."""
         away = self.away[np.arange(len(levels)), np.asarray(levels, dtype=np.int64)]
@@ -337,10 +345,9 @@ def _lowered(step: StepProgram, levels: Sequence[int], limit: int) -> list[int]:
             call, level = divmod(int(flat), rating.shape[1])
             if rating[call, level] <= 0:
                 break
-            trial = [*chosen[:call], level, *chosen[call + 1 :]]
-            after = tables.usage(trial)
+            after = usage + tables.change(call, chosen[call], level)
             if _excess(after, limit) < _excess(usage, limit):
-                chosen, usage, moved = trial, after, True
+                chosen[call], usage, moved = level, after, True
                 break
         if not moved:
             return chosen
@@ -359,16 +366,16 @@ def _excess(usage: FloatArray, limit: int) -> tuple[float, float]:
 def _raised(step: StepProgram, levels: list[int], limit: int) -> list[int]:
     """Return levels moved to faster ones while the peak fits, the greatest gain first."""
     tables, chosen = step.tables, list(levels)
-    rows = np.arange(len(chosen))
+    rows, usage = np.arange(len(chosen)), tables.usage(levels)
     while True:
         gain = tables.seconds[rows, chosen][:, None] - tables.seconds
         for flat in np.argsort(-gain, axis=None, kind="stable"):
             call, level = divmod(int(flat), gain.shape[1])
             if gain[call, level] <= 0:
                 return chosen
-            trial = [*chosen[:call], level, *chosen[call + 1 :]]
-            if tables.usage(trial).max(initial=0) <= limit:
-                chosen = trial
+            after = usage + tables.change(call, chosen[call], level)
+            if after.max(initial=0) <= limit:
+                chosen[call], usage = level, after
                 break
         else:
             return chosen
