@@ -14,7 +14,13 @@ from fxckpt.errors import InvalidOption
 from fxckpt.memory_meter import Meter, meter_of
 from fxckpt.verification.causes import WRITTEN, causes
 from fxckpt.verification.compare import compare_steps
-from fxckpt.verification.growth import Usage, collecting_new_objects, leaks, measure
+from fxckpt.verification.growth import (
+    Usage,
+    collecting_new_objects,
+    drop_failed_backward,
+    leaks,
+    measure,
+)
 from fxckpt.verification.observation import (
     Loss,
     StepRun,
@@ -102,6 +108,7 @@ def verify(
         finally:
             for side in reversed(sides):
                 side.restore()
+                drop_failed_backward(side.device())
 
 
 def _verdict(

@@ -228,6 +228,27 @@ def test_kept_tensors_are_found(most: int, text: str) -> None:
     assert found.size == 4096
 
 
+def test_backwards_that_raised_are_no_leak() -> None:
+    """What a backward that raised left behind is freed, and counts as nobody's."""
+
+    class Raising(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.run_body(x)
+            self.head.weight.register_hook(lambda _: 1 / 0)
+            return self.head(hidden).square().mean()
+
+    right = Net(nn.Linear(16, 16))
+    for failing in (lambda: verdict_of(Raising(dropout())), lambda: fail(Raising(dropout()))):
+        failing()
+        verdict = verdict_of(right, torch.randn(4, 16))
+        assert verdict.ok, verdict
+
+
+def fail(net: Net) -> None:
+    with pytest.raises(ZeroDivisionError):
+        net(torch.randn(64, 16)).backward()
+
+
 def test_memory_in_cycles_is_found() -> None:
     """Tensors that wait for the garbage collector are a finding of their own."""
 
