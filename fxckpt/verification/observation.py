@@ -51,21 +51,28 @@ class StepRun:
     outputs: Collection[str] | None = None
     """Names of the outputs whose gradients are taken where there is no loss; None for all."""
 
-    def forward(self, side: CheckedStep) -> tuple[Any, dict[str, Tensor]]:
-        """Reset a side, run its forward, and return the result and the arguments' tensors."""
+    def forward(
+        self, side: CheckedStep, starting: Callable[[Mapping[str, Tensor]], None] = lambda _: None
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Reset a side, run its forward, and return the result and the arguments' tensors.
+
+        ``starting`` is called just before the forward, with the arguments' tensors.
+        """
         side.reset()
         seed_all(SEED)
         args, kwargs, named = self.arguments.fresh()
+        starting(named)
         return side.step(*args, **kwargs), named
 
     def backward(self, result: Any, starting: Callable[[], None] = lambda: None) -> None:
         """Run the backward of a result: from its loss, or from all its outputs.
 
-        ``starting`` is called just before.
+        ``starting`` is called once its roots are there.
         """
         roots = self._roots(result)
-        gradients = [_cotangent(root) for root in roots]
         starting()
+        with torch.no_grad():
+            gradients = [_cotangent(root) for root in roots]
         if roots:
             torch.autograd.backward(roots, gradients)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -145,6 +146,106 @@ def test_writes_before_the_recompute_are_found() -> None:
     assert found.where == "body.scale" and "aten.mul_" in found.text
     assert __file__ in found.text
     assert verdict.of_kind("gradient")
+
+
+class Normed(nn.Module):
+    """Divides what it chose in place: a tensor that it makes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, _ = self.linear(x).softmax(-1).topk(16)
+        weights /= weights.sum(-1, keepdim=True)
+        return weights
+
+
+class Scaling(torch.autograd.Function):
+    """Runs a module without a graph, again in the backward, and gives 1.05 of its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.module, ctx.x = module, x
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            result = ctx.module(ctx.x)
+        found = torch.autograd.grad(result, tuple(ctx.module.parameters()), gradients)
+        return None, None, *(1.05 * gradient for gradient in found)
+
+
+def test_writes_of_the_region_are_no_cause() -> None:
+    """A region may write to what it makes, whatever else is wrong with its gradients."""
+    body = Normed()
+
+    def wrong(x: Tensor) -> Tensor:
+        return Scaling.apply(body, x.clone(), *body.parameters())
+
+    verdict = fxckpt.verify(wrong, body, torch.randn(64, 16))
+    assert {f.kind for f in verdict.findings} == {"gradient"}, verdict
+
+
+class Depth(nn.Module):
+    """Leaves its layer out at random, by Python's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) if random.random() < 0.5 else x * 1.5
+
+
+@pytest.mark.parametrize("check", ("default", "none"))
+def test_random_paths_of_python_are_found(check: str) -> None:
+    """The region ran another path, over inputs that nobody wrote to."""
+    blocks = nn.ModuleList(Depth() for _ in range(8))
+
+    def step(x: Tensor) -> Tensor:
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False, determinism_check=check)
+        return x
+
+    def plain(x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x)
+        return x
+
+    verdict = fxckpt.verify(step, plain, torch.randn(64, 16))
+    assert not verdict.of_kind("write"), verdict
+    assert "on other values than the forward" in first(verdict, "recompute").text
+
+
+def write_data(weight: Tensor, _: Tensor) -> None:
+    weight.data.mul_(1.3)
+
+
+def set_data(weight: Tensor, _: Tensor) -> None:
+    weight.data = weight.data * 1.3
+
+
+def write_in_backward(weight: Tensor, hidden: Tensor) -> None:
+    hidden.register_hook(lambda _: write_data(weight, hidden))
+
+
+@pytest.mark.parametrize("write", (write_data, set_data, write_in_backward))
+@pytest.mark.parametrize("key", ("weight", "bias"))
+def test_changed_parameters_are_found(write: Callable[..., None], key: str) -> None:
+    """A parameter is named also where the recompute reads a view of it, as of a weight."""
+
+    class Changing(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.run_body(x)
+            write(getattr(self.body[0], key), hidden)
+            return self.head(hidden).square().mean()
+
+    verdict = verdict_of(Changing(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))))
+    assert [f.where for f in verdict.of_kind("write")] == [f"body.0.{key}"], verdict
+    told = first(verdict, "write").text.partition("; last written by ")[2]
+    assert told.startswith("aten.mul_ at" if write is not set_data else "")
 
 
 def test_later_steps_that_raise_are_found() -> None:
