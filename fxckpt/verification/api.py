@@ -125,8 +125,8 @@ def _verdict(
     run = dataclasses.replace(run, outputs=_common_outputs(checkpointed, reference, run))
     expected, again = observe(reference, run), observe(reference, run)
     seen = observe(checkpointed, run)
-    if expected.error is not None:
-        return Verdict((_raised(expected.error, reference.label),), (), None, None)
+    if (error := expected.error or again.error) is not None:
+        return Verdict((_raised(error, reference.label),), (), None, None)
     log = _log(checkpointed, run)
     if seen.error is not None:
         raised = _raised(seen.error, checkpointed.label)
@@ -134,6 +134,8 @@ def _verdict(
     found, checks = compare_steps(expected, again, seen, tolerance)
     checks.append(_recomputed(log, checkpointed))
     found = [*_explaining(causes(log), found), *found]
+    # Where the reference does not repeat itself, that is to be mended first.
+    found.sort(key=lambda finding: finding.kind != "reference")
     if isinstance(usage, Finding):  # A first step went well, and a later one did not.
         checks.append("memory: not measured, as one of several steps raised an error")
         return Verdict((usage, *found), tuple(checks), None, None)

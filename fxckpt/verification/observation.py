@@ -32,6 +32,8 @@ class Observation:
     """Buffers after the step."""
     forward_buffers: dict[str, Tensor] = field(default_factory=dict)
     """Buffers after the forward."""
+    start_numbers: dict[str, float] = field(default_factory=dict)
+    """Numbers in Python at the start."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Numbers in Python after the step."""
     generators: dict[str, Tensor] = field(default_factory=dict)
@@ -119,7 +121,7 @@ def observe(side: CheckedStep, run: StepRun) -> Observation:
     """Run one step of a side and return its results, or the error that it raised."""
     seen = Observation()
     try:
-        result, inputs = run.forward(side)
+        result, inputs = run.forward(side, lambda _: seen.start_numbers.update(side.numbers()))
         seen.outputs = _copies(named_tensors(result))
         seen.forward_buffers = _copies(side.buffers())
         seen.forward_generators = generator_states()

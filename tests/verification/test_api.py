@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,6 +95,83 @@ def test_calls_counted_twice_are_found() -> None:
     verdict = verdict_of(net)
     assert [(f.kind, f.where) for f in verdict.findings] == [("state", "body.calls")]
     assert net.body.calls == 0
+
+
+def test_settings_that_differ_are_no_finding() -> None:
+    """Of the numbers that modules keep, what the step adds is compared."""
+    net = Net(Counting())
+    plain = copy.deepcopy(net)
+    plain.is_on, plain.body.calls = False, 7
+    net.every, plain.every = 2, 0.5  # type: ignore[assignment]
+    verdict = fxckpt.verify(net, plain, torch.randn(64, 16))
+    (found,) = verdict.findings
+    assert found.where == "body.calls"
+    assert found.text == "2 after the step from 0, 8 in the reference from 7"
+    net.is_on = False
+    assert fxckpt.verify(net, plain, torch.randn(64, 16)).ok
+
+
+def test_numbers_that_never_repeat_are_no_finding() -> None:
+    """A number that each run of the plain step leaves at another value tells nothing."""
+    runs = itertools.count()
+
+    class Timed(Net):
+        time = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.time = next(runs) ** 2
+            return super().forward(x)
+
+    net = Timed(dropout())
+    net.time = 0.0
+    assert verdict_of(net).ok
+
+
+class Drifting(nn.Module):
+    """Gives something else in each run, by a share."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.linear, self.share, self.runs = nn.Linear(16, 16), share, itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh() * (1 + self.share * next(self.runs))
+
+
+def drift(share: float, is_checkpointed: bool) -> Verdict:
+    body = Drifting(share)
+
+    def step(x: Tensor) -> Tensor:
+        return checkpoint(body, x, use_reentrant=False) if is_checkpointed else body(x)
+
+    return fxckpt.verify(step, body, torch.randn(64, 16))
+
+
+@pytest.mark.parametrize("is_checkpointed", (False, True))
+def test_a_reference_that_differs_is_told(is_checkpointed: bool) -> None:
+    """Where two runs of the plain step differ, a comparison with it is void."""
+    verdict = drift(0.5, is_checkpointed)
+    assert {f.where for f in verdict.of_kind("reference")} == {
+        "result",
+        "linear.weight",
+        "linear.bias",
+    }
+    found = first(verdict, "reference")
+    assert found.text == f"two runs of the plain step differ by {100 * found.size:.2g} % here"
+    assert "within rounding" not in str(verdict)
+    assert "outputs: 1 as far apart as two runs of the plain step (result by" in str(verdict)
+    assert "differs from run to run, which voids the comparison" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    ((1e-6, "within rounding"), (2e-4, "as far apart as two runs of the plain step")),
+)
+def test_last_bits_that_differ_pass(share: float, text: str) -> None:
+    """Ops that are not repeatable, as atomic adds, void nothing."""
+    verdict = drift(share, is_checkpointed=True)
+    assert verdict.ok, verdict
+    assert text in str(verdict)
 
 
 class Experts(nn.Module):
