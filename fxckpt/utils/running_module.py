@@ -43,6 +43,11 @@ class RunningModule:
         """Name of the module; empty outside of all."""
         return self._running[-1] if self._running else ""
 
+    @property
+    def is_any(self) -> bool:
+        """Whether a module runs at all."""
+        return bool(self._running)
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Follow the modules that run inside."""

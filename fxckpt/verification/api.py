@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,13 @@ from fxckpt.errors import InvalidOption
 from fxckpt.memory_meter import Meter, meter_of
 from fxckpt.verification.causes import WRITTEN, causes
 from fxckpt.verification.compare import compare_steps
-from fxckpt.verification.growth import Usage, collecting_new_objects, leaks, measure
+from fxckpt.verification.growth import (
+    Usage,
+    collecting_new_objects,
+    drop_failed_backward,
+    leaks,
+    measure,
+)
 from fxckpt.verification.observation import (
     Loss,
     StepRun,
@@ -102,6 +108,7 @@ def verify(
         finally:
             for side in reversed(sides):
                 side.restore()
+                drop_failed_backward(side.device())
 
 
 def _verdict(
@@ -118,15 +125,17 @@ def _verdict(
     run = dataclasses.replace(run, outputs=_common_outputs(checkpointed, reference, run))
     expected, again = observe(reference, run), observe(reference, run)
     seen = observe(checkpointed, run)
-    if expected.error is not None:
-        return Verdict((_raised(expected.error, reference.label),), (), None, None)
-    log, names = _log(checkpointed, run)
+    if (error := expected.error or again.error) is not None:
+        return Verdict((_raised(error, reference.label),), (), None, None)
+    log = _log(checkpointed, run)
     if seen.error is not None:
         raised = _raised(seen.error, checkpointed.label)
-        return Verdict((*causes(log, names), raised), (), None, None)
+        return Verdict((*causes(log), raised), (), None, None)
     found, checks = compare_steps(expected, again, seen, tolerance)
     checks.append(_recomputed(log, checkpointed))
-    found = [*_explaining(causes(log, names), found), *found]
+    found = [*_explaining(causes(log), found), *found]
+    # Where the reference does not repeat itself, that is to be mended first.
+    found.sort(key=lambda finding: finding.kind != "reference")
     if isinstance(usage, Finding):  # A first step went well, and a later one did not.
         checks.append("memory: not measured, as one of several steps raised an error")
         return Verdict((usage, *found), tuple(checks), None, None)
@@ -183,17 +192,21 @@ def _raised(error: Exception, label: str) -> Finding:
     return Finding("error", where, text, advice, 1.0)
 
 
-def _log(side: CheckedStep, run: StepRun) -> tuple[OpLog, dict[int, str]]:
-    """Return the ops of a step, and the names of its tensors by the address of their storage."""
+def _log(side: CheckedStep, run: StepRun) -> OpLog:
+    """Return the ops of a step."""
     names = {id(module): name for name, module in side.named_modules()}
-    recorder = OpRecorder(names)
     inputs: dict[str, Tensor] = {}
+    recorder = OpRecorder(names, lambda: {**inputs, **side.tensors()})
     # An error was observed before; the ops until then are of use.
-    with suppress(Exception), recorder.recording():
-        result, inputs = run.forward(side)
+    with suppress(Exception), ExitStack() as recording:
+
+        def start(arguments: Mapping[str, Tensor]) -> None:
+            inputs.update(arguments)
+            recording.enter_context(recorder.recording())
+
+        result, _ = run.forward(side, start)
         run.backward(result, recorder.start_backward)
-    named = {**inputs, **side.tensors()}
-    return recorder.log, {t.untyped_storage().data_ptr(): name for name, t in named.items()}
+    return recorder.log
 
 
 def _recomputed(log: OpLog, side: CheckedStep) -> str:

@@ -52,6 +52,7 @@ class Usage:
 
 def measure(side: CheckedStep, run: StepRun, meter: Meter, steps: int) -> Usage:
     """Run some steps of a side and return the bytes they take and leave."""
+    drop_failed_backward(side.device())
     _settle(side)
     start, first = meter.allocated(), _attributes(side)
     held: list[int] = []
@@ -77,6 +78,12 @@ def measure(side: CheckedStep, run: StepRun, meter: Meter, steps: int) -> Usage:
         growing=tuple(((last - before[0]) or (last - first)).most_common()),
         tensors=tuple((_tensors() - before[1]).most_common()),
     )
+
+
+def drop_failed_backward(device: torch.device) -> None:
+    """Free what autograd's queue of a device holds of a backward that raised: the next one does."""
+    with torch.inference_mode(False):
+        torch.zeros((), device=device, requires_grad=True).backward()
 
 
 def _one_step(side: CheckedStep, run: StepRun) -> None:
@@ -144,11 +151,14 @@ def _tensors() -> Counter[str]:
 
 
 def leaks(seen: Usage, reference: Usage) -> list[Finding]:
-    """Return the leaks of a side: memory that the reference does not hold after its steps."""
+    """Return the leaks of a side: memory that the reference does not hold after its steps.
+
+    What the reference's steps freed of earlier ones is no room to hold in.
+    """
     findings = []
     growth = seen.growth - max(reference.growth, 0)
     bookkeeping = int(LEAST_SHARE * reference.peak_bytes)
-    held = seen.held[-1] - reference.held[-1]
+    held = seen.held[-1] - max(reference.held[-1], 0)
     cycles = seen.in_cycles - max(reference.in_cycles, 0)
     if growth > LEAST_BYTES:
         findings.append(

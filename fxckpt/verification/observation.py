@@ -32,6 +32,8 @@ class Observation:
     """Buffers after the step."""
     forward_buffers: dict[str, Tensor] = field(default_factory=dict)
     """Buffers after the forward."""
+    start_numbers: dict[str, float] = field(default_factory=dict)
+    """Numbers in Python at the start."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Numbers in Python after the step."""
     generators: dict[str, Tensor] = field(default_factory=dict)
@@ -51,21 +53,28 @@ class StepRun:
     outputs: Collection[str] | None = None
     """Names of the outputs whose gradients are taken where there is no loss; None for all."""
 
-    def forward(self, side: CheckedStep) -> tuple[Any, dict[str, Tensor]]:
-        """Reset a side, run its forward, and return the result and the arguments' tensors."""
+    def forward(
+        self, side: CheckedStep, starting: Callable[[Mapping[str, Tensor]], None] = lambda _: None
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Reset a side, run its forward, and return the result and the arguments' tensors.
+
+        ``starting`` is called just before the forward, with the arguments' tensors.
+        """
         side.reset()
         seed_all(SEED)
         args, kwargs, named = self.arguments.fresh()
+        starting(named)
         return side.step(*args, **kwargs), named
 
     def backward(self, result: Any, starting: Callable[[], None] = lambda: None) -> None:
         """Run the backward of a result: from its loss, or from all its outputs.
 
-        ``starting`` is called just before.
+        ``starting`` is called once its roots are there.
         """
         roots = self._roots(result)
-        gradients = [_cotangent(root) for root in roots]
         starting()
+        with torch.no_grad():
+            gradients = [_cotangent(root) for root in roots]
         if roots:
             torch.autograd.backward(roots, gradients)
 
@@ -112,7 +121,7 @@ def observe(side: CheckedStep, run: StepRun) -> Observation:
     """Run one step of a side and return its results, or the error that it raised."""
     seen = Observation()
     try:
-        result, inputs = run.forward(side)
+        result, inputs = run.forward(side, lambda _: seen.start_numbers.update(side.numbers()))
         seen.outputs = _copies(named_tensors(result))
         seen.forward_buffers = _copies(side.buffers())
         seen.forward_generators = generator_states()

@@ -1,14 +1,14 @@
 """Op log: values read and given by each op of a step, in the forward and in the recompute.
 
 An op of the backward runs in a recompute where gradients are enabled, as only recomputes enable
-them there. Compiled code shows no ops.
+them there, or where a module runs. Compiled code shows no ops.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,14 +21,29 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxckpt.ops.properties import CHOOSING, UNINITIALIZED
+from fxckpt.torch_private import forget_storage, remember_storage, storage_id
 from fxckpt.utils.running_module import RunningModule
 
 Phase = Literal["forward", "backward", "recompute"]
 OVERWRITING = frozenset(("copy_", "fill_", "zero_"))
 """Ops that write a whole tensor, whatever it held."""
+NAMESAKES = frozenset(("alias", "detach"))
+"""Ops whose result is their operand under another name: not logged."""
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
 """Folders whose lines are not the user's."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """A tensor that an op wrote in place."""
+
+    op: str
+    """Name of the op."""
+    line: str
+    """The user's line: ``train.py:12``; empty where there is none."""
+    after: int
+    """Number of the forward's calls before it."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +52,13 @@ class OpRead:
 
     digest: str
     """Digest of its shape, type and values."""
-    address: int
-    """Address of its storage."""
+    holder: str | int | None
+    """What it is a view of: the name of a parameter, buffer or input, or else the number of a
+    storage; None for a tensor without one."""
     type: str
     """Its type and shape."""
+    write: Write | None = None
+    """The last write to its storage before it was read."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +88,6 @@ class OpCall:
         return self.op, tuple(read.digest for read in self.reads), self.settings
 
 
-@dataclass(frozen=True)
-class Write:
-    """A tensor that an op wrote in place."""
-
-    op: str
-    """Name of the op."""
-    line: str
-    """The user's line: ``train.py:12``; empty where there is none."""
-
-
 @dataclass
 class OpLog:
     """The calls of a step."""
@@ -88,8 +96,6 @@ class OpLog:
     """Calls of the forward, in order."""
     recompute: list[OpCall] = field(default_factory=list)
     """Calls of recomputes, in order."""
-    writes: dict[int, Write] = field(default_factory=dict)
-    """The last write to each storage, by its address."""
 
 
 class OpRecorder(TorchDispatchMode):
@@ -99,20 +105,35 @@ class OpRecorder(TorchDispatchMode):
     ----------
     modules
         Names of the modules, by their id.
+    tensors
+        A function that returns the parameters, buffers and inputs of that moment, by name.
     """
 
-    def __init__(self, modules: Mapping[int, str]) -> None:
+    def __init__(
+        self, modules: Mapping[int, str], tensors: Callable[[], Mapping[str, Tensor]]
+    ) -> None:
         super().__init__()
         self.log = OpLog()
         self.phase: Phase = "forward"
         self._running = RunningModule(modules)
+        self._tensors = tensors
+        self._last: Phase = "forward"
+        self._storages: set[int] = set()
+        self._names: dict[int, str] = {}
+        self._writes: dict[int, Write] = {}
         self._uninitialized: set[int] = set()
 
     @contextmanager
     def recording(self) -> Iterator[OpLog]:
         """Log the ops and the modules that run them."""
-        with self._running.watched(), self:
-            yield self.log
+        self._name_storages()
+        try:
+            with self._running.watched(), self:
+                yield self.log
+        finally:
+            # A storage that was freed kept its number until here.
+            forget_storage(list(self._storages))
+            self._storages.clear()
 
     def start_backward(self) -> None:
         """Log the ops from here on as those of the backward."""
@@ -122,15 +143,21 @@ class OpRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        phase = self._phase()
+        if phase == "recompute" and self._last != phase:
+            self._name_storages()  # ``weight.data = ...`` may have given it another.
+        self._last = phase
         written, reads, settings = self._arguments(func, args, kwargs)
         result = func(*args, **kwargs)
         results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         if is_overwriting(func) or not (written or _is_view(func)):
             self._note_uninitialized(func, results)
         for tensor in written:
-            self.log.writes[_address(tensor)] = Write(_name(func), _user_line())
-        phase = self._phase()
-        if phase == "backward" or not (results or written) or func._opname in UNINITIALIZED:
+            if (storage := self._storage(tensor)) is not None:
+                self._writes[storage] = Write(_name(func), _user_line(), len(self.log.forward))
+        if phase == "backward" or not (results or written):
+            return result
+        if func._opname in UNINITIALIZED or func._opname in NAMESAKES:
             return result
         call = OpCall(
             op=_name(func),
@@ -149,11 +176,11 @@ class OpRecorder(TorchDispatchMode):
 
     def _note_uninitialized(self, func: Any, made: list[Tensor]) -> None:
         """Note the storages whose bytes are uninitialized."""
-        addresses = {_address(tensor) for tensor in made}
+        storages = {s for tensor in made if (s := self._storage(tensor)) is not None}
         if func._opname in UNINITIALIZED:
-            self._uninitialized |= addresses
+            self._uninitialized |= storages
         else:
-            self._uninitialized -= addresses
+            self._uninitialized -= storages
 
     def _arguments(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -170,17 +197,41 @@ class OpRecorder(TorchDispatchMode):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, Tensor):
-                    address = _address(leaf)
                     if is_written:
                         written.append(leaf)
-                    if not is_written or not (overwrites or address in self._uninitialized):
-                        reads.append(OpRead(digest(leaf), address, _type(leaf)))
+                    if not is_written or not (overwrites or self._is_uninitialized(leaf)):
+                        reads.append(self._read(leaf))
                 elif not isinstance(leaf, torch.Generator):
                     settings.append(f"{argument.name}={leaf!r}")
         return written, tuple(reads), " ".join(settings)
 
+    def _read(self, tensor: Tensor) -> OpRead:
+        storage = self._storage(tensor)
+        if storage is None:
+            return OpRead(digest(tensor), None, _type(tensor))
+        holder = self._names.get(storage, storage)
+        return OpRead(digest(tensor), holder, _type(tensor), self._writes.get(storage))
+
+    def _is_uninitialized(self, tensor: Tensor) -> bool:
+        return self._storage(tensor) in self._uninitialized
+
+    def _storage(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor's storage, which no other has while this one records."""
+        if tensor.layout is not torch.strided:
+            return None
+        number = storage_id(tensor)
+        if number not in self._storages:
+            self._storages.add(remember_storage(tensor))
+        return number
+
+    def _name_storages(self) -> None:
+        """Name the storages of the parameters, buffers and inputs of this moment."""
+        for name, tensor in self._tensors().items():
+            if (storage := self._storage(tensor)) is not None:
+                self._names[storage] = name
+
     def _phase(self) -> Phase:
-        if self.phase == "backward" and torch.is_grad_enabled():
+        if self.phase == "backward" and (torch.is_grad_enabled() or self._running.is_any):
             return "recompute"
         return self.phase
 
@@ -206,10 +257,6 @@ def _is_view(func: Any) -> bool:
 
 def _type(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def digest(tensor: Tensor) -> str:

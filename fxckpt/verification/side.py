@@ -170,8 +170,9 @@ class CheckedStep:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all parameters and buffers of the start, by name."""
-        return {name: slot.tensor for name, slot in self._slots.items()}
+        """Return the parameters and buffers that are there now, by name."""
+        held = ((name, slot.holder.get(slot.key)) for name, slot in self._slots.items())
+        return {name: tensor for name, tensor in held if tensor is not None}
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers that the modules keep in Python, by name."""

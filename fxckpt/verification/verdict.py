@@ -11,6 +11,7 @@ from fxckpt.utils.tables import Column, Table
 
 FindingKind = Literal[
     "error",
+    "reference",
     "output",
     "gradient",
     "random",
@@ -25,6 +26,8 @@ FindingKind = Literal[
 
 error
     One of the steps raised.
+reference
+    The plain step differs from run to run: a comparison with it is void.
 output
     The forward gives other values.
 gradient
@@ -94,14 +97,17 @@ class Verdict:
         return Table(tuple(columns), tuple(rows))
 
     def __str__(self) -> str:
-        count = len(self.findings)
-        heading = (
-            "no finding: the step is that of the reference"
-            if not count
-            else f"{count} finding{'s' if count > 1 else ''}: the step is not that of the reference"
-        )
         checked = [f"  checked: {text}" for text in self.checks]
-        return "\n".join((heading, *self._finding_lines(), *checked, *self._peak_lines()))
+        return "\n".join((self._heading(), *self._finding_lines(), *checked, *self._peak_lines()))
+
+    def _heading(self) -> str:
+        count = len(self.findings)
+        if not count:
+            return "no finding: the step is that of the reference"
+        found = f"{count} finding{'s' if count > 1 else ''}"
+        if all(finding.kind == "reference" for finding in self.findings):
+            return f"{found}: the plain step differs from run to run, which voids the comparison"
+        return f"{found}: the step is not that of the reference"
 
     def _finding_lines(self) -> list[str]:
         lines: list[str] = []

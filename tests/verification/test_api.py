@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -95,6 +97,83 @@ def test_calls_counted_twice_are_found() -> None:
     assert net.body.calls == 0
 
 
+def test_settings_that_differ_are_no_finding() -> None:
+    """Of the numbers that modules keep, what the step adds is compared."""
+    net = Net(Counting())
+    plain = copy.deepcopy(net)
+    plain.is_on, plain.body.calls = False, 7
+    net.every, plain.every = 2, 0.5  # type: ignore[assignment]
+    verdict = fxckpt.verify(net, plain, torch.randn(64, 16))
+    (found,) = verdict.findings
+    assert found.where == "body.calls"
+    assert found.text == "2 after the step from 0, 8 in the reference from 7"
+    net.is_on = False
+    assert fxckpt.verify(net, plain, torch.randn(64, 16)).ok
+
+
+def test_numbers_that_never_repeat_are_no_finding() -> None:
+    """A number that each run of the plain step leaves at another value tells nothing."""
+    runs = itertools.count()
+
+    class Timed(Net):
+        time = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.time = next(runs) ** 2
+            return super().forward(x)
+
+    net = Timed(dropout())
+    net.time = 0.0
+    assert verdict_of(net).ok
+
+
+class Drifting(nn.Module):
+    """Gives something else in each run, by a share."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.linear, self.share, self.runs = nn.Linear(16, 16), share, itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh() * (1 + self.share * next(self.runs))
+
+
+def drift(share: float, is_checkpointed: bool) -> Verdict:
+    body = Drifting(share)
+
+    def step(x: Tensor) -> Tensor:
+        return checkpoint(body, x, use_reentrant=False) if is_checkpointed else body(x)
+
+    return fxckpt.verify(step, body, torch.randn(64, 16))
+
+
+@pytest.mark.parametrize("is_checkpointed", (False, True))
+def test_a_reference_that_differs_is_told(is_checkpointed: bool) -> None:
+    """Where two runs of the plain step differ, a comparison with it is void."""
+    verdict = drift(0.5, is_checkpointed)
+    assert {f.where for f in verdict.of_kind("reference")} == {
+        "result",
+        "linear.weight",
+        "linear.bias",
+    }
+    found = first(verdict, "reference")
+    assert found.text == f"two runs of the plain step differ by {100 * found.size:.2g} % here"
+    assert "within rounding" not in str(verdict)
+    assert "outputs: 1 as far apart as two runs of the plain step (result by" in str(verdict)
+    assert "differs from run to run, which voids the comparison" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    ((1e-6, "within rounding"), (2e-4, "as far apart as two runs of the plain step")),
+)
+def test_last_bits_that_differ_pass(share: float, text: str) -> None:
+    """Ops that are not repeatable, as atomic adds, void nothing."""
+    verdict = drift(share, is_checkpointed=True)
+    assert verdict.ok, verdict
+    assert text in str(verdict)
+
+
 class Experts(nn.Module):
     """A router with noise, and experts."""
 
@@ -145,6 +224,106 @@ def test_writes_before_the_recompute_are_found() -> None:
     assert found.where == "body.scale" and "aten.mul_" in found.text
     assert __file__ in found.text
     assert verdict.of_kind("gradient")
+
+
+class Normed(nn.Module):
+    """Divides what it chose in place: a tensor that it makes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, _ = self.linear(x).softmax(-1).topk(16)
+        weights /= weights.sum(-1, keepdim=True)
+        return weights
+
+
+class Scaling(torch.autograd.Function):
+    """Runs a module without a graph, again in the backward, and gives 1.05 of its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.module, ctx.x = module, x
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            result = ctx.module(ctx.x)
+        found = torch.autograd.grad(result, tuple(ctx.module.parameters()), gradients)
+        return None, None, *(1.05 * gradient for gradient in found)
+
+
+def test_writes_of_the_region_are_no_cause() -> None:
+    """A region may write to what it makes, whatever else is wrong with its gradients."""
+    body = Normed()
+
+    def wrong(x: Tensor) -> Tensor:
+        return Scaling.apply(body, x.clone(), *body.parameters())
+
+    verdict = fxckpt.verify(wrong, body, torch.randn(64, 16))
+    assert {f.kind for f in verdict.findings} == {"gradient"}, verdict
+
+
+class Depth(nn.Module):
+    """Leaves its layer out at random, by Python's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) if random.random() < 0.5 else x * 1.5
+
+
+@pytest.mark.parametrize("check", ("default", "none"))
+def test_random_paths_of_python_are_found(check: str) -> None:
+    """The region ran another path, over inputs that nobody wrote to."""
+    blocks = nn.ModuleList(Depth() for _ in range(8))
+
+    def step(x: Tensor) -> Tensor:
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False, determinism_check=check)
+        return x
+
+    def plain(x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x)
+        return x
+
+    verdict = fxckpt.verify(step, plain, torch.randn(64, 16))
+    assert not verdict.of_kind("write"), verdict
+    assert "on other values than the forward" in first(verdict, "recompute").text
+
+
+def write_data(weight: Tensor, _: Tensor) -> None:
+    weight.data.mul_(1.3)
+
+
+def set_data(weight: Tensor, _: Tensor) -> None:
+    weight.data = weight.data * 1.3
+
+
+def write_in_backward(weight: Tensor, hidden: Tensor) -> None:
+    hidden.register_hook(lambda _: write_data(weight, hidden))
+
+
+@pytest.mark.parametrize("write", (write_data, set_data, write_in_backward))
+@pytest.mark.parametrize("key", ("weight", "bias"))
+def test_changed_parameters_are_found(write: Callable[..., None], key: str) -> None:
+    """A parameter is named also where the recompute reads a view of it, as of a weight."""
+
+    class Changing(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.run_body(x)
+            write(getattr(self.body[0], key), hidden)
+            return self.head(hidden).square().mean()
+
+    verdict = verdict_of(Changing(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))))
+    assert [f.where for f in verdict.of_kind("write")] == [f"body.0.{key}"], verdict
+    told = first(verdict, "write").text.partition("; last written by ")[2]
+    assert told.startswith("aten.mul_ at" if write is not set_data else "")
 
 
 def test_later_steps_that_raise_are_found() -> None:
@@ -226,6 +405,27 @@ def test_kept_tensors_are_found(most: int, text: str) -> None:
     found = first(verdict_of(net), "leak")
     assert found.where == "kept" and text in found.text
     assert found.size == 4096
+
+
+def test_backwards_that_raised_are_no_leak() -> None:
+    """What a backward that raised left behind is freed, and counts as nobody's."""
+
+    class Raising(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.run_body(x)
+            self.head.weight.register_hook(lambda _: 1 / 0)
+            return self.head(hidden).square().mean()
+
+    right = Net(nn.Linear(16, 16))
+    for failing in (lambda: verdict_of(Raising(dropout())), lambda: fail(Raising(dropout()))):
+        failing()
+        verdict = verdict_of(right, torch.randn(4, 16))
+        assert verdict.ok, verdict
+
+
+def fail(net: Net) -> None:
+    with pytest.raises(ZeroDivisionError):
+        net(torch.randn(64, 16)).backward()
 
 
 def test_memory_in_cycles_is_found() -> None:
