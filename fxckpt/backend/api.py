@@ -418,6 +418,10 @@ class Backend:
         """Return the backend itself: copies of a model have one budget."""
         return self
 
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        """Pickle the options: what is compiled and measured stays in this process."""
+        return partial(Backend, **dict(zip(OPTIONS, self._options, strict=True))), ()
+
     def follow(self, schedule: Any) -> int:
         """Read the micro-batches in flight on this rank from a pipeline's schedule; return them.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +26,17 @@ def test_found_by_name_without_import() -> None:
         "assert 'fxckpt' in sys.modules and m.weight.grad is not None\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env=dict(os.environ), timeout=120)
+
+
+def test_a_backend_is_pickled_by_its_options() -> None:
+    """What it compiled stays in the process; an equal one compiles anew."""
+    backend = fxckpt.Backend(budget=0.6, inner="aot_eager", policy=fxckpt.policies.save_matmuls)
+    model, x = Net(), torch.randn(512, 32)
+    gradients(model, torch.compile(model, backend=backend), x)
+    other = pickle.loads(pickle.dumps(backend))
+    assert repr(other) == repr(backend) and not other.plans
+    gradients(model, torch.compile(model, backend=other), x)
+    assert [plan.digest for plan in other.plans] == [plan.digest for plan in backend.plans]
 
 
 def test_loss_computed_outside() -> None:
