@@ -1,7 +1,8 @@
 """Tiles of the head and of the MLPs, beside the untiled graph and a head chunked by hand.
 
-Every row is a plan of GPT-2 (12 layers, dropout 0.1, tied head) on the meta device, within a budget
-or, without one, of the least peak, by the roofline of a device that is not here.
+Every row is a plan of a model on the meta device by the roofline of a device that is not here. The
+models: GPT-2 (12 layers, dropout 0.1, tied head), by batch and length; in bfloat16 8 layers of
+Llama 8B's width at 65,536 tokens, and a head of 248,320 tokens with its loss.
 
     python bench/tiles.py [--device H100] [--tf32] [--case 8x1024]
 """
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers as hf
-from models import NextTokenLoss
+from models import LlamaStyle, NextTokenLoss
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,8 +34,16 @@ from fxckpt.planner.planner import Planner
 from fxckpt.planner.tiles import tiled
 from fxckpt.plans.types import Plan, Tiling
 
-CASES = {"8x1024": (8, 1024, (6000, 1850)), "4x256": (4, 256, (900,))}
-"""Batch, length, and budgets in MB."""
+GPT2 = {"8x1024": (8, 1024), "4x256": (4, 256)}
+"""Batch and length."""
+BUDGETS = {
+    "8x1024": (6000, 1850),
+    "4x256": (900,),
+    "llama-65536": (12_000, 10_000),
+    "head-248320": (20_000, 6200, 4100, 4000),
+}
+"""Budgets of each case in MB."""
+ALL_TILINGS = tuple(Tiling(count, 1, ahead) for count in (2, 4, 8, 16) for ahead in (False, True))
 
 
 class ChunkedLoss(nn.Module):
@@ -54,6 +63,33 @@ class ChunkedLoss(nn.Module):
         parts = zip(hidden.chunk(self.chunks), targets.chunk(self.chunks), strict=True)
         losses = [checkpoint(loss, *part, use_reentrant=False) for part in parts]
         return sum(losses) / targets.numel()
+
+
+class Head(nn.Module):
+    """A head and its loss in float32."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.lm_head(hidden).float(), targets)
+
+
+def bfloat16_joint(case: str, device: str) -> Joint:
+    """Return the prepared joint graph of a case in bfloat16."""
+    kind = torch.bfloat16
+    with torch.device("meta"):
+        if case == "llama-65536":
+            model: nn.Module = LlamaStyle(8, 4096, 32, 14_336)
+            given: tuple[Tensor, ...] = (torch.empty(1, 65_536, 4096, dtype=kind),)
+        else:
+            hidden = torch.empty(16_384, 2048, dtype=kind, requires_grad=True)
+            model = Head(2048, 248_320)
+            given = (hidden, torch.empty(16_384, dtype=torch.long))
+    joint = capture_joint(model.to(kind), given, {}, planned_device(device, is_on_meta=True))
+    prepare(joint)
+    return joint
 
 
 def gpt2_joint(batch: int, length: int, device: str, chunks: int = 0, layers: int = 12) -> Joint:
@@ -113,22 +149,30 @@ def seconds_of(plan: Plan) -> float:
 
 def rows(case: str, device: str, layers: int = 12) -> Iterator[TiledRow]:
     """Yield the plans of one case."""
-    batch, length, budgets = CASES[case]
-    joint = gpt2_joint(batch, length, device, layers=layers)
-    chunked = {n: gpt2_joint(batch, length, device, n, layers) for n in (8, 32)}
-    tilings = [Tiling(count, 1, ahead) for count in (2, 4, 8, 16) for ahead in (False, True)]
-    tilings += [Tiling(8, 2), Tiling(8, 2, True)]
+    tilings = list(ALL_TILINGS)
+    chunked: dict[int, Joint] = {}
+    if case in GPT2:
+        joint = gpt2_joint(*GPT2[case], device, layers=layers)
+        chunked = {n: gpt2_joint(*GPT2[case], device, n, layers) for n in (8, 32)}
+        tilings += [Tiling(8, 2), Tiling(8, 2, True)]
+    else:
+        joint = bfloat16_joint(case, device)
+        tilings += [Tiling(32, 1, True)]
     variants = [(name, found[0]) for name in tilings if (found := tiled(joint, name)) is not None]
     yield planned("untiled", joint, 10**6, device)
-    for megabytes in budgets:
+    for megabytes in BUDGETS[case]:
         yield planned("untiled", joint, megabytes, device)
         for chunks, graph in chunked.items():
             yield planned(f"by hand, {chunks} chunks", graph, megabytes, device)
         for tiling, graph in variants:
-            ahead = ", gradient ahead" if tiling.is_ahead else ""
-            label = "head" if tiling.groups == 1 else "head and MLPs"
-            yield planned(f"{label} in {tiling.count}{ahead}", graph, megabytes, device)
+            yield planned(label_of(tiling), graph, megabytes, device)
         yield planned("auto", joint, megabytes, device, "auto")
+
+
+def label_of(tiling: Tiling) -> str:
+    """Return what a reader calls a tiling."""
+    what = "widest regions" if tiling.groups == 1 else "widest two kinds"
+    return f"{what} in {tiling.count}{', gradient ahead' if tiling.is_ahead else ''}"
 
 
 def show(found: list[TiledRow], device: str) -> str:
@@ -156,15 +200,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="H100")
     parser.add_argument("--tf32", action="store_true", help="matmuls may take TF32")
-    parser.add_argument("--case", action="append", choices=CASES)
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--case", action="append", choices=BUDGETS)
+    parser.add_argument("--layers", type=int, default=12, help="layers of GPT-2")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
     if options.tf32:
         torch.set_float32_matmul_precision("high")
-    for case in options.case or CASES:
+    for case in options.case or BUDGETS:
         torch._dynamo.reset()
-        print(f"\nGPT-2, {options.layers} layers, b {case}, {options.device}")
+        print(f"\n{case}, {options.device}")
         print(show(list(rows(case, options.device, options.layers)), options.device), flush=True)
 
 
