@@ -45,7 +45,7 @@ SHARE = 0.2
 """Share of a limit that they should take."""
 GROUPS = 2
 """Most groups of regions that are tiled, the widest first."""
-PLANNED = 2
+PLANNED = 3
 """Most variants that are planned beside the untiled graph."""
 
 WORTH = 0.95
@@ -157,9 +157,9 @@ def tiled_as(joint: Joint, plan: Plan) -> Joint | None:
 def tilings(groups: Groups, tile: int | str, limit: int | None = None) -> list[Tiling]:
     """Return the tilings that are worth a look, of a graph with these groups of regions.
 
-    Of the numbers of tiles there are two: the least with which the wide values of a tile take but
-    :data:`SHARE` of the limit, and the one before. Without a limit they are the greatest. A group
-    of which they take no more untiled is left whole.
+    Of the numbers of tiles there are those from the least with which the wide values of a tile are
+    within the limit to the least with which they take but :data:`SHARE` of it, and at least two.
+    Without a limit they are the greatest. A group of which they take no more untiled is left whole.
     """
     if not groups:
         return []
@@ -169,7 +169,8 @@ def tilings(groups: Groups, tile: int | str, limit: int | None = None) -> list[T
     if tile == "auto":
         enough = [n for n in counts if needed[0] <= n * room]
         at = counts.index(enough[0]) if enough else len(counts) - 1
-        counts = counts[max(0, at - 1) : at + 1]
+        within = [i for i, n in enumerate(counts) if needed[0] <= n * (limit or 0)]
+        counts = counts[max(0, min([at - 1, *within])) : at + 1]
     numbers = [i for i, n in enumerate(needed, 1) if i == 1 or n > room]
     found = []
     for count in counts:
