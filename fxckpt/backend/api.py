@@ -71,6 +71,7 @@ from fxckpt.torch_private import (
     may_act_before_failing,
     symbols_of,
     through_dynamo,
+    untraced,
     watching_donations,
 )
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
@@ -263,6 +264,7 @@ class Backend:
         """Compiles modules in place with this backend, apart from all that others compile."""
         return ModuleCompiler(self)
 
+    @untraced
     def report(self) -> Report:
         """Return the figures of the latest step, the plans and the graph breaks; print it."""
         step = None if self.step is None else self.step.report()
@@ -330,7 +332,7 @@ class Backend:
             if self.step is not None:
                 self.step.ranks = self._ranks
 
-    def _tell_of_divergence(self) -> None:
+    def _tell_of_divergence(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn once where the next rank has another plan of a graph, and neither was asked to."""
         # The store goes with the process group.
         if self._neighbour is None or not torch.distributed.is_initialized():
@@ -392,6 +394,7 @@ class Backend:
         """Return whether more of the model follows a graph: it ends before the backward call."""
         return is_cut_short(gm) and "backward" not in break_after(gm)[0].lower()
 
+    @untraced
     def set_budget(self, budget: budgets.Budget) -> None:
         """Change the budget, from the next forward on.
 

@@ -85,7 +85,7 @@ class MissingPlan:
             backend.partitioner.plans or backend.partitioner.fallbacks
         )
 
-    def _tell(self) -> None:
+    def _tell(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn once where nothing was planned when an optimizer stepped; if strict, raise.
 
         A backend that nothing was compiled with tells after a few steps, and never raises: they may

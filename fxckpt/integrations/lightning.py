@@ -6,6 +6,7 @@ it calls do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -25,10 +26,11 @@ class FxckptCallback(Callback):  # type: ignore[misc]
     """Compiles modules of a LightningModule by :class:`fxckpt.Backend` when a fit begins.
 
     ``modules`` are names of submodules (``"model"``, ``"encoder.layers"``), by default every child
-    with parameters. ``options`` are those of ``torch.compile(backend="fxckpt")``: those of
-    :class:`fxckpt.Backend`, and Inductor's own. A budget is that of the step, over all the modules.
-    ``training_step`` and its ``self.log`` run as they are, so does validation. At the end of the
-    fit the modules run uncompiled again. :attr:`backend` has the plans.
+    with parameters; of a list of modules each is compiled by itself. ``options`` are those of
+    ``torch.compile(backend="fxckpt")``: those of :class:`fxckpt.Backend`, and Inductor's own. A
+    budget is that of the step, over all the modules. ``training_step`` and its ``self.log`` run as
+    they are, so does validation. At the end of the fit, or after an error, the modules run
+    uncompiled again. :attr:`backend` has the plans.
 
     Raises :class:`fxckpt.InvalidOption` for options that do not exist, and when the fit begins, if
     there is no such module.
@@ -60,7 +62,7 @@ class FxckptCallback(Callback):  # type: ignore[misc]
                 f"Its children with parameters: {', '.join(children) or 'none'}. Keep the model in "
                 "one, as self.model = ..., and call it in training_step."
             )
-        self._compiled = [found[name] for name in wanted]
+        self._compiled = [part for name in wanted for part in _with_forward(found[name])]
         self.backend.is_waiting = False
         for module in self._compiled:
             self.backend.modules.compile(module)
@@ -79,3 +81,12 @@ class FxckptCallback(Callback):  # type: ignore[misc]
         self._compiled = []
         if self.backend.step is not None:
             self.backend.step.leave_model()
+
+
+def _with_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module, or the items of a list or dict of modules, which is never called itself."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        for child in module.children():
+            yield from _with_forward(child)
+    else:
+        yield module

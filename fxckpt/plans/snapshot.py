@@ -45,6 +45,8 @@ class NodeLabel(NamedTuple):
     is_backward: bool
     is_in_region: bool
     """Whether a checkpoint region in the model decides about the node."""
+    is_traced_in_backward: bool = False
+    """Whether a formula of a gradient made the node, which may need no incoming gradient."""
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,7 @@ class StepBegin:
     def note_leaves(self, args: Sequence[Any]) -> None:
         """Note the parameters among the arguments of a call."""
         if not self.has_optimizer:
-            for arg in args:
-                if isinstance(arg, torch.Tensor) and arg.is_leaf and arg.requires_grad:
-                    self._leaves[arg] = None
+            self._leaves.update((arg, None) for arg in args if is_parameter(arg))
 
     def note_root(self, root: torch.nn.Module, enter: Callable[[], None]) -> None:
         """Note an outermost module; ``enter`` is called before its forwards."""
@@ -119,3 +117,8 @@ class StepBegin:
         return sum(
             part.nbytes for g in gradients if g is not None for part in (*parts_of(g),) or (g,)
         )
+
+
+def is_parameter(arg: Any) -> bool:
+    """Return whether an argument of a call is a leaf that gets a gradient."""
+    return isinstance(arg, torch.Tensor) and arg.is_leaf and arg.requires_grad

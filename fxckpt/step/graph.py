@@ -27,6 +27,8 @@ log = logging.getLogger("fxckpt")
 
 SIZES = 4096
 """Most sizes for which the bytes of a graph's plans are remembered."""
+NEARLY = 0.01
+"""Share of the most held bytes up to which two plans hold as much, and the peak tells."""
 CHANGE = 0.01
 """Share of a peak by which a measured one must be below the planned to be worth a new choice."""
 
@@ -230,14 +232,16 @@ class StepGraph:
         flight have sent away: a plan that sends more than is left is the last choice.
         """
         levels = self._planned(())
+        grain = max(1, int(NEARLY * max(level.held_bytes for level in levels)))
         left = None if self.away_limit is None else self.away_limit - away
 
-        def key(i: int) -> tuple[int, int, int, int, float]:
+        def key(i: int) -> tuple[int, int, int, int, int, float]:
             level = levels[i]
             excess = 0 if left is None else max(0, level.away_bytes - left)
             peak = max(level.forward_bytes, level.backward_bytes)
             over = 0 if limit is None or peak <= limit else peak + level.held_bytes
-            return excess, over, level.held_bytes, level.backward_bytes, level.extra_seconds
+            held = level.held_bytes
+            return excess, over, held // grain, peak, held, level.extra_seconds
 
         return min(range(len(levels)), key=key)
 

@@ -224,12 +224,18 @@ class StepLevels:
         return self._known.get(id(graph), {}).get(self._expected.get(id(graph)) or ())
 
     def choice_for(
-        self, graph: StepGraph, sizes: Sizes, outside_bytes: int = 0
+        self,
+        graph: StepGraph,
+        sizes: Sizes,
+        outside_bytes: int = 0,
+        *,
+        is_nested: bool = False,
     ) -> StepChoice | None:
         """Return the choice for a step that begins with a call of ``graph`` of some sizes.
 
         It is made anew if figures changed. ``outside_bytes`` are those allocated by now, of which
-        the error for a step that does not fit tells.
+        the error for a step that does not fit tells. ``is_nested`` tells that it begins within a
+        backward, before which much may have been allocated.
         """
         known = self.known_of(graph)
         if known is None:
@@ -259,7 +265,10 @@ class StepLevels:
             if choice.peak_bytes > (1 + NOISE) * limit and self.is_exact:
                 if (hoped := self._hoped(known, expected, room)) is not None:
                     return self.keep(known, sizes, StepChoice(*hoped, limit))
-                if _choose(learned.calm, expected, room).peak_bytes > (1 + NOISE) * limit:
+                calm = _choose(learned.calm, expected, room)
+                # Of a nested step that was not measured from its begin the least is not known.
+                is_known = learned.is_whole or not is_nested
+                if is_known and calm.peak_bytes > (1 + NOISE) * limit:
                     begun = learned.beginning_with(outside_bytes)
                     raise infeasible_step(self.budget, begun, expected, limit)
             if fits and now.extra_seconds <= (1 + WORTHWHILE) * choice.extra_seconds:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from fxckpt import budgets
 from fxckpt.errors import BudgetInfeasible, InvalidOption
@@ -19,7 +21,7 @@ from fxckpt.planner.ranks import Ranks
 from fxckpt.planner.refusals import infeasible
 from fxckpt.reports.step_report import StepReport
 from fxckpt.solver.step_choice import Moment
-from fxckpt.step.begin import StepBegin
+from fxckpt.step.begin import StepBegin, is_parameter
 from fxckpt.step.flight import Flight, RunningBackwards
 from fxckpt.step.graph import Sizes, StepGraph
 from fxckpt.step.inputs import Input, kept_bytes, made_inputs
@@ -48,7 +50,7 @@ LOWERED = 2
 """Most times that a forward runs again by another plan: the one chosen for the rest of the step
 within the memory that there was, then the one that holds least."""
 
-FEW = 8
+FEW = 32
 """Least number of calls in flight at once that a step is taken to have."""
 
 SHORT = 0.9
@@ -79,6 +81,8 @@ class StepTracker:
         self._record = StepRecord()
         self._flights: dict[int, int] = {}
         """Bytes held by each call in flight, by its number."""
+        self._leaves: dict[int, set[int]] = {}
+        """Identities of the parameters of each call in flight."""
         self._passed: dict[int, int] = {}
         """Number of backwards, of other calls, that each has seen end."""
         self._most = 0
@@ -170,6 +174,7 @@ class StepTracker:
             node = backward_node(outputs)
             if node is not None:
                 self._flights[number] = call.held_bytes
+                self._leaves[number] = {id(arg) for arg in args if is_parameter(arg)}
                 self._most = max(self._most, len(self._flights))
                 watch_backward(node, Flight(self, number, step, call, within))
             self._forward_ended = (graph, self._restart())
@@ -341,16 +346,17 @@ class StepTracker:
             is_passed = bool(self._flights) and min(self._passed.values()) > most
             if is_passed:
                 self._record.is_of_the_step_alone = False
-                self._drop_flights()
+                self._drop_flights(self._flights)
             if not self._flights:
                 self._finish()
             if is_passed:
                 self._meter.base = None
 
-    def _drop_flights(self) -> None:
-        """Leave the calls in flight to what is held outside of the steps to come."""
-        self._flights.clear()
-        self._passed.clear()
+    def _drop_flights(self, numbers: Iterable[int]) -> None:
+        """Leave calls in flight to what is held outside of the steps to come."""
+        for number in tuple(numbers):
+            del self._flights[number]
+            self._passed.pop(number, None)
 
     def dropped(self, flight: Flight) -> None:
         """Note that a call's autograd graph is gone."""
@@ -481,7 +487,7 @@ class StepTracker:
         outside = meter.allocated() - meter.start
         with meter.unmeasured(self._version):
             if self.ranks is None:
-                chosen = levels.choice_for(graph, sizes, outside)
+                chosen = levels.choice_for(graph, sizes, outside, is_nested=is_in_backward)
             elif is_new and is_together(levels.begun):
                 chosen = choose_together(levels, self.ranks, graph, sizes)
             else:
@@ -548,12 +554,13 @@ class StepTracker:
         """Return the bytes allocated where a step may begin, and measure from there."""
         return self._meter.allocated() if self._record.calls else self._restart()
 
-    def _optimizer_stepped(self) -> None:
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         with self._lock:
             self._beginning.has_optimizer = True
             if self._flights and current_backward() is None and self._record.has_backward:
-                # Their parameters are others now: such outputs are only looked at.
-                self._drop_flights()
+                # Where their parameters are others now, outputs are only looked at.
+                changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                self._drop_flights([n for n in self._flights if changed & self._leaves[n]])
             if not self._flights:
                 if self._record.calls:
                     self._end()
@@ -663,8 +670,9 @@ class StepTracker:
         baseline = max(level.forward_bytes, level.backward_bytes)
         error = infeasible(self._levels.budget, limit, min(peaks), baseline)
         return BudgetInfeasible(
-            f"{error} This is graph {graph.number} of those that the model broke into, and the "
-            "budget is that of the step, which takes more: fxckpt.plan_step tells how much.",
+            f"{error} This is graph {graph.number} of the step's, and the budget is that of the "
+            "step, which takes more: fxckpt.plan_step tells how much, or the second step of a run "
+            "at a budget that each graph fits.",
             floor_bytes=error.floor_bytes,
             budget_bytes=error.budget_bytes,
         )

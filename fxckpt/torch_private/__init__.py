@@ -93,6 +93,7 @@ from fxckpt.torch_private.capture.dynamo import (
     outside_trace,
     through_dynamo,
     tracing_lock,
+    untraced,
 )
 from fxckpt.torch_private.capture.export import guards_function, guards_module, guards_namespace
 from fxckpt.torch_private.capture.fake_step import (
@@ -346,6 +347,7 @@ __all__ = [
     "tracing_lock",
     "unbounded_sizes",
     "untag_side",
+    "untraced",
     "unwrap_syncs",
     "upper_bound",
     "watch_backward",

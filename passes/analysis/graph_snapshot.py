@@ -23,7 +23,7 @@ from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.joint import Facts
 from fxckpt.passes.meta import DEVICE, MODEL
 from fxckpt.plans.snapshot import GraphSnapshot, NodeKind, NodeLabel
-from fxckpt.torch_private import is_symbolic, size_hint, storage_id
+from fxckpt.torch_private import is_symbolic, is_traced_in_backward, size_hint, storage_id
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -70,6 +70,7 @@ def snapshot_of(graph: fx.Graph, facts: Facts) -> GraphSnapshot:
                 inputs=inputs,
                 storages=storages,
                 is_backward=node in facts.tangent_closure,
+                is_traced_in_backward=is_traced_in_backward(node),
                 is_in_region=isinstance(meta.get("recompute"), CheckpointPolicy),
             )
         )

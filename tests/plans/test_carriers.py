@@ -96,6 +96,26 @@ def test_torch_checkpoint_saves_what_is_planned(budget: Any, dropout: float) -> 
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
+def test_formulas_of_gradients_are_no_calls(budget: Any) -> None:
+    """A gradient's own products, of values of the forward alone, count for nothing."""
+    up, down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def region(x: Tensor) -> Tensor:
+        h = up(x)
+        found: Tensor = down(h.pow(2) * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1))
+        return found
+
+    net, x = nn.ModuleList((up, down)), inputs()
+    plan = fxckpt.plan(region, x, budget=budget)
+
+    def step(x: Tensor) -> Tensor:
+        return checkpoint(region, x, use_reentrant=False, context_fn=plan.as_context_fn())
+
+    found, expected = gradients(net, step, x), gradients(net, region, x)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
 def test_another_function_is_a_mismatch(budget: Any) -> None:
     """A region that runs an op more often, or less often, than planned is an error."""
     net, x = model(), inputs()

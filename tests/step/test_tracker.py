@@ -469,3 +469,19 @@ def test_code_before_the_first_graph_counts() -> None:
     assert abs(report.measured_peak_bytes - peaks[-1]) <= 4096
     assert max(peaks[2:]) <= limit
     assert pickle.loads(pickle.dumps(model)) is not model
+
+
+def test_budget_set_in_a_compiled_block() -> None:
+    """A hook of a compiled block may set it: Dynamo does not trace the planner."""
+    model, backend = compiled(0.9)
+
+    def lower(module: nn.Module, args: object) -> None:
+        backend.set_budget(0.8)
+
+    measured(model)
+    handle = model.blocks[1].register_forward_pre_hook(lower)
+    measured(model)
+    handle.remove()
+    measured(model)
+    report = backend.report().step
+    assert report is not None and report.measured_peak_bytes <= report.budget_bytes

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
 import torch.utils.checkpoint
@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from fxckpt.errors import CaptureError, FxckptError, NotOneGraph
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def is_recording() -> bool:
@@ -284,6 +286,12 @@ def through_dynamo(error: Exception) -> Exception:
     wrapped.__dict__.update(error.__dict__)
     wrapped.first_useful_frame = None  # type: ignore[attr-defined]
     return wrapped
+
+
+def untraced(function: F) -> F:
+    """Run a function in Python wherever it is called, in code that Dynamo traces too."""
+    kept: F = torch.compiler.disable(function)
+    return kept
 
 
 def isolated(**limits: int) -> dict[str, Any]:

@@ -153,8 +153,8 @@ def before_forward(module: torch.nn.Module, method: Callable[[], None]) -> Calla
     return handle.remove
 
 
-def after_optimizers(method: Callable[[], None]) -> None:
-    """Call a method after every step of every optimizer, while its object lives.
+def after_optimizers(method: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call a method after every step of every optimizer, with it, while the method's object lives.
 
     A step that Dynamo compiles does without: the method would break its graph.
     """
@@ -166,7 +166,7 @@ def after_optimizers(method: Callable[[], None]) -> None:
         if torch.compiler.is_compiling():
             return
         if (alive := held()) is not None:
-            alive()
+            alive(optimizer)
 
     handle = register_optimizer_step_post_hook(stepped)
     weakref.finalize(method.__self__, handle.remove)  # type: ignore[attr-defined]
