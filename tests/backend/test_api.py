@@ -143,7 +143,7 @@ def test_infeasible_share_after_graph_break() -> None:
             torch.randn(512, 32)
         )
     torch._dynamo.reset()
-    with pytest.raises(fxckpt.BudgetInfeasible, match="This is graph 1 of those"):
+    with pytest.raises(fxckpt.BudgetInfeasible, match="This is graph 1 of the step"):
         torch.compile(broken, backend=fxckpt.Backend(budget="1B", inner="aot_eager"))(
             torch.randn(512, 32)
         )

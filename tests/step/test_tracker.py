@@ -142,7 +142,7 @@ def test_step_that_cannot_fit_raises() -> None:
 
 def test_graph_that_cannot_fit_raises_when_compiled() -> None:
     model, _ = compiled("1KiB")
-    with pytest.raises(fxckpt.BudgetInfeasible, match="This is graph 1 of those"):
+    with pytest.raises(fxckpt.BudgetInfeasible, match="This is graph 1 of the step"):
         measured(model)
 
 
