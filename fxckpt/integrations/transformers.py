@@ -157,8 +157,11 @@ def _has_hooks(model: nn.Module) -> bool:
 class Unpatched:
     """A model as it was before :func:`patch_transformers`."""
 
-    modules: Mapping[nn.Module, Mapping[str, Any]]
-    """Attributes of its modules that are to be replaced."""
+    attributes: Mapping[str, Mapping[str, Any]]
+    """Attributes of its modules, by name, that are to be replaced; methods without their module.
+
+    Nothing here holds the model, so that one whose training failed can be freed.
+    """
     is_on: bool
     """Whether its checkpointing was enabled."""
     has_hooks: bool
@@ -167,19 +170,24 @@ class Unpatched:
     @classmethod
     def of(cls, model: nn.Module) -> Unpatched:
         """Return the model as it is."""
-        modules = {
-            module: {name: vars(module)[name] for name in PATCHED if name in vars(module)}
-            for module in model.modules()
+        attributes = {
+            path: {
+                name: getattr(vars(module)[name], "__func__", vars(module)[name])
+                for name in PATCHED
+                if name in vars(module)
+            }
+            for path, module in model.named_modules()
         }
-        return cls(modules, is_on(model), _has_hooks(model))
+        return cls(attributes, is_on(model), _has_hooks(model))
 
     def restore(self, model: Any, options: Mapping[str, Any]) -> None:
         """Leave a model as it was; ``options`` are those of its own checkpointing, if enabled."""
         turn_off(model)
-        for module, before in self.modules.items():
+        for path, module in model.named_modules():
             for name in PATCHED:
                 vars(module).pop(name, None)
-            vars(module).update(before)
+            for name, value in self.attributes.get(path, {}).items():
+                setattr(module, name, MethodType(value, module) if name == SETTER else value)
         if self.is_on:
             _enable(model, options)
         elif not self.has_hooks and _has_hooks(model):

@@ -361,7 +361,7 @@ def _taken(nbytes: int, target: PlannedDevice) -> int:
 
 def _maker_of(optimizer: MakeOptimizer | str | None) -> MakeOptimizer | None:
     """Return what makes an optimizer; a class of torch's may be given by name."""
-    if optimizer is None or (callable(optimizer) and not isinstance(optimizer, str)):
+    if optimizer is None or callable(optimizer):
         return optimizer
     known = {
         name: kind

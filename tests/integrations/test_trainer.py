@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,6 +203,29 @@ def test_ended_training_restores_checkpointing(budget: str | None, is_on: bool) 
         assert function.keywords == {"use_reentrant": False}
     else:
         torch.save(model, io.BytesIO())
+
+
+@pytest.mark.parametrize("budget", [None, "70%"])
+def test_failed_training_does_not_keep_its_model(budget: str | None) -> None:
+    """A model that a callback changed, patched before or not, is freed without a release."""
+    for is_patched in (False, True):
+        model = fxckpt.patch_transformers(gpt2()) if is_patched else gpt2()
+        FxckptCallback(budget).on_train_begin(SimpleNamespace(), State(), None, model=model)
+        alive = weakref.ref(model)
+        del model
+        gc.collect()
+        assert alive() is None
+
+
+def test_users_patch_stays_after_a_training() -> None:
+    """A model that was patched before a training is patched after it, by methods of its own."""
+    model = fxckpt.patch_transformers(gpt2())
+    before = vars(model)["_set_gradient_checkpointing"]
+    callback = FxckptCallback("70%")
+    callback.on_train_begin(SimpleNamespace(), State(), None, model=model)
+    callback.release(model)
+    assert vars(model)["_set_gradient_checkpointing"] == before
+    assert model.transformer.h[0]._gradient_checkpointing_func.func is fxckpt.checkpoint
 
 
 def test_two_callbacks_of_one_trainer() -> None:

@@ -58,6 +58,7 @@ class ModuleCompiler:
 
 
 def is_container(module: torch.nn.Module) -> bool:
+    """Return whether a module's class is torch's own, whose ``forward`` Dynamo skips."""
     return type(module).__module__.startswith("torch.nn.")
 
 
