@@ -118,6 +118,8 @@ _GATHERED_LIKE = {
     "aten.nll_loss_forward": (0, 1),
     "aten.nll_loss_backward": (1, 2),
 }
+_STORED_BETWEEN = frozenset(("fxckpt.cross_entropy_backward",))
+"""Ops that write and read, part by part, as many bytes as their result has."""
 """Ops that read few elements of an argument: its place, and what has as many, None the result."""
 
 
@@ -138,7 +140,7 @@ def node_bytes(node: fx.Node) -> int:
 
     A storage counts once, by its largest tensor but at most its own size, so that a broadcast
     tensor counts by the bytes it holds. Views share the storage of their input. Of what an op
-    gathers from, as many elements count as it gathers.
+    gathers from, as many elements count as it gathers; what it stores between counts twice.
     """
     registered_bytes = registered(node.target).bytes
     if registered_bytes is not None:
@@ -155,7 +157,10 @@ def node_bytes(node: fx.Node) -> int:
             if few is not None and each is few[0]:
                 read = min(read, few[1] * tensor.element_size())
             storages[key] = max(storages.get(key, 0), min(held, read))
-    return sum(storages.values())
+    total = sum(storages.values())
+    if str(getattr(node.target, "overloadpacket", None)) in _STORED_BETWEEN:
+        total += 2 * sum(storages[storage_id(t)] for t in tensors(node.meta.get("val")))
+    return total
 
 
 def node_draws(node: fx.Node) -> int:

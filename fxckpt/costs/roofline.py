@@ -108,7 +108,7 @@ class DeviceRoofline:
         return share * device.rate(_operand_dtype(node), tf32=tf32)
 
 
-_MATMULS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
+_MATMULS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "fxckpt.accumulate_mm.")
 ALIGNED_BYTES = 16
 """Rows of a matrix in half precision begin at multiples of it, or tensor cores idle."""
 UNALIGNED_SHARE = 1 / 6
@@ -147,8 +147,14 @@ def link_seconds(node: fx.Node) -> float:
 
 
 def _operand_dtype(node: fx.Node) -> torch.dtype:
-    """Return the dtype of an op's first tensor argument, else of its result."""
-    for value in (*(arg.meta.get("val") for arg in node.all_input_nodes), node.meta.get("val")):
+    """Return the dtype of an op's first tensor argument, else of its result.
+
+    Of a matrix product it is that of the last one: what the product is added to comes first.
+    """
+    inputs = node.all_input_nodes
+    if str(node.target).startswith(_MATMULS):
+        inputs = inputs[::-1]
+    for value in (*(arg.meta.get("val") for arg in inputs), node.meta.get("val")):
         for tensor in tensors(value):
             return tensor.dtype
     return torch.float32

@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 
+from fxckpt.ops.kernels import OWN
 from fxckpt.torch_private import OpOverload
 
 
@@ -46,15 +47,18 @@ COPYING = frozenset(("clone",))
 """Elementwise ops that only copy."""
 
 ROW_WISE = frozenset(
-    ("_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data")
+    (
+        "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data",
+        "cross_entropy_backward",
+    )
 )
 """Ops that read a whole row, and then write element after element what they read there."""
 
 WRITING = frozenset(
     (
-        "addbmm", "addmm", "addmv", "addr", "baddbmm", "copy", "index_add", "index_copy",
-        "index_fill", "index_put", "index_reduce", "masked_fill", "masked_scatter", "scatter",
-        "scatter_add", "scatter_reduce",
+        "accumulate_mm", "addbmm", "addmm", "addmv", "addr", "baddbmm", "copy", "index_add",
+        "index_copy", "index_fill", "index_put", "index_reduce", "masked_fill", "masked_scatter",
+        "scatter", "scatter_add", "scatter_reduce",
     )
 )
 """Ops that copy their first argument and write into the copy."""
@@ -103,10 +107,10 @@ def in_place_form(op: OpOverload) -> InPlaceForm | None:
 
 
 def _is_plain(op: OpOverload) -> bool:
-    """Return whether an op of torch makes one new tensor, and draws no random numbers."""
+    """Return whether an op of torch, or ours, makes one new tensor, and draws nothing."""
     returns = op._schema.returns
     return (
-        op.namespace == "aten"
+        (op.namespace == "aten" or op in OWN)
         and not op._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in op.tags
         and len(returns) == 1
@@ -131,7 +135,7 @@ def _writes_out(op: OpOverload) -> tuple[OpOverload, str] | None:
 
 def _writes_first(op: OpOverload) -> OpOverload | None:
     """Return the variant of an op that writes its first argument."""
-    packet = getattr(torch.ops.aten, f"{op._opname}_", None)
+    packet = getattr(getattr(torch.ops, op.namespace), f"{op._opname}_", None)
     if packet is None or op._overloadname not in packet.overloads():
         return None
     variant: OpOverload = getattr(packet, op._overloadname)

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from fxckpt.ops.kernels import OWN
 from fxckpt.ops.registry import registered
 from fxckpt.torch_private import OpOverload, has_effect, parts_of
 
@@ -133,12 +134,14 @@ def is_gather(op: Any) -> bool:
 
 
 def is_torchs_own(node: fx.Node) -> bool:
-    """Return whether an op belongs to torch's own namespaces (aten, prims, ...) or is getitem."""
+    """Return whether an op is of torch's own namespaces (aten, prims, ...), ours, or getitem."""
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, OpOverload):
         return False
-    return node.target.namespace in ("aten", "prims", "quantized", "inductor")
+    return node.target.namespace in ("aten", "prims", "quantized", "inductor") or (
+        node.target in OWN
+    )
 
 
 def is_known_pure(node: fx.Node) -> bool:

@@ -29,14 +29,16 @@ from fxckpt.passes.inductor.draw_as_traced import draw_as_traced
 from fxckpt.passes.inductor.execution_order import mark_execution_order
 from fxckpt.passes.inductor.fusion_model import is_extern_kernel
 from fxckpt.passes.inductor.isolate_matmuls import isolate_matmuls
+from fxckpt.passes.inductor.lower_tiles import lower_tiles
 from fxckpt.passes.inductor.preserve_strides import preserve_strides
 from fxckpt.passes.inductor.rejoin_views import rejoin_views
 from fxckpt.passes.inductor.save_views import save_views
 from fxckpt.passes.inductor.sink_reshapes import sink_reshapes
 from fxckpt.passes.invariants import verify
+from fxckpt.passes.losses.loss_backward import join_loss_backward
+from fxckpt.passes.losses.loss_storages import hold_loss_elements
 from fxckpt.passes.transforms.bind_sizes import bind_sizes
 from fxckpt.passes.transforms.in_place import write_in_place
-from fxckpt.passes.transforms.loss_storages import hold_loss_elements
 from fxckpt.passes.transforms.merge_common_subexpressions import merge_common_subexpressions
 from fxckpt.passes.transforms.offload_ops import insert_offload_ops
 from fxckpt.passes.transforms.partition import partition
@@ -284,6 +286,7 @@ PREPARE: tuple[Pass[Joint], ...] = (
     OnJoint(raise_getitems),
     OnJoint(copy_whole_storages),
     OnJoint(hold_loss_elements),
+    OnJoint(join_loss_backward),
 )
 """From AOTAutograd's joint graph to the graph that is planned."""
 
@@ -323,6 +326,7 @@ EMIT_INDUCTOR: tuple[Pass[Emission], ...] = (
     Partition(),
     OnHalves(raise_getitems),
     OnHalves(bind_sizes),
+    OnHalves(lower_tiles),
     OnHalf("backward", isolate_matmuls, _keeps_order),
     OnHalf("backward", to_channels_last, _changes_layout),
     OnHalf("backward", mark_execution_order, _keeps_order),

@@ -37,7 +37,7 @@ from fxckpt.solver.search.prices import price_range
 from fxckpt.torch_private import is_symbolic
 from fxckpt.torch_private.inductor.default_partitioner import copied
 
-COUNTS = (2, 4, 8, 16, 32)
+COUNTS = (2, 4, 8, 12, 16, 24, 32)
 """Numbers of tiles that are tried."""
 WIDE_LIVE = 3
 """Wide values that are live together at the peak of a tile."""

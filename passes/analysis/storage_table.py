@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from fxckpt.ops.in_place import in_place_form
+from fxckpt.ops.kernels import OWN
 from fxckpt.ops.properties import is_collective, tensors
 from fxckpt.passes.analysis.byte_counts import (
     gradient_bytes,
@@ -259,8 +260,8 @@ def fills_apart(node: fx.Node) -> bool:
 
 @cache
 def _makes_new(op: OpOverload) -> bool:
-    """Return whether an op of torch returns no argument and no view of one, by its schema."""
-    return op.namespace in ("aten", "prims") and all(
+    """Return whether an op of torch, or ours, returns no argument and no view, by its schema."""
+    return (op.namespace in ("aten", "prims") or op in OWN) and all(
         r.alias_info is None for r in op._schema.returns
     )
 

@@ -32,19 +32,19 @@ MOST_BETWEEN = 64
 # fmt: off
 ALONE = frozenset(
     (
-        "_to_copy", "_unsafe_view", "alias", "clone", "cumsum", "detach", "expand", "mean", "neg",
-        "permute", "reshape", "slice", "slice_backward", "squeeze", "sum", "t", "transpose",
-        "unsqueeze", "view",
+        "_to_copy", "_unsafe_view", "alias", "clone", "convert_element_type", "cumsum", "detach",
+        "expand", "mean", "neg", "permute", "reshape", "slice", "slice_backward", "squeeze", "sum",
+        "t", "transpose", "unsqueeze", "view",
     )
 )
 """Ops of one operand that are linear in it."""
 
 IN_FIRST = frozenset(
     (
-        "_log_softmax_backward_data", "_softmax_backward_data", "div", "elu_backward", "gather",
-        "gelu_backward", "hardtanh_backward", "leaky_relu_backward", "nll_loss_backward",
-        "sigmoid_backward", "silu_backward", "softplus_backward", "tanh_backward",
-        "threshold_backward",
+        "_log_softmax_backward_data", "_softmax_backward_data", "cross_entropy_backward", "div",
+        "elu_backward", "gather", "gelu_backward", "hardtanh_backward", "leaky_relu_backward",
+        "nll_loss_backward", "sigmoid_backward", "silu_backward", "softplus_backward",
+        "tanh_backward", "threshold_backward",
     )
 )
 """Ops that are linear in their first operand, for any others."""

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from fxckpt.ops.in_place import ELEMENTWISE
+from fxckpt.ops.kernels import cross_entropy_backward
 from fxckpt.ops.properties import is_mutating, is_random
 from fxckpt.torch_private import OpOverload
 
@@ -422,8 +423,11 @@ def _loss(call: RowCall) -> Places | None:
 
 
 def _loss_backward(call: RowCall) -> Places | None:
-    """Rule of ``nll_loss_backward(tangent, scores, target, weight, reduction, ignore, total)``."""
-    tangent, scores, target, weight, reduction, _, total = _args(call.node)
+    """Rule of ``nll_loss_backward(tangent, scores, target, weight, reduction, ignore, total)``.
+
+    That of cross entropy has these arguments too, and one more.
+    """
+    tangent, scores, target, weight, reduction, _, total = _args(call.node)[:7]
     rows = call.result or call.operands.get(scores) or call.operands.get(target)
     if len(_shape(scores)) != 2 or rows is None or rows.dim != 0:
         return None
@@ -528,6 +532,8 @@ RULES: dict[OpOverload, RowRule] = {
     aten.new_ones.default: RowRule(_made, _resize(1)),
     aten.nll_loss_forward.default: RowRule(_loss),
     aten.nll_loss_backward.default: RowRule(_loss_backward),
+    cross_entropy_backward: RowRule(_loss_backward),
+    torch.ops.prims.convert_element_type.default: RowRule(_elementwise),
 }
 """Rules by op; :func:`row_rule` adds element-wise ops."""
 

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxckpt.ops.kernels import accumulate_mm
 from fxckpt.passes.meta import ACCUMULATES
 from fxckpt.passes.tiles.row_regions import RowRegion
 from fxckpt.passes.tiles.row_rules import MEAN, SUM, SUMMED, Rows, row_rule
+from fxckpt.torch_private import fake_like
 
 aten = torch.ops.aten
 
@@ -158,16 +160,35 @@ class _Unroller:
         self, node: fx.Node, tile: int, target: Any, args: tuple[Any, ...], kwargs: Any
     ) -> None:
         """Emit a sum over the rows of one tile, added to the sum so far."""
-        known = self.sums.get((node, 0))
-        if known is not None and target is aten.mm.default and known.dtype not in SMALL:
-            new = self._call(
-                aten.addmm.default, (known.value, *args), kwargs, node, f"{node.name}_tile_{tile}"
-            )
-            new.meta[ACCUMULATES] = True
-            known.value = new
+        if target is aten.mm.default and self._add_product(node, tile, args):
             return
         part = self._call(target, args, kwargs, node, f"{node.name}_tile_{tile}")
         self._accumulate(node, 0, part)
+
+    def _add_product(self, node: fx.Node, tile: int, args: tuple[Any, ...]) -> bool:
+        """Emit a product that is added to the sum so far where it is computed.
+
+        Return whether there is such an op: the first product in the type of the sum is the sum.
+        """
+        dtype = node.meta["val"].dtype
+        known = self.sums.get((node, 0))
+        if known is None and dtype not in SMALL:
+            return False
+        if known is None:
+            known = self.sums[node, 0] = _Sum(self._zeros(node), dtype)
+        op = accumulate_mm if dtype in SMALL else aten.addmm.default
+        new = self._call(op, (known.value, *args), {}, node, f"{node.name}_tile_{tile}")
+        new.meta[ACCUMULATES] = True
+        known.value = new
+        return True
+
+    def _zeros(self, like: fx.Node) -> fx.Node:
+        """Emit zeros of the shape of a value, in float32."""
+        value = like.meta["val"]
+        shape, given = tuple(value.shape), {"dtype": torch.float32, "device": value.device}
+        zeros = self.graph.call_function(aten.full.default, (shape, 0), given)
+        zeros.meta = {**like.meta, "val": fake_like(value, shape, torch.float32)}
+        return zeros
 
     def _accumulate(self, node: fx.Node, position: int, part: fx.Node) -> None:
         """Add a value to a sum over tiles."""

@@ -17,6 +17,7 @@ from fxckpt.costs import calibration, models, roofline
 from fxckpt.costs.devices import CUDNN_SHARE, DEVICES, LAUNCH_SECONDS
 from fxckpt.costs.measured import Records, machine
 from fxckpt.costs.roofline import DeviceRoofline, Roofline
+from fxckpt.ops.kernels import accumulate_mm
 from tests.costs import nodes
 
 H100 = DEVICES["H100"]
@@ -61,6 +62,24 @@ def test_matmul_takes_the_rate_of_its_dtype(
     torch.set_float32_matmul_precision(precision)
     seconds = DeviceRoofline.of("H100").seconds(matmul(dtype))
     assert seconds == pytest.approx(PRODUCT / (0.78 * rate) + LAUNCH_SECONDS)
+
+
+def test_product_into_a_sum_takes_its_operands_rate() -> None:
+    """The sum that a product in bfloat16 is added to is in float32; no product is stored."""
+    rows, inner = 65_536, 1024
+    with FakeTensorMode():
+        total = torch.empty(rows, SIDE)
+        operands = [
+            torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, inner), (inner, SIDE))
+        ]
+        graph = make_fx(accumulate_mm)(total, *operands).graph
+    (node,) = graph.find_nodes(op="call_function", target=accumulate_mm)
+    flops, nbytes = 2 * rows * inner * SIDE, 8 * rows * SIDE + 2 * inner * (rows + SIDE)
+    model = DeviceRoofline.of("H100")
+    assert model.flops(node) == flops
+    bandwidth = H100.bytes_per_second * H100.bandwidth_share
+    expected = max(flops / (0.78 * 989e12), nbytes / bandwidth) + LAUNCH_SECONDS
+    assert model.seconds(node) == pytest.approx(expected)
 
 
 def test_legacy_switch_allows_tf32() -> None:

@@ -106,3 +106,22 @@ def test_budget_below_the_floor_tells_what_tiles_reach() -> None:
     with pytest.raises(fxckpt.BudgetInfeasible, match="tile='auto' reaches") as raised:
         gradients(Head(), backend)
     assert raised.value.floor_bytes < 4e6
+
+
+def test_sums_in_half_precision_are_kept_apart() -> None:
+    """Sums in float32 are overwritten from tile to tile, and the measured peak is the compiled."""
+    model = Head().bfloat16()
+    expected = gradients(model, "inductor")
+    backend = fxckpt.Backend("min", inner="inductor", cost="flops", scope="graph", tile=4)
+    torch.testing.assert_close(gradients(model, backend), expected, rtol=3e-2, atol=1e-3)
+    (plan,) = backend.plans
+    assert plan.tiling is not None and plan.tiling.count == 4
+    compiled = torch.compile(model, backend=backend)
+
+    def step() -> None:
+        model.zero_grad()
+        compiled(X).backward()
+
+    step()
+    model.zero_grad()
+    assert fxckpt.measure_peak(step) == plan.compiled_peak_bytes

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxckpt.ops.kernels import cross_entropy_backward
 from fxckpt.passes.tiles.row_rules import SUMMED, RowCall, Rows, row_rule
 
 aten = torch.ops.aten
@@ -85,6 +86,18 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int, int]] = {
         lambda g, a, i, w: aten.nll_loss_backward(g, a, i, None, 1, -100, w),
         (x(1)[0], x(R, D), INDEX, torch.tensor(6.0)),
         1,
+        0,
+    ),
+    "cross_entropy_backward": (
+        lambda g, a, i, w: cross_entropy_backward(g, a, i, None, 1, -100, w, torch.float32),
+        (x(1)[0], x(R, D), INDEX, torch.tensor(6.0)),
+        1,
+        0,
+    ),
+    "convert": (
+        lambda a: torch.ops.prims.convert_element_type(a, torch.float64),
+        (x(R, D),),
+        0,
         0,
     ),
 }

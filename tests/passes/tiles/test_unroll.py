@@ -95,6 +95,23 @@ return [add_tensor, mm_1_whole, mm_2_tile_1]""",
     )
 
 
+def test_products_in_half_precision_are_added_in_float32() -> None:
+    """The sum begins with zeros, so that no product is stored beside it."""
+    half = [torch.ones(6, 2, dtype=torch.bfloat16), torch.ones(2, 9, dtype=torch.bfloat16)]
+    module = traced(small, *half, torch.tensor(0.5, dtype=torch.bfloat16))
+    ((region,),) = row_regions(module.graph)
+    unroll(module.graph, [region], 2)
+    lines = text_of(module.graph).splitlines()
+    assert_expected_inline(
+        "\n".join(line for line in lines if "mm_2" in line or "full" in line),
+        """\
+full_default = full([2, 9], 0, dtype=torch.float32, device=device(type='cpu'))
+mm_2_tile_0 = accumulate_mm(full_default, t_1_tile_0, tanh_backward_tile_0)
+mm_2_tile_1 = accumulate_mm(mm_2_tile_0, t_1_tile_1, tanh_backward_tile_1)
+_to_copy_default_2 = _to_copy(mm_2_tile_1, dtype=torch.bfloat16)""",
+    )
+
+
 def test_gradients_are_those_of_the_whole() -> None:
     """Gradients are as near to those in float64 as untiled ones."""
     exact = head(*(t.double() if t.is_floating_point() else t for t in inputs()))

@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import fxckpt
-from fxckpt.passes.transforms.loss_storages import RESIZES_LOSS, hold_loss_elements
+from fxckpt.passes.losses.loss_storages import RESIZES_LOSS, hold_loss_elements
 from fxckpt.torch_private import size_hint
 from tests.passes.graphs import storages_of, traced
 from tests.steps import peak_of

@@ -1,0 +1,42 @@
+"""Lower tiles: ops that tiles are unrolled into, as ops that Inductor has loops for.
+
+A product that is added to a float32 sum becomes a product and a sum: Inductor overwrites the sum so
+far, and computes what follows it in the same kernel. Our op would be a kernel of its own to it,
+which returns another sum. A copy in another type becomes a conversion, as in what Inductor traces.
+
+Expects emitted halves. Leaves ones that compute the same, but for the rounding of products.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxckpt.ops.kernels import accumulate_mm
+from fxckpt.passes.meta import ACCUMULATES, IS_RECOMPUTE
+
+aten = torch.ops.aten
+
+
+def lower_tiles(half: fx.Graph) -> None:
+    """Replace the ops of tiles that Inductor has no loops for."""
+    for node in half.find_nodes(op="call_function", target=accumulate_mm):
+        _split_product(node)
+    for node in half.find_nodes(op="call_function", target=aten._to_copy.default):
+        if list(node.kwargs) == ["dtype"]:
+            node.target, node.args, node.kwargs = (
+                torch.ops.prims.convert_element_type.default,
+                (*node.args, node.kwargs["dtype"]),
+                {},
+            )
+
+
+def _split_product(node: fx.Node) -> None:
+    """Turn a product that is added to a sum into a product and a sum."""
+    total, left, right = node.args
+    with node.graph.inserting_before(node):
+        product = node.graph.call_function(aten.mm.default, (left, right))
+    product.meta = {k: v for k, v in node.meta.items() if k not in (ACCUMULATES, IS_RECOMPUTE)}
+    value = node.meta["val"]
+    product.meta["val"] = value.new_empty(value.shape, dtype=left.meta["val"].dtype)
+    node.target, node.args = aten.add.Tensor, (total, product)

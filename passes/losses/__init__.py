@@ -1,0 +1,1 @@
+"""Losses: what a loss holds, and the gradient of cross entropy in one op."""

@@ -1,0 +1,47 @@
+"""Lower tiles: a product and a sum, and conversions, where Inductor compiles."""
+
+from __future__ import annotations
+
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+from fxckpt.ops.kernels import accumulate_mm
+from fxckpt.passes.inductor.lower_tiles import lower_tiles
+from fxckpt.passes.meta import IS_RECOMPUTE, RECOMPUTE_OF
+from tests.passes.graphs import text_of, traced
+
+aten = torch.ops.aten
+
+
+def added(primals_sum: Tensor, primals_a: Tensor, primals_b: Tensor) -> Tensor:
+    """A sum to which a product is added, in the type of the operands."""
+    total = accumulate_mm(primals_sum, primals_a, primals_b)
+    return aten._to_copy(total, dtype=torch.bfloat16)
+
+
+def test_product_and_sum_are_apart() -> None:
+    """The sum keeps its name and is in float32; the product is of the operands' type."""
+    half = [torch.randn(shape, dtype=torch.bfloat16) for shape in ((4, 2), (2, 3))]
+    given = (torch.randn(4, 3), *half)
+    module = traced(added, *given)
+    (node,) = module.graph.find_nodes(op="call_function", target=accumulate_mm)
+    node.meta.update({RECOMPUTE_OF: "other", IS_RECOMPUTE: True})
+    lower_tiles(module.graph)
+    assert_expected_inline(
+        text_of(module.graph),
+        """\
+primals_sum_1: input
+primals_a_1: input
+primals_b_1: input
+mm_default = mm(primals_a_1, primals_b_1)
+accumulate_mm = add(primals_sum_1, mm_default)
+_to_copy = convert_element_type(accumulate_mm, torch.bfloat16)
+return _to_copy""",
+    )
+    product = node.args[1]
+    assert product.meta["val"].dtype is torch.bfloat16
+    assert product.meta[RECOMPUTE_OF] == "other"
+    assert IS_RECOMPUTE not in product.meta, "one op is counted as recomputed, not two"
+    module.recompile()
+    torch.testing.assert_close(module(*given), added(*given), atol=1e-2, rtol=1e-2)
