@@ -171,6 +171,8 @@ def tilings(groups: Groups, tile: int | str, limit: int | None = None) -> list[T
         at = counts.index(enough[0]) if enough else len(counts) - 1
         within = [i for i, n in enumerate(counts) if needed[0] <= n * (limit or 0)]
         counts = counts[max(0, min([at - 1, *within])) : at + 1]
+        if any(way.has_unused for ways in groups[0] for way in ways):
+            counts = (1, *counts)
     numbers = [i for i, n in enumerate(needed, 1) if i == 1 or n > room]
     found = []
     for count in counts:

@@ -19,10 +19,11 @@ import torch
 from torch import fx
 
 from fxckpt.passes.analysis.placement import backward_closure
+from fxckpt.passes.tiles.linear_ops import ZEROS, is_linear, op_name
 from fxckpt.passes.tiles.row_regions import RowRegion
 from fxckpt.passes.tiles.row_rules import MEAN
 from fxckpt.passes.tiles.unroll import emit_call, value_of
-from fxckpt.torch_private import OpOverload, fake_like
+from fxckpt.torch_private import fake_like
 
 aten = torch.ops.aten
 
@@ -30,32 +31,6 @@ MOST_BETWEEN = 64
 """Most ops between the incoming gradient and the region."""
 
 # fmt: off
-ALONE = frozenset(
-    (
-        "_to_copy", "_unsafe_view", "alias", "clone", "convert_element_type", "cumsum", "detach",
-        "expand", "mean", "neg", "permute", "reshape", "slice", "slice_backward", "squeeze", "sum",
-        "t", "transpose", "unsqueeze", "view",
-    )
-)
-"""Ops of one operand that are linear in it."""
-
-IN_FIRST = frozenset(
-    (
-        "_log_softmax_backward_data", "_softmax_backward_data", "cross_entropy_backward", "div",
-        "elu_backward", "gather", "gelu_backward", "hardtanh_backward", "leaky_relu_backward",
-        "nll_loss_backward", "sigmoid_backward", "silu_backward", "softplus_backward",
-        "tanh_backward", "threshold_backward",
-    )
-)
-"""Ops that are linear in their first operand, for any others."""
-
-IN_EITHER = frozenset(("mm", "mul"))
-"""Ops that are linear in each of two operands."""
-
-TOGETHER = frozenset(("add", "sub"))
-"""Ops that are linear in all their operands together."""
-
-ZEROS = frozenset(("new_zeros", "zeros_like", "zeros"))
 VIEWS = frozenset(
     ("_unsafe_view", "alias", "expand", "permute", "squeeze", "t", "transpose", "unsqueeze", "view")
 )
@@ -75,11 +50,12 @@ def run_ahead(graph: fx.Graph, region: RowRegion) -> bool:
     tangent, between = before
     depends = {tangent}
     for node in (*between, *region.backward):
-        if not _is_linear(node, depends):
+        if not is_linear(node, depends):
             return False
-        if _name(node) not in ZEROS:
+        if op_name(node) not in ZEROS:
             depends.add(node)
-    if any(_name(n) == "nll_loss_forward" and not _has_countable_weight(n) for n in region.forward):
+    losses = [n for n in region.forward if op_name(n) == "nll_loss_forward"]
+    if not all(map(_has_countable_weight, losses)):
         return False
     _count_targets(graph, region)
     _replace_tangent(graph, region, tangent, between)
@@ -93,10 +69,6 @@ def run_ahead(graph: fx.Graph, region: RowRegion) -> bool:
 
 def _is_kept(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or node.is_impure()
-
-
-def _name(node: fx.Node) -> str:
-    return node.target._opname if isinstance(node.target, OpOverload) else ""
 
 
 def _between(
@@ -120,39 +92,6 @@ def _between(
     return (tangents[0], between) if is_number else None
 
 
-def _is_linear(node: fx.Node, depends: set[fx.Node]) -> bool:
-    """Return whether an op is linear in those of its operands that depend on a gradient."""
-    name = _name(node)
-    operands = [n for n in node.args if isinstance(n, fx.Node)]
-    given = [n for n in operands if n in depends]
-    if name in ZEROS:
-        return True
-    if len(given) != sum(n in depends for n in node.all_input_nodes):
-        return False
-    if name in ALONE:
-        return given == operands[:1]
-    if name in IN_FIRST:
-        return given == operands[:1] and node.args[0] is given[0]
-    if name in IN_EITHER:
-        return len(given) == 1
-    if name in TOGETHER:
-        return len(given) == 2
-    if name == "where":
-        rest = [n for n in operands[1:] if n not in depends]
-        return operands[0] not in depends and all(map(_is_zero, rest))
-    if name == "masked_fill":
-        return given == operands[:1] and bool(node.args[2] == 0)
-    if name in ("scatter", "scatter_add"):
-        return _is_zero(operands[0]) and given == operands[-1:]
-    return False
-
-
-def _is_zero(node: fx.Node) -> bool:
-    """Return whether a value is all zeros."""
-    filled = {"scalar_tensor": 0, "full": 1, "full_like": 1}.get(_name(node))
-    return _name(node) in ZEROS or (filled is not None and bool(node.args[filled] == 0))
-
-
 def _has_countable_weight(loss: fx.Node) -> bool:
     """Return whether the weights of a loss's rows are 1, or not summed for a mean."""
     return loss.args[2] is None or bool(loss.args[3] != MEAN)
@@ -164,7 +103,7 @@ def _count_targets(graph: fx.Graph, region: RowRegion) -> None:
     Only that of a mean divides by it.
     """
     for loss in region.forward:
-        if _name(loss) != "nll_loss_forward":
+        if op_name(loss) != "nll_loss_forward":
             continue
         scores, target, ignored = loss.args[0], loss.args[1], loss.args[4]
         assert isinstance(scores, fx.Node) and isinstance(target, fx.Node)
@@ -208,7 +147,7 @@ def _scale(
     order: dict[fx.Node, int],
 ) -> None:
     """Multiply what leaves the region by the incoming gradient, where it is first read."""
-    while len(node.users) == 1 and _name(view := next(iter(node.users))) in VIEWS:
+    while len(node.users) == 1 and op_name(view := next(iter(node.users))) in VIEWS:
         node = view
     readers = [user for user in node.users if user not in members]
     if len(readers) == 1 and readers[0].target is aten.add.Tensor:

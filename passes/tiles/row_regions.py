@@ -21,6 +21,7 @@ from torch import fx
 
 from fxckpt.passes.analysis.placement import backward_closure
 from fxckpt.passes.tiles.row_rules import SUMMED, Place, RowCall, Rows, row_rule
+from fxckpt.passes.tiles.used_rows import used_rows
 from fxckpt.torch_private import is_symbolic
 
 aten = torch.ops.aten
@@ -47,16 +48,24 @@ class RowRegion:
     """Bytes of its widest value."""
     seed: fx.Node
     """The matmul that it begins at."""
+    used: tuple[int, int]
+    """First and last of the rows that anything outside depends on, the last one excluded."""
 
     @property
     def members(self) -> frozenset[fx.Node]:
         """All its ops."""
         return frozenset((*self.forward, *self.backward))
 
+    @property
+    def has_unused(self) -> bool:
+        """Whether nothing outside depends on some of its rows."""
+        return self.used != (0, self.length)
+
     def tiles(self, count: int) -> tuple[tuple[int, int], ...]:
         """Return the rows of each of at most ``count`` tiles; the last one may be smaller."""
-        size = math.ceil(self.length / count)
-        return tuple((i, min(i + size, self.length)) for i in range(0, self.length, size))
+        first, last = self.used
+        size = math.ceil((last - first) / count)
+        return tuple((i, min(i + size, last)) for i in range(first, last, size))
 
     def moved_to(self, graph: fx.Graph) -> RowRegion:
         """Return the same region of a copy of the graph."""
@@ -78,16 +87,22 @@ class RowRegion:
         return _Growth(order, backward_closure(graph), self.seed).grown(rows)
 
     def divides(self, count: int) -> bool:
-        """Return whether each value has rows in each of ``count`` tiles, at least two of them."""
-        tiles = self.tiles(count)
+        """Return whether each value has rows in each of ``count`` tiles.
+
+        One tile is none, but where it leaves out rows.
+        """
+        tiles, least = self.tiles(count), 1 if self.has_unused else 2
         rows = {p for place in self.places.values() for p in _each(place) if isinstance(p, Rows)}
-        return 1 < count <= self.length and all(
+        return least <= count <= self.used[1] - self.used[0] and all(
             r.part(*tile).length for r in rows for tile in tiles
         )
 
 
 def row_regions(graph: fx.Graph) -> tuple[tuple[RowRegion, ...], ...]:
-    """Return the regions of a joint graph in its order, each with the ways to number its rows."""
+    """Return the regions of a joint graph in its order, each with the ways to number its rows.
+
+    First are ways by which rows are left out.
+    """
     closure = backward_closure(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
     found: list[tuple[RowRegion, ...]] = []
@@ -101,6 +116,7 @@ def row_regions(graph: fx.Graph) -> tuple[tuple[RowRegion, ...], ...]:
             if (region := _Growth(order, closure, seed).grown(rows))
         )
         ways = tuple(way for way in ways if covered.isdisjoint(way.members))
+        ways = tuple(sorted(ways, key=lambda way: not way.has_unused))
         if ways:
             found.append(ways)
             covered |= ways[0].members
@@ -199,6 +215,7 @@ class _Growth:
                 if self._is_wide(n) and not self._is_sum(n)
             ),
             self.seed,
+            used_rows(order, self.places, rows.length),
         )
 
     def _is_wide(self, node: fx.Node) -> bool:

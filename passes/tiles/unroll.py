@@ -123,6 +123,9 @@ class _Unroller:
         if place is SUMMED:
             self._add_up(node, tile, target, args, kwargs)
             return
+        if (same := self._unchanged(node, target, args, place, first, last)) is not None:
+            self.pieces[node, tile] = same
+            return
         new = self._call(target, args, kwargs, node, f"{node.name}_tile_{tile}")
         self.pieces[node, tile] = new
         if isinstance(place, tuple):
@@ -130,6 +133,23 @@ class _Unroller:
                 if item is SUMMED:
                     part = self._call(operator.getitem, (new, position), {}, node)
                     self._accumulate(node, position, part)
+
+    def _unchanged(
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], place: Any, first: int, last: int
+    ) -> fx.Node | None:
+        """Return the operand of an op that, of the rows of a tile, changes nothing.
+
+        Of a slice that keeps them all, of its gradient, and of a copy of what is contiguous.
+        """
+        if target not in (aten.slice.Tensor, aten.slice_backward.default, aten.clone.default):
+            return None
+        value = args[0].meta["val"]
+        shape = list(node.meta["val"].shape)
+        shape[place.dim] = place.part(first, last).size
+        layout = node.kwargs.get("memory_format", torch.contiguous_format)
+        is_laid_out = layout in (torch.contiguous_format, torch.preserve_format)
+        is_kept = list(value.shape) == shape and value.is_contiguous() and is_laid_out
+        return args[0] if is_kept and node.args[0] in self.region.members else None
 
     def _piece(self, reader: fx.Node, arg: fx.Node, tile: int, first: int, last: int) -> fx.Node:
         """Return what a member reads for one tile in place of an argument."""
@@ -172,22 +192,27 @@ class _Unroller:
         """
         dtype = node.meta["val"].dtype
         known = self.sums.get((node, 0))
-        if known is None and dtype not in SMALL:
+        if known is None and (dtype not in SMALL or len(self.region.tiles(self.count)) == 1):
             return False
         if known is None:
-            known = self.sums[node, 0] = _Sum(self._zeros(node), dtype)
+            known = self.sums[node, 0] = _Sum(self._zeros(node, dtype=torch.float32), dtype)
         op = accumulate_mm if dtype in SMALL else aten.addmm.default
         new = self._call(op, (known.value, *args), {}, node, f"{node.name}_tile_{tile}")
         new.meta[ACCUMULATES] = True
         known.value = new
         return True
 
-    def _zeros(self, like: fx.Node) -> fx.Node:
-        """Emit zeros of the shape of a value, in float32."""
+    def _zeros(
+        self, like: fx.Node, rows: Rows | None = None, dtype: torch.dtype | None = None
+    ) -> fx.Node:
+        """Emit zeros in place of a value, or of a part of its rows."""
         value = like.meta["val"]
-        shape, given = tuple(value.shape), {"dtype": torch.float32, "device": value.device}
+        shape, dtype = list(value.shape), dtype or value.dtype
+        if rows is not None:
+            shape[rows.dim] = rows.size
+        given = {"dtype": dtype, "device": value.device}
         zeros = self.graph.call_function(aten.full.default, (shape, 0), given)
-        zeros.meta = {**like.meta, "val": fake_like(value, shape, torch.float32)}
+        zeros.meta = {**like.meta, "val": fake_like(value, tuple(shape), dtype)}
         return zeros
 
     def _accumulate(self, node: fx.Node, position: int, part: fx.Node) -> None:
@@ -197,7 +222,7 @@ class _Unroller:
             known.value = self._call(aten.add.Tensor, (known.value, part), {}, node)
             return
         dtype = part.meta["val"].dtype
-        if dtype in SMALL:
+        if dtype in SMALL and len(self.region.tiles(self.count)) > 1:
             part = self._call(aten._to_copy.default, (part,), {"dtype": torch.float32}, node)
         self.sums[node, position] = _Sum(part, dtype)
 
@@ -211,15 +236,22 @@ class _Unroller:
         is_mean = of.target is aten.nll_loss_forward.default and of.args[3] == MEAN
         if is_mean and position == 0:
             value = self._call(aten.div.Tensor, (value, self.sums[of, 1].value), {}, node)
-        if found.dtype in SMALL:
+        if value.meta["val"].dtype != found.dtype:
             value = self._call(aten._to_copy.default, (value,), {"dtype": found.dtype}, node)
         return value
 
     def _joined(self, node: fx.Node) -> fx.Node:
-        """Return the rows of all tiles of a member in one value."""
+        """Return the rows of all tiles of a member in one value; unused rows are zero."""
         rows = self.region.places[node]
         assert isinstance(rows, Rows)
         pieces = [self.pieces[node, tile] for tile in range(len(self.region.tiles(self.count)))]
+        first, last = self.region.used
+        if (before := rows.part(0, first)).length:
+            pieces.insert(0, self._zeros(node, before))
+        if (after := rows.part(last, self.region.length)).length:
+            pieces.append(self._zeros(node, after))
+        if len(pieces) == 1:
+            return pieces[0]
         if rows.outer == 1:
             return self._call(aten.cat.default, (pieces, rows.dim), {}, node, f"{node.name}_whole")
         shape = tuple(node.meta["val"].shape)
