@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxckpt.passes.analysis.placement import backward_closure
-from fxckpt.passes.tiles.linear_ops import ZEROS, is_linear, op_name
+from fxckpt.passes.tiles.linear_ops import ZEROS, bare_name, is_linear
 from fxckpt.passes.tiles.row_regions import RowRegion
 from fxckpt.passes.tiles.row_rules import MEAN
 from fxckpt.passes.tiles.unroll import emit_call, value_of
@@ -52,9 +52,9 @@ def run_ahead(graph: fx.Graph, region: RowRegion) -> bool:
     for node in (*between, *region.backward):
         if not is_linear(node, depends):
             return False
-        if op_name(node) not in ZEROS:
+        if bare_name(node) not in ZEROS:
             depends.add(node)
-    losses = [n for n in region.forward if op_name(n) == "nll_loss_forward"]
+    losses = [n for n in region.forward if bare_name(n) == "nll_loss_forward"]
     if not all(map(_has_countable_weight, losses)):
         return False
     _count_targets(graph, region)
@@ -103,7 +103,7 @@ def _count_targets(graph: fx.Graph, region: RowRegion) -> None:
     Only that of a mean divides by it.
     """
     for loss in region.forward:
-        if op_name(loss) != "nll_loss_forward":
+        if bare_name(loss) != "nll_loss_forward":
             continue
         scores, target, ignored = loss.args[0], loss.args[1], loss.args[4]
         assert isinstance(scores, fx.Node) and isinstance(target, fx.Node)
@@ -147,7 +147,7 @@ def _scale(
     order: dict[fx.Node, int],
 ) -> None:
     """Multiply what leaves the region by the incoming gradient, where it is first read."""
-    while len(node.users) == 1 and op_name(view := next(iter(node.users))) in VIEWS:
+    while len(node.users) == 1 and bare_name(view := next(iter(node.users))) in VIEWS:
         node = view
     readers = [user for user in node.users if user not in members]
     if len(readers) == 1 and readers[0].target is aten.add.Tensor:

@@ -42,14 +42,14 @@ ZEROS = frozenset(("new_zeros", "zeros_like", "zeros"))
 # fmt: on
 
 
-def op_name(node: fx.Node) -> str:
+def bare_name(node: fx.Node) -> str:
     """Return the name of an op of torch or ours, without its overload; empty for others."""
     return node.target._opname if isinstance(node.target, OpOverload) else ""
 
 
 def is_linear(node: fx.Node, depends: AbstractSet[fx.Node]) -> bool:
     """Return whether an op is linear in those of its operands that ``depends`` holds, together."""
-    name = op_name(node)
+    name = bare_name(node)
     operands = [n for n in node.args if isinstance(n, fx.Node)]
     given = [n for n in operands if n in depends]
     if name in ZEROS:
@@ -76,5 +76,5 @@ def is_linear(node: fx.Node, depends: AbstractSet[fx.Node]) -> bool:
 
 def _is_zero(node: fx.Node) -> bool:
     """Return whether a value is all zeros."""
-    filled = {"scalar_tensor": 0, "full": 1, "full_like": 1}.get(op_name(node))
-    return op_name(node) in ZEROS or (filled is not None and bool(node.args[filled] == 0))
+    filled = {"scalar_tensor": 0, "full": 1, "full_like": 1}.get(bare_name(node))
+    return bare_name(node) in ZEROS or (filled is not None and bool(node.args[filled] == 0))
