@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ from fxckpt.planner.refusals import (
     too_slow,
     warn_of_unbounded_sizes,
 )
-from fxckpt.planner.tier_link import offload_hint, with_link
+from fxckpt.planner.tier_link import offload_hint, sender, with_link
 from fxckpt.planner.tiles import (
     PlanWithin,
     Read,
@@ -386,12 +386,13 @@ class Planner:
         if self.is_eager:
             facts = replace(facts, program=held_by_nodes(facts))
         sending = OFFLOAD if bind_preferences else (CheckpointPolicy.MUST_CPU_OFFLOAD,)
-        sent = frozenset(node for node, answer in decided.items() if answer in sending)
+        asked = {**_region_answers(joint.module.graph), **_given(decided)}
+        sent = frozenset(node for node, answer in asked.items() if answer in sending)
         if self.offload is not None:
             facts = with_link(facts, self.offload, sent, device, self.policy, self.device)
-        elif CheckpointPolicy.MUST_CPU_OFFLOAD in decided.values():
+        elif CheckpointPolicy.MUST_CPU_OFFLOAD in asked.values():
             raise InvalidOption(
-                f"the policy {self.policy!r} sends values away, and there is no offload=. Give a "
+                f"{sender(self.policy)} sends values away, and there is no offload=. Give a "
                 "tier to fxckpt.Backend(policy=..., offload=fxckpt.tiers.Host(...)), to "
                 "fxckpt.rewrite, or to fxckpt.checkpoint, which takes no budget beside it."
             )
@@ -460,6 +461,19 @@ class Planner:
             )
         tier = None if self.offload is None else self.offload.number
         return Emission(joint, facts, plan, exact=self.exact, tier=tier)
+
+
+def _region_answers(graph: fx.Graph) -> dict[fx.Node, CheckpointPolicy]:
+    """Return what the checkpoint regions of a model ask for its values, as torch tags them."""
+    tags = ((node, node.meta.get("recompute")) for node in graph.nodes)
+    return {node: tag for node, tag in tags if isinstance(tag, CheckpointPolicy)}
+
+
+def _given(
+    answers: Mapping[fx.Node, CheckpointPolicy | None],
+) -> dict[fx.Node, CheckpointPolicy]:
+    """Return the answers that a policy gives."""
+    return {node: answer for node, answer in answers.items() if answer is not None}
 
 
 def planner_of(

@@ -28,8 +28,9 @@ def with_link(
 ) -> Facts:
     """Return the facts with the link of their program to a tier.
 
-    ``sent`` are the nodes whose values ``policy`` sends away; ``named`` is the device elsewhere
-    that is planned for. Raises :class:`InvalidOption` where these values do not fit the tier.
+    ``sent`` are the nodes whose values ``policy``, or a checkpoint region, sends away; ``named`` is
+    the device elsewhere that is planned for. Raises :class:`InvalidOption` where these values do
+    not fit the tier.
     """
     program = facts.program
     if named is None or tier.has_given_rates:
@@ -42,12 +43,17 @@ def with_link(
     needed = sum(program.storages[s].bytes for s in required)
     if needed > tier.limit_bytes:
         raise InvalidOption(
-            f"the policy {policy!r} sends {format_bytes(needed)} away, and {tier!r} holds "
-            f"{format_bytes(tier.limit_bytes)}. Raise its limit, or let the policy prefer what it "
-            "demands (PREFER_CPU_OFFLOAD)."
+            f"{sender(policy)} sends {format_bytes(needed)} away, and {tier!r} holds "
+            f"{format_bytes(tier.limit_bytes)}. Raise its limit, or let it prefer what it demands "
+            "(PREFER_CPU_OFFLOAD)."
         )
     link = Link(*rates, tier.limit_bytes, movable, required)
     return replace(facts, program=replace(program, link=link))
+
+
+def sender(policy: Policy | None) -> str:
+    """Return who sends values away: a policy, or a region of the model where there is none."""
+    return "a checkpoint region of the model" if policy is None else f"the policy {policy!r}"
 
 
 def offload_hint(tier: Tier | None, device: torch.device, facts: Facts, found: SearchResult) -> str:

@@ -19,7 +19,8 @@ class StepBegin:
     """Knows what was allocated before a step, and what is the step's though it was there.
 
     Gradients that an earlier backward accumulated are the step's. Once an optimizer was seen, it is
-    its steps that part them, and in between there is nothing to find out.
+    its steps that part them, and in between there is nothing to find out. Within the step of an
+    optimizer that runs a closure again and again, its state may grow from one run to the next.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,8 @@ class StepBegin:
         as its backward may run them again with them."""
         self.has_optimizer = False
         """Whether an optimizer was seen to step."""
+        self.is_in_optimizer = False
+        """Whether an optimizer has begun its step, within which a closure may run steps of ours."""
         self._roots: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, Callable[[], None]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -40,6 +43,11 @@ class StepBegin:
         """Graphs that steps began with."""
         self._left = 0
         """Bytes of the latest step that were still allocated at its end."""
+
+    @property
+    def _are_parted(self) -> bool:
+        """Whether the steps of optimizers part those of ours."""
+        return self.has_optimizer and not self.is_in_optimizer
 
     def note_leaves(self, args: Sequence[Any]) -> None:
         """Note the parameters among the arguments of a call."""
@@ -79,7 +87,7 @@ class StepBegin:
 
     def note_end(self, meter: StepMeter) -> None:
         """Note what a step that ended has left."""
-        if not self.has_optimizer:
+        if not self._are_parted:
             self._left = max(0, meter.allocated() - meter.start)
 
     def find(self, meter: StepMeter, *, is_in_backward: bool = False) -> bool:
@@ -96,7 +104,7 @@ class StepBegin:
         held = None
         if is_in_backward and before is None and passed is not None:
             before, held = passed
-        if meter.base is not None and self.has_optimizer:
+        if meter.base is not None and self._are_parted:
             return before is not None
         allocated = meter.allocated()
         if before is not None:

@@ -242,7 +242,7 @@ class LearnedStep:
             for m in self.moments
             if m.is_backward or 0 in m.held
         )
-        return limit - max(0, *outside)
+        return limit - max((0, *outside))
 
     def program(self, sizes: Sequence[Sizes] | None = None) -> StepProgram:
         """Return the step as it is chosen over, by default at the sizes of the latest one."""

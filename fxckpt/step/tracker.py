@@ -37,6 +37,7 @@ from fxckpt.torch_private import (
     after_optimizers,
     at_engine_exit,
     backward_node,
+    before_optimizers,
     current_backward,
     is_early_stop,
     is_in_checkpoint,
@@ -81,6 +82,8 @@ class StepTracker:
         self._record = StepRecord()
         self._flights: dict[int, int] = {}
         """Bytes held by each call in flight, by its number."""
+        self._running = 0
+        """Number of forwards that run, in other threads too."""
         self._leaves: dict[int, set[int]] = {}
         """Identities of the parameters of each call in flight."""
         self._passed: dict[int, int] = {}
@@ -141,7 +144,7 @@ class StepTracker:
                 return graph.run(graph.compiled_position(self.limit_of(graph)))(*args)
         sizes = graph.sizes_of(args)
         with self._lock:
-            if not self._flights:
+            if self._is_idle:
                 self._begin(graph, sizes)
             within = self._within()
             self._close_gap()
@@ -161,15 +164,20 @@ class StepTracker:
             self._beginning.note_leaves(args)
             if not graph.has_sizes and not is_repeated and self.ranks is None:
                 self._inputs[number] = made_inputs(args)
+            self._running += 1
         try:
-            outputs, call = self._run(number, call, args)
+            outputs, call = self._run(step, number, call, args)
         except BaseException as error:
-            # A region that recomputes stops once it has what it needs: the graph had run by then.
-            if is_early_stop(error):
-                with self._lock:
+            with self._lock:
+                self._running -= 1
+                # A region that recomputes stops once it has what it needs: the graph had run.
+                if is_early_stop(error) and step is self._record:
                     self._end_forward(step, number, call, start)
             raise
         with self._lock:
+            self._running -= 1
+            if step is not self._record:
+                return outputs  # Another thread's error has forgotten the step meanwhile.
             self._end_forward(step, number, call, start)
             node = backward_node(outputs)
             if node is not None:
@@ -179,6 +187,11 @@ class StepTracker:
                 watch_backward(node, Flight(self, number, step, call, within))
             self._forward_ended = (graph, self._restart())
         return outputs
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no call is in flight, or on its way there."""
+        return not self._flights and not self._running
 
     def _within(self) -> object | None:
         """Return the backward that a forward runs in, with which the step is to end; None if none.
@@ -206,7 +219,7 @@ class StepTracker:
         self._restart()
 
     def _run(
-        self, number: int, call: RecordedCall, args: Sequence[Any]
+        self, step: StepRecord, number: int, call: RecordedCall, args: Sequence[Any]
     ) -> tuple[Any, RecordedCall]:
         """Return the outputs of a forward, and the call by the plan that it ran by.
 
@@ -220,12 +233,13 @@ class StepTracker:
                 return graph.run(call.position)(*args), call
             except BaseException as error:
                 lower = None
-                if is_out_of_memory(error) and graph.runs_again:
+                if is_out_of_memory(error) and graph.runs_again and step is self._record:
                     lower = self._lowered(number, call, is_last=tries + 1 >= LOWERED)
                 if lower is None or tries == LOWERED:
                     if not is_early_stop(error):
                         with self._lock:
-                            self._forget()
+                            if step is self._record:
+                                self._forget()
                     raise
             # The error, whose traceback holds tensors, is gone by now.
             states.restore()
@@ -234,7 +248,8 @@ class StepTracker:
             with self._lock:
                 with self._meter.unmeasured(self._version):
                     self._levels.compile(call)
-                self._record.calls[number] = call
+                if step is self._record:
+                    step.calls[number] = call
                 self._restart()
         raise AssertionError("the last try returns or raises")
 
@@ -347,7 +362,7 @@ class StepTracker:
             if is_passed:
                 self._record.is_of_the_step_alone = False
                 self._drop_flights(self._flights)
-            if not self._flights:
+            if self._is_idle:
                 self._finish()
             if is_passed:
                 self._meter.base = None
@@ -503,6 +518,7 @@ class StepTracker:
         """Return the measure of the step's device, which its first graph tells."""
         if self._levels.meter is None:
             self._levels.meter = StepMeter(graph.device)
+            before_optimizers(self._optimizer_begins)
             after_optimizers(self._optimizer_stepped)
         return self._levels.meter
 
@@ -524,7 +540,7 @@ class StepTracker:
         A step that begins in that backward has begun with the outermost module of this call.
         """
         with self._lock:
-            if self._flights or self._has_schedule or self._beginning.has_passed:
+            if not self._is_idle or self._has_schedule or self._beginning.has_passed:
                 return
             self._meter_of(graph)
             root = outermost_module()
@@ -539,7 +555,7 @@ class StepTracker:
     def _enter_root(self) -> None:
         """Note the bytes allocated before a step that may begin."""
         with self._lock:
-            if self._levels.meter is not None and not self._flights:
+            if self._levels.meter is not None and self._is_idle:
                 self._beginning.entered = self._entered()
 
     def _pass_root(self) -> None:
@@ -547,21 +563,25 @@ class StepTracker:
         with self._lock:
             if self._backward is not None and current_backward() is None and self._record.calls:
                 self._end()  # That backward failed, and has not told of its end.
-            if not self._flights:
+            if self._is_idle:
                 self._beginning.note_passed(self._entered())
 
     def _entered(self) -> int:
         """Return the bytes allocated where a step may begin, and measure from there."""
         return self._meter.allocated() if self._record.calls else self._restart()
 
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        with self._lock:
+            self._beginning.is_in_optimizer = True
+
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         with self._lock:
-            self._beginning.has_optimizer = True
+            self._beginning.has_optimizer, self._beginning.is_in_optimizer = True, False
             if self._flights and current_backward() is None and self._record.has_backward:
                 # Where their parameters are others now, outputs are only looked at.
                 changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 self._drop_flights([n for n in self._flights if changed & self._leaves[n]])
-            if not self._flights:
+            if self._is_idle:
                 if self._record.calls:
                     self._end()
                 self._meter.base = None
@@ -702,7 +722,7 @@ class StepTracker:
     def end_scheduled(self) -> None:
         """End the step, all of whose micro-batches had their backwards."""
         with self._lock:
-            if self._record.calls and not self._flights:
+            if self._record.calls and self._is_idle:
                 self._end()
 
     def compiling(self) -> None:

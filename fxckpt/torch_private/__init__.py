@@ -111,6 +111,7 @@ from fxckpt.torch_private.capture.kept_graph import (
     KeptGraph,
     after_optimizers,
     before_forward,
+    before_optimizers,
     is_in_a_forward,
     outermost_module,
 )
@@ -226,6 +227,7 @@ __all__ = [
     "autocasts_for_gpu",
     "backward_node",
     "before_forward",
+    "before_optimizers",
     "below_autograd",
     "bindings_of",
     "boxed",

@@ -129,7 +129,7 @@ class RecomputeRules:
         if registered(node.target).recompute is False:
             return Reason.REGISTERED
         tag = node.meta.get("recompute") if decided is None else None
-        if tag is CheckpointPolicy.MUST_SAVE:
+        if tag in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD):
             return Reason.REGION
         if node in self.discrete and tag is not CheckpointPolicy.MUST_RECOMPUTE:
             return Reason.DECISION

@@ -160,13 +160,29 @@ def after_optimizers(method: Callable[[torch.optim.Optimizer], None]) -> None:
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    _hook_optimizers(register_optimizer_step_post_hook, method)
+
+
+def before_optimizers(method: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call a method before every step of every optimizer, as :func:`after_optimizers` does after.
+
+    An optimizer that is given a closure runs forwards and backwards within its step.
+    """
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    _hook_optimizers(register_optimizer_step_pre_hook, method)
+
+
+def _hook_optimizers(
+    register: Callable[[Any], Any], method: Callable[[torch.optim.Optimizer], None]
+) -> None:
     held = weakref.WeakMethod(method)
 
-    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def call(optimizer: Any, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if (alive := held()) is not None:
             alive(optimizer)
 
-    handle = register_optimizer_step_post_hook(stepped)
+    handle = register(call)
     weakref.finalize(method.__self__, handle.remove)  # type: ignore[attr-defined]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fxckpt
 from fxckpt.tiers import Host
@@ -113,6 +118,29 @@ def test_torchs_own_answers_send_values_away() -> None:
         fxckpt.plan(model, x, policy=answers(must))
     with pytest.raises(fxckpt.InvalidOption, match=r"away, and .*Host\('1KiB'.* holds 1.0 KiB"):
         fxckpt.plan(model, x, policy=answers(must), offload=Host("1KiB", 1e9))
+
+
+@pytest.mark.parametrize("budget", [None, 0.8, "min"])
+def test_regions_of_the_model_send_values_away(budget: fxckpt.budgets.Budget) -> None:
+    """MUST_CPU_OFFLOAD of torch's own region binds inside of a compiled model; else it is told."""
+    model, (x,) = stack()
+
+    def answer(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = op is torch.ops.aten.addmm.default
+        return (
+            CheckpointPolicy.MUST_CPU_OFFLOAD if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+
+    def in_region(x: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, answer)
+        return checkpoint(model, x, use_reentrant=False, context_fn=contexts).square()
+
+    plan = fxckpt.plan(in_region, x, budget=budget, offload=Host("1GiB", 1e12))
+    products = {name for name in plan.saved if name.startswith("addmm")}
+    products.discard("addmm_9")  # What leaves the region torch tags to be saved.
+    assert products and products <= {each.name for each in plan.offloads}
+    with pytest.raises(fxckpt.InvalidOption, match="a checkpoint region of the model sends values"):
+        fxckpt.plan(in_region, x, budget=budget)
 
 
 @pytest.mark.parametrize(
