@@ -26,14 +26,17 @@ from fxckpt.torch_private import OpOverload
 aten = torch.ops.aten
 
 PART_BYTES = 16 << 20
-"""Bytes of the rows that are computed at a time."""
+"""Bytes of the rows that are computed at a time, at most."""
+PARTS = 8
+"""Parts of a value of fewer bytes than as many of these."""
 ROWS = 16
 """Rows of a part are a multiple of it, so that they are aligned as those of the whole are."""
 
 
 def _parts(rows: int, row_bytes: int) -> Iterator[slice]:
     """Yield the parts of the rows of a matrix."""
-    step = max(1, PART_BYTES // max(1, row_bytes) // ROWS) * ROWS
+    most = min(PART_BYTES // max(1, row_bytes), -(-rows // PARTS))
+    step = max(1, most // ROWS) * ROWS
     return (slice(first, first + step) for first in range(0, rows, step))
 
 

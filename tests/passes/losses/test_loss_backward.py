@@ -10,6 +10,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, fx
 
 from fxckpt.ops.kernels import cross_entropy_backward
+from fxckpt.passes.losses import loss_backward
 from fxckpt.passes.losses.loss_backward import join_loss_backward
 from tests.passes.graphs import traced
 
@@ -52,6 +53,12 @@ def over_rows(primals_logits: Tensor, primals_target: Tensor, tangents: Tensor) 
 GIVEN = (torch.randn(6, 9), torch.arange(6), torch.tensor(0.5))
 
 
+@pytest.fixture
+def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Join losses of any size."""
+    monkeypatch.setattr(loss_backward, "LARGE", 0)
+
+
 def joined(function: Callable[..., object]) -> fx.GraphModule:
     """The graph of a function with joined losses, which computes the same bits."""
     module = traced(function, *GIVEN)
@@ -62,6 +69,7 @@ def joined(function: Callable[..., object]) -> fx.GraphModule:
     return module
 
 
+@pytest.mark.usefixtures("_any_size")
 def test_the_two_ops_are_one() -> None:
     """The op keeps the name of the second."""
     (node,) = joined(loss).graph.find_nodes(op="call_function", target=cross_entropy_backward)
@@ -72,8 +80,14 @@ def test_the_two_ops_are_one() -> None:
     )
 
 
+@pytest.mark.usefixtures("_any_size")
 @pytest.mark.parametrize("function", [read_twice, of_other_scores, over_rows])
 def test_other_losses_are_left_alone(function: Callable[..., object]) -> None:
     """What reads something else, or other rows, stays as it is."""
     graph = joined(function).graph
     assert not graph.find_nodes(op="call_function", target=cross_entropy_backward)
+
+
+def test_small_losses_are_left_alone() -> None:
+    """Their parts would take longer to launch than to compute."""
+    assert not joined(loss).graph.find_nodes(op="call_function", target=cross_entropy_backward)
