@@ -50,6 +50,7 @@ class Disk(Tier):
     """
 
     _locks_pages = False
+    _is_shared_by_forks = True
 
     def __init__(
         self,
