@@ -12,6 +12,7 @@ from fxckpt.costs.devices import Device
 from fxckpt.errors import InvalidOption
 from fxckpt.passes.analysis.joint import Facts
 from fxckpt.passes.transforms.offload_ops import movable_storages
+from fxckpt.plans.types import Plan
 from fxckpt.policies.base import Policy
 from fxckpt.solver.program import Link
 from fxckpt.solver.search.candidates import SearchResult
@@ -48,6 +49,15 @@ def with_link(
         )
     link = Link(*rates, tier.limit_bytes, movable, required)
     return replace(facts, program=replace(program, link=link))
+
+
+def check_fits(plan: Plan, tier: Tier) -> None:
+    """Raise :class:`InvalidOption` for a plan that sends more away than a tier holds."""
+    if plan.away_bytes > tier.limit_bytes:
+        raise InvalidOption(
+            f"the plan sends {format_bytes(plan.away_bytes)} away, and {tier!r} holds "
+            f"{format_bytes(tier.limit_bytes)}. Raise its limit, or plan anew for this one."
+        )
 
 
 def offload_hint(tier: Tier | None, device: torch.device, facts: Facts, found: SearchResult) -> str:
