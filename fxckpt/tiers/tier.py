@@ -15,6 +15,7 @@ import ctypes
 import hashlib
 import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -458,7 +459,7 @@ def parse_limit(limit: int | str) -> int:
         found = None
     if not isinstance(found, int):
         raise InvalidOption(
-            f"a tier of {limit!r}: its limit is a number of bytes. "
+            f"a tier of {limit!r}: its limit is a number of bytes, more than 0. "
             "Examples: fxckpt.tiers.Host('64GiB'), fxckpt.tiers.Host(64 * 2**30)."
         )
     return found
@@ -471,7 +472,8 @@ def parse_rates(rate: float | tuple[float, float]) -> tuple[float, float]:
     """
     both = rate if isinstance(rate, tuple) else (rate, rate)
     if len(both) != 2 or not all(
-        isinstance(r, (int, float)) and not isinstance(r, bool) and 0 < r < math.inf for r in both
+        isinstance(r, (int, float)) and not isinstance(r, bool) and 0 < r <= sys.float_info.max
+        for r in both
     ):
         raise InvalidOption(
             f"bytes_per_second={rate!r} is not a rate, or a pair of rates to the tier and back. "

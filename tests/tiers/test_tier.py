@@ -216,16 +216,21 @@ def test_threads_end_with_the_tier() -> None:
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("limit", ["much", "60%", 0.5, "auto", -1, None, "min"])
+@pytest.mark.parametrize("limit", ["much", "60%", 0.5, "auto", -1, 0, None, "min"])
 def test_a_limit_is_a_number_of_bytes(limit: object) -> None:
-    with pytest.raises(fxckpt.InvalidOption, match="its limit is a number of bytes"):
+    with pytest.raises(fxckpt.InvalidOption, match="its limit is a number of bytes, more than 0"):
         Host(limit)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rate", [0, -1.0, float("inf"), "fast", (1.0, 2.0, 3.0), True])
+@pytest.mark.parametrize("rate", [0, -1.0, float("inf"), "fast", (1.0, 2.0, 3.0), True, 10**400])
 def test_a_rate_is_a_positive_number(rate: object) -> None:
     with pytest.raises(fxckpt.InvalidOption, match="is not a rate"):
         Host("1MiB", rate)  # type: ignore[arg-type]
+
+
+def test_a_throttled_host_is_given_its_rates() -> None:
+    with pytest.raises(fxckpt.InvalidOption, match=r"Throttled\('1MiB', None\): its rates"):
+        Throttled("1MiB", None)  # type: ignore[arg-type]
 
 
 def test_a_tier_prints_as_it_was_made() -> None:
