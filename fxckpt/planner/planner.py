@@ -42,7 +42,7 @@ from fxckpt.planner.refusals import (
     too_slow,
     warn_of_unbounded_sizes,
 )
-from fxckpt.planner.tier_link import offload_hint, sender, with_link
+from fxckpt.planner.tier_link import check_fits, offload_hint, sender, with_link
 from fxckpt.planner.tiles import (
     PlanWithin,
     Read,
@@ -445,7 +445,8 @@ class Planner:
     def emission(self, joint: Joint, facts: Facts, plan: Plan) -> Emission:
         """Return a planned joint graph, ready to be emitted.
 
-        Raises :class:`InvalidOption` for a plan that sends values away, without an offload.
+        Raises :class:`InvalidOption` for a plan that sends values away, without an offload or to
+        one that holds less.
         """
         if plan.offloads and self.offload is None:
             raise InvalidOption(
@@ -459,6 +460,8 @@ class Planner:
                 f"devices, and the model is on {device}. Leave offload out, or plan alone: "
                 "fxckpt.plan(..., offload=...)."
             )
+        if self.offload is not None:
+            check_fits(plan, self.offload)
         tier = None if self.offload is None else self.offload.number
         return Emission(joint, facts, plan, exact=self.exact, tier=tier)
 

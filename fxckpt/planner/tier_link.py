@@ -12,6 +12,7 @@ from fxckpt.costs.devices import Device
 from fxckpt.errors import InvalidOption
 from fxckpt.passes.analysis.joint import Facts
 from fxckpt.passes.transforms.offload_ops import movable_storages
+from fxckpt.plans.types import Plan
 from fxckpt.policies.base import Policy
 from fxckpt.solver.program import Link
 from fxckpt.solver.search.candidates import SearchResult
@@ -54,6 +55,15 @@ def with_link(
 def sender(policy: Policy | None) -> str:
     """Return who sends values away: a policy, or a region of the model where there is none."""
     return "a checkpoint region of the model" if policy is None else f"the policy {policy!r}"
+
+
+def check_fits(plan: Plan, tier: Tier) -> None:
+    """Raise :class:`InvalidOption` for a plan that sends more away than a tier holds."""
+    if plan.away_bytes > tier.limit_bytes:
+        raise InvalidOption(
+            f"the plan sends {format_bytes(plan.away_bytes)} away, and {tier!r} holds "
+            f"{format_bytes(tier.limit_bytes)}. Raise its limit, or plan anew for this one."
+        )
 
 
 def offload_hint(tier: Tier | None, device: torch.device, facts: Facts, found: SearchResult) -> str:

@@ -1,5 +1,7 @@
 """Tiers: places off the device that saved values are sent to, for ``Backend(offload=...)``."""
 
+from contextlib import suppress
+
 from fxckpt.errors import InvalidOption
 from fxckpt.tiers.disk import Disk
 from fxckpt.tiers.host import Host, Throttled
@@ -23,11 +25,12 @@ def tier_of(offload: object) -> Tier | None:
         return None
     tier = offload
     if isinstance(offload, str):
-        tier = Host(ENDLESS if offload.strip().lower() == "host" else offload)
+        with suppress(InvalidOption):
+            tier = Host(ENDLESS if offload.strip().lower() == "host" else offload)
     if not isinstance(tier, Tier):
         raise InvalidOption(
-            f"offload={offload!r} is not a place to send values to. "
-            "Examples: offload='64GiB', offload='host' for as much as the machine has, "
-            "offload=fxckpt.tiers.Host('64GiB')."
+            f"offload={offload!r} is not a place to send values to. Allowed: 'host' for as much as "
+            "the machine has, a size more than 0 such as '64GiB', or a tier such as "
+            "fxckpt.tiers.Host('64GiB') or fxckpt.tiers.Disk(path, '1TiB')."
         )
     return tier

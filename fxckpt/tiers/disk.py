@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
@@ -14,6 +15,9 @@ import torch
 from fxckpt import budgets
 from fxckpt.errors import InvalidOption, TierFull
 from fxckpt.tiers.tier import MEASURED_BYTES, MEASURED_RUNS, Tier
+
+LEAST_MEASURED_BYTES = 2**20
+"""Bytes of the smallest file that rates are measured by, on a disk that is almost full."""
 
 
 class Disk(Tier):
@@ -30,7 +34,7 @@ class Disk(Tier):
         machines) is a host by another name.
     limit, bytes_per_second:
         As for :class:`fxckpt.tiers.Host`. None measures the rates of the disk itself, past the
-        page cache, by a few files of 32 MiB.
+        page cache, by a few files of 32 MiB, or of less where no more is free.
 
     Raises
     ------
@@ -50,6 +54,7 @@ class Disk(Tier):
     """
 
     _locks_pages = False
+    _is_shared_by_forks = True
 
     def __init__(
         self,
@@ -63,11 +68,16 @@ class Disk(Tier):
                 f"fxckpt.tiers.Disk({path!r}): that is no path. Give a folder that exists and that "
                 "this process may write to."
             )
+        if not os.fspath(path):
+            raise InvalidOption(
+                f"fxckpt.tiers.Disk({path!r}): that names no folder. Give one that exists and that "
+                "this process may write to; '.' is the current one."
+            )
         self.path = Path(path)
         """The folder."""
         try:
             self._file().close()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # A ValueError is of a null character.
             raise InvalidOption(
                 f"fxckpt.tiers.Disk({str(path)!r}): no file can be made there: {error}. Give a "
                 "folder that exists and that this process may write to."
@@ -92,14 +102,34 @@ class Disk(Tier):
                 os.posix_fallocate(file.fileno(), 0, nbytes)
                 return mmap.mmap(file.fileno(), nbytes)
         except (OSError, ValueError, OverflowError) as error:
-            raise TierFull(
-                f"the disk of {self!r} has no room for {budgets.format_bytes(nbytes)} more, with "
-                f"{budgets.format_bytes(self._used_bytes - nbytes)} of it in use: {error}. Make "
-                "room there, name another folder, or raise the budget."
-            ) from error
+            in_use = budgets.format_bytes(self._used_bytes - nbytes)
+            raise self._no_room(nbytes, f", with {in_use} of it in use", error) from error
+
+    def _no_room(self, nbytes: int, in_use: str, error: Exception) -> TierFull:
+        """Return the error for a file that cannot be made or filled."""
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return TierFull(
+                f"{self!r} has a file open for each value that is away, and there are no file "
+                f"descriptors left for one of {budgets.format_bytes(nbytes)}{in_use}: {error}. "
+                "Raise their limit (ulimit -n), send fewer values, or raise the budget."
+            )
+        return TierFull(
+            f"the disk of {self!r} has no room for {budgets.format_bytes(nbytes)} more{in_use}: "
+            f"{error}. Make room there, name another folder, or raise the budget."
+        )
 
     def _measure(self, device: torch.device) -> tuple[float, float]:
         data = os.urandom(min(MEASURED_BYTES, self.limit_bytes))
+        while True:
+            try:
+                return self._measured_by(data)
+            except OSError as error:
+                if len(data) <= LEAST_MEASURED_BYTES:
+                    raise self._no_room(len(data), " to measure its rates by", error) from error
+            data = data[: max(len(data) // 4, LEAST_MEASURED_BYTES)]
+
+    def _measured_by(self, data: bytes) -> tuple[float, float]:
+        """Return the rates of a file of some bytes, each way."""
         away, back = [], []
         for _ in range(MEASURED_RUNS):
             with self._file() as file:

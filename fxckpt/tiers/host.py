@@ -6,7 +6,7 @@ import mmap
 from typing import Any
 
 from fxckpt import budgets
-from fxckpt.errors import TierFull
+from fxckpt.errors import InvalidOption, TierFull
 from fxckpt.tiers.tier import Tier
 
 
@@ -67,6 +67,12 @@ class Throttled(Host):
 
     def __init__(self, limit: int | str, bytes_per_second: float | tuple[float, float]) -> None:
         super().__init__(limit, bytes_per_second)
+        if not self.has_given_rates:
+            raise InvalidOption(
+                f"fxckpt.tiers.Throttled({limit!r}, {bytes_per_second!r}): its rates are what "
+                "copies are slowed to, and must be given. Example: "
+                "fxckpt.tiers.Throttled('64GiB', 10e9); fxckpt.tiers.Host measures its own."
+            )
 
     def _pace(self, way: int) -> float:
         return self.rates()[way]

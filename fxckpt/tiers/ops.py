@@ -51,13 +51,19 @@ def _fetch(held: Tensor, tier: int, device: torch.device) -> Tensor:
     place = tier_numbered(tier)
     nbytes = held.untyped_storage().nbytes()
     value = laid_out(torch.empty(nbytes, dtype=torch.uint8, device=device), _geometry(held))
-    place.copies[_address(held)] = place.fetch(held, value)
+    copy = place.fetch(held, value)
+    if place.lends(held):
+        place.copies[_address(held)] = copy
+    else:
+        copy.result()  # A user's hook moved what was sent to memory whose end nobody tells.
     return value
 
 
 @torch.library.impl("fxckpt::fetched", "CompositeExplicitAutograd")
 def _fetched(value: Tensor, held: Tensor, tier: int) -> Tensor:
-    tier_numbered(tier).copies[_address(held)].result()
+    place = tier_numbered(tier)
+    if place.lends(held):
+        place.copies[_address(held)].result()
     return value
 
 

@@ -199,6 +199,8 @@ class Block:
         """Writable buffer over the memory."""
         self.latest: Copy | None = None
         """The latest copy to or from it, when it was given back."""
+        self.is_lent_again = True
+        """Whether it is kept for others once it was given back."""
         self._locked: tuple[int, torch.device] | None = None
         self._was_refused = False
 

@@ -3,7 +3,10 @@
 A tier lends blocks of bytes that no device allocator counts. A block is taken when a send begins
 and given back when the last tensor over it is gone, so that an exception, a second backward or a
 backward that never runs leaks nothing. Blocks that were given back are lent again to requests of
-the same size.
+the same size, and go, the oldest first, where a tier would hold more than was ever in use at once.
+
+A process that forks shares the memory of a file with its child, so that neither lends again what
+was in use then, and the child leaves what was idle to its parent.
 """
 
 from __future__ import annotations
@@ -12,11 +15,12 @@ import ctypes
 import hashlib
 import math
 import os
+import sys
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -40,6 +44,8 @@ _numbered: Counter[str] = Counter()
 """Tiers that have a number, by what they are."""
 _numbering = threading.Lock()
 _tiers: weakref.WeakValueDictionary[int, Tier] = weakref.WeakValueDictionary()
+_alive: weakref.WeakSet[Tier] = weakref.WeakSet()
+"""All tiers, for a fork of the process."""
 
 
 def tier_numbered(number: int) -> Tier:
@@ -62,6 +68,8 @@ class Tier(ABC):
 
     _locks_pages = True
     """Whether its memory can be page-locked for copies of a GPU."""
+    _is_shared_by_forks = False
+    """Whether a forked child that writes to its memory writes to that of its parent."""
 
     def __init__(
         self, limit: int | str, bytes_per_second: float | tuple[float, float] | None = None
@@ -75,9 +83,11 @@ class Tier(ABC):
         self._lock = threading.Lock()
         self._returned: deque[tuple[Block, int, int]] = deque()
         """Blocks whose last tensor is gone; a collector may add to it at any moment."""
-        self._idle: dict[int, list[Block]] = defaultdict(list)
-        """Blocks that were given back, by their bytes."""
+        self._idle: dict[int, list[Block]] = {}
+        """Blocks that were given back, by their bytes; the size that came last is the last."""
         self._idle_bytes = self._used_bytes = self._peak_bytes = 0
+        self._most_bytes = 0
+        """Most bytes that were ever in use at once, which bound those that are held."""
         self._blocks: dict[int, Block] = {}
         """Blocks in use, by their address."""
         self.copies: dict[int, Copy] = {}
@@ -85,6 +95,7 @@ class Tier(ABC):
         self._streams: dict[torch.device, tuple[Stream, Stream]] = {}
         """A stream for each way, by the device."""
         self._ways: tuple[int, ThreadPoolExecutor, ThreadPoolExecutor] | None = None
+        _alive.add(self)
 
     @cached_property
     def number(self) -> int:
@@ -166,12 +177,15 @@ class Tier(ABC):
     def _measure(self, device: torch.device) -> tuple[float, float]:
         nbytes = min(MEASURED_BYTES, self.limit_bytes)
         value = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        # It is there for a moment, and neither asks for room nor counts as sent.
+        block = self._fresh_block(nbytes)
+        block.is_lent_again = False
+        held = self._lend(block, nbytes, is_counted=False)
+        del block
         away, back = [], []
         for _ in range(MEASURED_RUNS):
-            held = self.take(nbytes)
             away.append(_seconds(self.send, value, held))
             back.append(_seconds(self.fetch, held, value))
-            del held
         return nbytes / min(away), nbytes / min(back)
 
     def take(self, nbytes: int) -> Tensor:
@@ -184,33 +198,96 @@ class Tier(ABC):
             if self._used_bytes + nbytes > self.limit_bytes:
                 raise TierFull(
                     f"{self!r} was asked for {budgets.format_bytes(nbytes)}, and "
-                    f"{budgets.format_bytes(self._used_bytes)} of it are in use: more forwards "
-                    "wait for their backward than a plan counts, or other graphs share the tier. "
-                    "Raise its limit."
+                    f"{budgets.format_bytes(self._used_bytes)} of it are in use, by values whose "
+                    "backward is still to come. Raise its limit, send less, or run the backward "
+                    "of each forward before the next."
                 )
-            idle = self._idle[nbytes]
-            block = idle.pop() if idle else None
-            if block is not None:
-                self._idle_bytes -= nbytes
-            elif self._idle_bytes + self._used_bytes + nbytes > self.limit_bytes:
-                self._idle.clear()
-                self._idle_bytes = 0
             self._used_bytes += nbytes
-            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+            block = self._idle_of(nbytes)
+            dropped: list[Block] = []
+            if block is None:
+                most = max(self._most_bytes, self._used_bytes)
+                dropped = self._drop_idle(most - self._used_bytes)
+        del dropped
         try:
             if block is None:
-                block = Block(self._new_block(nbytes))
+                block = self._fresh_block(nbytes)
         except BaseException:
             with self._lock:
                 self._used_bytes -= nbytes
             raise
+        with self._lock:
+            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+            self._most_bytes = max(self._most_bytes, self._used_bytes)
+        return self._lend(block, nbytes)
+
+    def _lend(self, block: Block, nbytes: int, *, is_counted: bool = True) -> Tensor:
+        """Return the bytes of a block, which is given back with the last tensor over them."""
         # A tensor keeps the array, and the array the buffer.
         array = (ctypes.c_char * nbytes).from_buffer(block.buffer)
         address = ctypes.addressof(array)
         self._blocks[address] = block
-        ended = weakref.finalize(array, self._give_back, block, nbytes, address)
+        counted = nbytes if is_counted else 0
+        ended = weakref.finalize(array, self._give_back, block, counted, address)
         ended.atexit = False
         return torch.frombuffer(array, dtype=torch.uint8)
+
+    def _fresh_block(self, nbytes: int) -> Block:
+        """Return a new block; where there is no room, those that are idle go first."""
+        try:
+            return Block(self._new_block(nbytes))
+        except TierFull:
+            with self._lock:
+                dropped = self._drop_idle(0)
+            if not dropped:
+                raise
+        del dropped
+        return Block(self._new_block(nbytes))
+
+    def _idle_of(self, nbytes: int) -> Block | None:
+        """Return an idle block of some bytes, which is so no more; the lock is held."""
+        blocks = self._idle.get(nbytes)
+        if blocks is None:
+            return None
+        block = blocks.pop()
+        if not blocks:
+            del self._idle[nbytes]
+        self._idle_bytes -= nbytes
+        return block
+
+    def _drop_idle(self, most: int) -> list[Block]:
+        """Return idle blocks, the oldest first, without which the rest is within some bytes.
+
+        The lock is held: the caller lets them go without it, since pages are unlocked then.
+        """
+        dropped = []
+        while self._idle_bytes > most:
+            nbytes, blocks = next(iter(self._idle.items()))
+            dropped.append(blocks.pop(0))
+            if not blocks:
+                del self._idle[nbytes]
+            self._idle_bytes -= nbytes
+        return dropped
+
+    def lends(self, held: Tensor) -> bool:
+        """Return whether a tensor is over memory of the tier, and no copy that others made."""
+        return held.untyped_storage().data_ptr() in self._blocks
+
+    def prepare_fork(self) -> None:
+        """Lend no memory again that a child of the process may still read."""
+        if self._is_shared_by_forks:
+            with self._lock:
+                self._collect()
+                for block in list(self._blocks.values()):
+                    block.is_lent_again = False
+
+    def become_child(self) -> None:
+        """Leave all memory to the parent of the process; what is in use is read, and no more."""
+        self._lock = threading.Lock()  # A thread of the parent may have held it.
+        self._collect()
+        self._drop_idle(0)
+        for block in self._blocks.values():
+            block.is_lent_again = False
 
     def _give_back(self, block: Block, nbytes: int, address: int) -> None:
         """Note a block whose last tensor is gone.
@@ -230,8 +307,11 @@ class Tier(ABC):
             block, nbytes, address = self._returned.popleft()
             self._blocks.pop(address, None)
             self._used_bytes -= nbytes
-            self._idle[nbytes].append(block)
-            self._idle_bytes += nbytes
+            if block.is_lent_again:
+                blocks = self._idle.pop(nbytes, [])
+                blocks.append(block)
+                self._idle[nbytes] = blocks
+                self._idle_bytes += nbytes
 
     def send(self, value: Tensor, held: Tensor) -> Copy:
         """Begin to copy the storage of a value to that of a tensor of the tier."""
@@ -250,7 +330,7 @@ class Tier(ABC):
         if not streams.CUDA.has(value.device):
             if isinstance(earlier, StreamCopy):
                 earlier.synchronize()
-            return self._threads()[way].submit(_Move(target, source, pace))
+            return ThreadCopy(self._threads()[way], _Move(target, source, pace))
         if streams.CUDA.is_capturing():
             raise InvalidOption(
                 f"offload={self!r} in a capture of a CUDA graph: a replay cannot send values away. "
@@ -268,7 +348,7 @@ class Tier(ABC):
             return copy
         # The host has to wait for the copy: a thread does, until its result is asked for.
         wait_on(stream, earlier)
-        return self._threads()[way].submit(_Move(target, source, pace, stream))
+        return ThreadCopy(self._threads()[way], _Move(target, source, pace, stream))
 
     def _streams_of(self, device: torch.device) -> tuple[Stream, Stream]:
         """Return the stream of each way on a device."""
@@ -291,6 +371,24 @@ class Tier(ABC):
                     ThreadPoolExecutor(1, f"fxckpt-fetch-{self.number}"),
                 )
             return self._ways[1:]
+
+
+class ThreadCopy:
+    """A copy that a thread of a tier makes."""
+
+    def __init__(self, thread: ThreadPoolExecutor, move: _Move) -> None:
+        self._process, self._move = os.getpid(), move
+        self._future = thread.submit(move)
+
+    def result(self) -> None:
+        """Wait until the copy is complete; raise its error.
+
+        A forked child has no thread that ends it, and makes it again.
+        """
+        if self._process == os.getpid():
+            self._future.result()
+        elif self._move.tensors:
+            self._move()
 
 
 class _Move:
@@ -325,6 +423,19 @@ class _Move:
             time.sleep(left)
 
 
+def _prepare_fork() -> None:
+    for tier in list(_alive):
+        tier.prepare_fork()
+
+
+def _become_child() -> None:
+    for tier in list(_alive):
+        tier.become_child()
+
+
+os.register_at_fork(before=_prepare_fork, after_in_child=_become_child)
+
+
 def _seconds(copy: Callable[[Tensor, Tensor], Copy], source: Tensor, target: Tensor) -> float:
     for tensor in (source, target):
         if tensor.device.type == "cuda":
@@ -348,7 +459,7 @@ def parse_limit(limit: int | str) -> int:
         found = None
     if not isinstance(found, int):
         raise InvalidOption(
-            f"a tier of {limit!r}: its limit is a number of bytes. "
+            f"a tier of {limit!r}: its limit is a number of bytes, more than 0. "
             "Examples: fxckpt.tiers.Host('64GiB'), fxckpt.tiers.Host(64 * 2**30)."
         )
     return found
@@ -361,7 +472,8 @@ def parse_rates(rate: float | tuple[float, float]) -> tuple[float, float]:
     """
     both = rate if isinstance(rate, tuple) else (rate, rate)
     if len(both) != 2 or not all(
-        isinstance(r, (int, float)) and not isinstance(r, bool) and 0 < r < math.inf for r in both
+        isinstance(r, (int, float)) and not isinstance(r, bool) and 0 < r <= sys.float_info.max
+        for r in both
     ):
         raise InvalidOption(
             f"bytes_per_second={rate!r} is not a rate, or a pair of rates to the tier and back. "

@@ -33,7 +33,7 @@ def lower_tiles(half: fx.Graph) -> None:
 
 def _split_product(node: fx.Node) -> None:
     """Turn a product that is added to a sum into a product and a sum."""
-    total, left, right = node.args
+    total, left, right = (operand for operand in node.args if isinstance(operand, fx.Node))
     with node.graph.inserting_before(node):
         product = node.graph.call_function(aten.mm.default, (left, right))
     product.meta = {k: v for k, v in node.meta.items() if k not in (ACCUMULATES, IS_RECOMPUTE)}

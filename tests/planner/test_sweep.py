@@ -94,7 +94,7 @@ def test_points_are_plans_with_offload() -> None:
     assert found.rows[0].recompute_seconds < alone.rows[0].recompute_seconds
     assert [r["away_bytes"] for r in found.table()] == [p.away_bytes for p in found.plans]
     assert " sent" in str(found) and " sent" not in str(alone)
-    with pytest.raises(fxckpt.InvalidOption, match="its limit is a number of bytes"):
+    with pytest.raises(fxckpt.InvalidOption, match="is not a place to send values to"):
         fxckpt.frontier(model, x, offload="much")
 
 

@@ -154,7 +154,7 @@ def test_reading_values_is_told_with_the_line() -> None:
         ({"budget": 0.01}, "least peak found for this step of 2 calls"),
         ({"budget": "min"}, "of each graph by itself"),
         ({"budget": "nonsense"}, "nonsense"),
-        ({"offload": "nonsense"}, "its limit is a number of bytes"),
+        ({"offload": "nonsense"}, "is not a place to send values to"),
         ({"offload": 0}, "is not a place to send values to"),
     ],
 )

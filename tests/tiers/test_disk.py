@@ -47,6 +47,10 @@ def test_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_folder_is_a_path() -> None:
     with pytest.raises(fxckpt.InvalidOption, match=r"Disk\(None\): that is no path"):
         Disk(None, "1MiB")  # type: ignore[arg-type]
+    with pytest.raises(fxckpt.InvalidOption, match="names no folder"):
+        Disk("", "1MiB")
+    with pytest.raises(fxckpt.InvalidOption, match=r"no file can be made there: .*null"):
+        Disk("a\0", "1MiB")
 
 
 @pytest.mark.parametrize("name", ["missing", "file"])
@@ -80,6 +84,46 @@ def test_rates_of_the_disk_are_measured(tmp_path: Path) -> None:
     disk = Disk(tmp_path, "64KiB")
     assert min(disk.rates()) > 0
     assert os.listdir(tmp_path) == []
+
+
+def test_rates_are_measured_where_little_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are as small as the disk has room for, down to 1 MiB; less is an error."""
+    disk, write, room = Disk(tmp_path, "1GiB"), os.fsync, 2**22
+    sizes = []
+
+    def scarce(fd: int) -> None:
+        sizes.append(os.fstat(fd).st_size)
+        if sizes[-1] > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(fd)
+
+    monkeypatch.setattr(os, "fsync", scarce)
+    assert min(disk.rates()) > 0
+    assert sizes == [2**25, 2**23] + 5 * [2**21]
+    room = 2**19
+    with pytest.raises(fxckpt.TierFull, match=r"no room for 1.0 MiB more to measure its rates by"):
+        Disk(tmp_path, "1GiB").rates()
+
+
+def test_too_few_descriptors_are_told(tmp_path: Path) -> None:
+    """Files that are idle are closed first; then the error says what is short."""
+    code = (
+        "import resource, fxckpt\n"
+        f"disk = fxckpt.tiers.Disk({str(tmp_path)!r}, '1GiB', 1e9)\n"
+        "held = [disk.take(4096) for _ in range(100)]\n"
+        "held.clear()\n"
+        "used = int(max(__import__('os').listdir('/proc/self/fd'), key=int)) + 2\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))\n"
+        "held = [disk.take(4097) for _ in range(60)]\n"
+        "try:\n"
+        "    while True: held.append(disk.take(1))\n"
+        "except fxckpt.TierFull as error:\n"
+        "    assert 'no file descriptors left for one of 1 B' in str(error)\n"
+        "    assert 'ulimit -n' in str(error) and disk.reserved_bytes == disk.used_bytes\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_disk_prints_as_it_was_made(tmp_path: Path) -> None:

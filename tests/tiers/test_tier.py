@@ -58,6 +58,43 @@ def test_idle_blocks_make_room() -> None:
     assert host.used_bytes == 0
 
 
+def test_idle_memory_is_within_the_peak() -> None:
+    """Sizes that change leave no more idle than was in use at once; steady ones find theirs."""
+    host = Host("1GiB", 1e9)
+    for nbytes in (*range(1000, 3000, 100), *range(3000, 1000, -100)):
+        held = [host.take(nbytes + i) for i in range(3)]
+        assert host.reserved_bytes <= host.peak_bytes
+        del held
+    assert host.reserved_bytes <= host.peak_bytes == 3 * 3000 + 3
+    addresses = []
+    for _ in range(2):
+        held = [host.take(1100 + i) for i in range(3)]
+        addresses.append({block.data_ptr() for block in held})
+        del held
+    assert addresses[0] == addresses[1]
+
+
+def test_idle_blocks_go_where_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the machine refuses is asked for again once nothing is idle; then it is an error."""
+    host = Host("1MiB", 1e9)
+    first, second = host.take(1000), host.take(2000)
+    new_block = Host._new_block
+
+    def scarce(self: Host, nbytes: int) -> object:
+        if self.reserved_bytes > 1500:
+            raise fxckpt.TierFull("none left")
+        return new_block(self, nbytes)
+
+    monkeypatch.setattr(Host, "_new_block", scarce)
+    del first, second
+    held = host.take(1500)
+    assert host.reserved_bytes == 1500
+    with pytest.raises(fxckpt.TierFull, match="none left"):
+        host.take(100)
+    assert (host.used_bytes, held.nbytes) == (1500, 1500)
+    assert host.peak_bytes == 3000
+
+
 def test_a_machine_without_memory_says_so() -> None:
     host = Host(2**62, 1e9)
     with pytest.raises(fxckpt.TierFull, match="the machine has no"):
@@ -144,6 +181,26 @@ def test_rates_are_measured_once() -> None:
     assert host.used_bytes == 0
 
 
+def test_measuring_neither_counts_nor_needs_room() -> None:
+    """A tier in use is measured, and what was lent for it is no part of what was sent."""
+    host = Host("1MiB")
+    held = host.take(2**20)
+    assert min(host.rates()) > 0
+    assert host.used_bytes == host.peak_bytes == host.reserved_bytes == held.nbytes
+    assert not host.copies
+
+
+def test_copies_of_what_was_sent_leave_nothing() -> None:
+    """A hook that clones what was sent gets the value back, and no entry stays for the clone."""
+    host = Host("1MiB", 1e9)
+    value = torch.randn(10)
+    clone = sent(send(value, host.number), value, host.number).clone()
+    for _ in range(2):
+        back = fetched(fetch(clone, host.number, value.device), clone, host.number)
+        assert torch.equal(back, value)
+    assert host.used_bytes == 0 == len(host.copies)
+
+
 def test_threads_end_with_the_tier() -> None:
     """The threads of a tier that is gone end."""
     host = Host("1MiB", 1e9)
@@ -159,16 +216,21 @@ def test_threads_end_with_the_tier() -> None:
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("limit", ["much", "60%", 0.5, "auto", -1, None, "min"])
+@pytest.mark.parametrize("limit", ["much", "60%", 0.5, "auto", -1, 0, None, "min"])
 def test_a_limit_is_a_number_of_bytes(limit: object) -> None:
-    with pytest.raises(fxckpt.InvalidOption, match="its limit is a number of bytes"):
+    with pytest.raises(fxckpt.InvalidOption, match="its limit is a number of bytes, more than 0"):
         Host(limit)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rate", [0, -1.0, float("inf"), "fast", (1.0, 2.0, 3.0), True])
+@pytest.mark.parametrize("rate", [0, -1.0, float("inf"), "fast", (1.0, 2.0, 3.0), True, 10**400])
 def test_a_rate_is_a_positive_number(rate: object) -> None:
     with pytest.raises(fxckpt.InvalidOption, match="is not a rate"):
         Host("1MiB", rate)  # type: ignore[arg-type]
+
+
+def test_a_throttled_host_is_given_its_rates() -> None:
+    with pytest.raises(fxckpt.InvalidOption, match=r"Throttled\('1MiB', None\): its rates"):
+        Throttled("1MiB", None)  # type: ignore[arg-type]
 
 
 def test_a_tier_prints_as_it_was_made() -> None:

@@ -183,7 +183,7 @@ def test_a_step_that_ends_early_leaks_nothing() -> None:
     forward, _ = compiled(model, 0.62, host)
     loss = forward(x)
     assert host.used_bytes > 0
-    with pytest.raises(fxckpt.TierFull, match="more forwards wait for their backward"):
+    with pytest.raises(fxckpt.TierFull, match="values whose backward is still to come"):
         forward(x)
     del loss
     gc.collect()

@@ -132,7 +132,7 @@ def test_a_full_tier_ends_the_step_alone() -> None:
     host = Host(plan.away_bytes, 1e9)
     forward, _ = compiled(model, host)
     first = forward(x)
-    with pytest.raises(fxckpt.TierFull, match="more forwards wait for their backward"):
+    with pytest.raises(fxckpt.TierFull, match="values whose backward is still to come"):
         forward(x)
     first.square().sum().backward()
     del first

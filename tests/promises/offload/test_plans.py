@@ -52,6 +52,20 @@ def test_a_plan_with_values_away_is_applied() -> None:
         torch.compile(model, backend=backend)(x)
 
 
+def test_small_tier_for_a_plan_is_refused() -> None:
+    """A plan that sends more than the tier holds is refused before a step runs."""
+    model, (x,) = stack()
+    plan = fxckpt.plan(model, x, budget=0.4, offload=Host("1GiB", 1e9))
+    for limit in (plan.away_bytes - 1, plan.away_bytes):
+        torch._dynamo.reset()
+        forward, _ = compiled(model, Host(limit, 1e9), None, policy=plan)
+        if limit == plan.away_bytes:
+            forward(x).square().sum().backward()
+            continue
+        with pytest.raises(fxckpt.InvalidOption, match=r"the plan sends .* away, and .* holds"):
+            forward(x)
+
+
 def test_a_plan_for_a_gpu_takes_its_link() -> None:
     """A plan for a device elsewhere prices copies by that device's link."""
     with torch.device("meta"):
@@ -147,7 +161,10 @@ def test_regions_of_the_model_send_values_away(budget: fxckpt.budgets.Budget) ->
     ("options", "message"),
     [
         ({"offload": 5}, "is not a place to send values to"),
-        ({"offload": "much"}, "its limit is a number of bytes"),
+        *(
+            ({"offload": text}, f"offload='{text}' is not a place .* Allowed: 'host'.*'64GiB'")
+            for text in ("much", "", "0", "hots", "disk", "cpu")
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
