@@ -34,6 +34,19 @@ def gradients(model: nn.Module, backend: object) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+def measured(model: nn.Module, backend: fxckpt.Backend) -> int:
+    """Return the peak of a later step of a model that is compiled."""
+    compiled = torch.compile(model, backend=backend)
+
+    def step() -> None:
+        model.zero_grad()
+        compiled(X).backward()
+
+    step()
+    model.zero_grad()
+    return fxckpt.measure_peak(step)
+
+
 def test_tiles_are_kept_apart() -> None:
     """The measured peak is the compiled one, far below that of the whole logits."""
     model = Head()
@@ -46,16 +59,7 @@ def test_tiles_are_kept_apart() -> None:
     assert plan.tiling is not None and plan.tiling.count == 4
     assert plan.compiled_peak_bytes is not None and untiled.compiled_peak_bytes is not None
     assert plan.compiled_peak_bytes < 0.6 * untiled.compiled_peak_bytes
-    model.zero_grad()
-    compiled = torch.compile(model, backend=backend)
-
-    def step() -> None:
-        model.zero_grad()
-        compiled(X).backward()
-
-    step()
-    model.zero_grad()
-    assert fxckpt.measure_peak(step) == plan.compiled_peak_bytes
+    assert measured(model, backend) == plan.compiled_peak_bytes
 
 
 @pytest.mark.parametrize(("budget", "is_tiled"), [("16MiB", False), ("3MiB", True)])
@@ -116,12 +120,4 @@ def test_sums_in_half_precision_are_kept_apart() -> None:
     torch.testing.assert_close(gradients(model, backend), expected, rtol=3e-2, atol=1e-3)
     (plan,) = backend.plans
     assert plan.tiling is not None and plan.tiling.count == 4
-    compiled = torch.compile(model, backend=backend)
-
-    def step() -> None:
-        model.zero_grad()
-        compiled(X).backward()
-
-    step()
-    model.zero_grad()
-    assert fxckpt.measure_peak(step) == plan.compiled_peak_bytes
+    assert measured(model, backend) == plan.compiled_peak_bytes

@@ -16,6 +16,8 @@ from fxckpt.solver.step_choice import LevelChoice, choose_few
 from fxckpt.step import levels
 
 TOP = 1024
+SCALARS = 64
+"""Bytes of a few numbers of the loss, outside of the graphs."""
 
 
 class Block(nn.Module):
@@ -220,3 +222,35 @@ def test_nested_tensors_train(budget: float | str | None) -> None:
     expected = gradients("aot_eager")
     found = gradients(fxckpt.Backend(budget, inner="aot_eager"))
     assert len(found) == 3 and all(map(torch.equal, expected, found))
+
+
+class Attention(nn.Module):
+    """Attention without a kernel of its own, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.all = nn.LayerNorm(16), nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.all(self.norm(x)).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-1, -2) * 0.5).softmax(-1)
+        return x + (weights @ v).transpose(1, 2).flatten(2)
+
+
+def test_sizes_that_vary_take_no_more() -> None:
+    """Values are overwritten as in a graph of fixed sizes, and peaks are predicted."""
+    peaks = []
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        model = Model()
+        model.blocks = nn.ModuleList(Attention() for _ in range(2))
+        backend = fxckpt.Backend("1GiB", inner="aot_eager")
+        for block in model.blocks:
+            block.compile(backend=backend, dynamic=dynamic)
+        for _ in range(3):
+            step(model, torch.randn(2, 200, 16))
+        report = backend.report().step
+        assert report is not None
+        assert abs(report.predicted_peak_bytes - report.measured_peak_bytes) <= SCALARS
+        peaks.append(report.measured_peak_bytes)
+    assert abs(peaks[0] - peaks[1]) <= SCALARS

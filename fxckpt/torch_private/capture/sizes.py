@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -141,8 +142,16 @@ def keep_ranges(joint: fx.GraphModule) -> None:
 
 
 def size_key(value: Any) -> Any:
-    """Return an int, or the expression of a SymInt: equal keys are equal sizes at all symbols."""
-    return value.node.expr if isinstance(value, torch.SymInt) else value
+    """Return an int, or the expression of a SymInt: equal keys are equal sizes at all symbols.
+
+    Torch writes the bytes of a storage in more than one way, as ``s * t`` and ``s * (t - 1) + s``.
+    """
+    return _expanded(value.node.expr) if isinstance(value, torch.SymInt) else value
+
+
+@cache
+def _expanded(expression: sympy.Expr) -> sympy.Expr:
+    return sympy.expand(expression)
 
 
 def is_surely_equal(one: Any, other: Any) -> bool:

@@ -17,6 +17,7 @@ from fxckpt.torch_private import (
     is_symbolic,
     keep_ranges,
     size_hint,
+    size_key,
     unbounded_sizes,
     upper_bound,
 )
@@ -112,3 +113,10 @@ def test_later_guards_bound_no_planned_size() -> None:
     size = next(iter(other.graph.nodes)).meta["val"].shape[0]
     assert bool(size <= 1024)
     assert size_hint(size * 2) == 2048
+
+
+def test_equal_sizes_have_equal_keys(env: ShapeEnv) -> None:
+    """However torch wrote them; an int is its own key."""
+    s, t = unbacked(env), unbacked(env)
+    assert size_key(s * (t - 1) + s) == size_key(s * t) != size_key(s * t + 1)
+    assert size_key(7) == 7
