@@ -112,11 +112,15 @@ class LearnedStep:
     """Bytes of each input that a call alone keeps, by its number and the position of its plan."""
     is_hopeful: bool = False
     """Whether plans that never ran are taken to keep none."""
+    measured: tuple[tuple[tuple[Sizes, ...], tuple[int, ...]], ...] = ()
+    """Sizes of the latest steps, and the outside bytes that each had, where sizes vary."""
     moments: tuple[Moment, ...] = field(init=False)
     """The moments, each with the most outside bytes of the latest steps."""
 
     MEMORY: ClassVar[int] = 8
     """Number of latest steps that count."""
+    NEAR: ClassVar[float] = 2.0
+    """Most growth from a step to the largest sizes with which it tells of larger ones."""
 
     def __post_init__(self) -> None:
         """Find the most of the latest steps."""
@@ -136,6 +140,7 @@ class LearnedStep:
             fixed,
             record.is_whole,
             kept=_kept(record),
+            measured=_measured(record),
         )
 
     def add(self, record: StepRecord) -> bool:
@@ -146,7 +151,8 @@ class LearnedStep:
         as the ones before, for all that is known.
         """
         if record.is_whole and not self.is_whole:  # Those before had more outside than was seen.
-            self.is_whole, self.recent = True, []
+            self.is_whole, self.recent, self.measured = True, [], ()
+        self.measured = (*self.measured, *_measured(record))[-self.MEMORY :]
         before, moments = self.moments, tuple(record.moments)
         if not record.is_exact or any(self.sizes):
             moments = tuple(
@@ -202,22 +208,19 @@ class LearnedStep:
         """Return the moments of a step with calls of some sizes.
 
         Code outside of the graphs is taken to allocate in proportion to the size that grew most
-        over all that were seen, and as much as then at smaller ones.
+        over all that were seen, and as much as then at smaller ones. What it allocates may depend
+        on levels too, so that steps of nearly those sizes count as well.
         """
-        growth = max(
-            (
-                size / most
-                for one, seen in zip(sizes, self.largest, strict=True)
-                for size, most in zip(one, seen, strict=True)
-                if most
-            ),
-            default=1.0,
-        )
+        growth = _growth(sizes, self.largest)
         if growth <= 1:
             return self.moments
+        grown = [tuple(ceil(growth * m.outside_bytes) for m in self.moments)]
+        for seen, outside in self.measured:
+            if _growth(self.largest, seen) <= self.NEAR:
+                grown.append(tuple(ceil(_growth(sizes, seen) * each) for each in outside))
         return tuple(
-            replace(m, outside_bytes=max(m.outside_bytes, ceil(m.outside_bytes * growth)))
-            for m in self.moments
+            replace(m, outside_bytes=max(m.outside_bytes, *same))
+            for m, *same in zip(self.moments, *grown, strict=True)
         )
 
     def sizes_after(self, known: Sequence[Sizes]) -> tuple[Sizes, ...]:
@@ -299,6 +302,26 @@ class LearnedStep:
             program = StepProgram(levels, self.moments_at(at) if any(at) else self.moments)
             peaks.append(choice_of(program, [0] * len(levels)).peak_bytes)
         return max(peaks)
+
+
+def _growth(sizes: Sequence[Sizes], seen: Sequence[Sizes]) -> float:
+    """Return the growth of the size that is largest beside the same one of other calls."""
+    return max(
+        (
+            size / most
+            for one, other in zip(sizes, seen, strict=True)
+            for size, most in zip(one, other, strict=True)
+            if most
+        ),
+        default=1.0,
+    )
+
+
+def _measured(record: StepRecord) -> tuple[tuple[tuple[Sizes, ...], tuple[int, ...]], ...]:
+    """Return the sizes of a step and its outside bytes; nothing where they vary with no size."""
+    sizes = tuple(call.sizes for call in record.calls)
+    outside = tuple(moment.outside_bytes for moment in record.moments)
+    return ((sizes, outside),) if any(sizes) else ()
 
 
 def _most_of(recent: Sequence[tuple[Moment, ...]]) -> tuple[Moment, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nested._internal.nested_tensor import jagged_from_list
 
 import fxckpt
-from fxckpt.solver.step_choice import LevelChoice, choose_few
+from fxckpt.solver.step_choice import LevelChoice, Moment, choose_few
 from fxckpt.step import levels
+from fxckpt.step.record import LearnedStep
 
 TOP = 1024
 SCALARS = 64
@@ -254,3 +256,14 @@ def test_sizes_that_vary_take_no_more() -> None:
         assert abs(report.predicted_peak_bytes - report.measured_peak_bytes) <= SCALARS
         peaks.append(report.measured_peak_bytes)
     assert abs(peaks[0] - peaks[1]) <= SCALARS
+
+
+def test_larger_sizes_are_foreseen_by_near_ones() -> None:
+    """Code outside of the graphs grows with the size, from whichever step near it shows most."""
+    moment = Moment(1000, (), None)
+    step = LearnedStep((), [(moment,)], ((100,),), ((100,),), (None,))
+    assert step.moments_at(((150,),)) == (replace(moment, outside_bytes=1500),)
+    near, far = (((50,),), (700,)), (((49,),), (10**6,))
+    step = replace(step, measured=(near, far))
+    assert step.moments_at(((150,),)) == (replace(moment, outside_bytes=2100),)
+    assert step.moments_at(((90,),)) == (moment,)
