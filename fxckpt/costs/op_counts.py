@@ -118,9 +118,9 @@ _GATHERED_LIKE = {
     "aten.nll_loss_forward": (0, 1),
     "aten.nll_loss_backward": (1, 2),
 }
+"""Ops that read few elements of an argument: its place, and what has as many, None the result."""
 _STORED_BETWEEN = frozenset(("fxckpt.cross_entropy_backward",))
 """Ops that write and read, part by part, as many bytes as their result has."""
-"""Ops that read few elements of an argument: its place, and what has as many, None the result."""
 
 
 def _most_read(node: fx.Node) -> tuple[fx.Node, int] | None:

@@ -80,11 +80,7 @@ def _loss_backward_into(
     return out
 
 
-def _loss_backward(
-    grad: Tensor,
-    scores: Tensor,
-    *given: Any,  # as of the other form
-) -> Tensor:
+def _loss_backward(grad: Tensor, scores: Tensor, *given: Any) -> Tensor:
     return _loss_backward_into(grad, scores, *given, out=_like_scores(grad, scores, *given))
 
 
