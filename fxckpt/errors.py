@@ -76,7 +76,10 @@ class RecomputeMismatch(FxckptError):
 
 
 class OffloadMismatch(FxckptError):
-    """With ``verify="exact"``, a value came back with other bits than were sent away."""
+    """A value came back with other bits than were sent away, or might have.
+
+    Bits are compared with ``verify="exact"``.
+    """
 
 
 class TierFull(FxckptError):

@@ -35,7 +35,7 @@ from fxckpt.planner.refusals import warn_of_unbounded_sizes
 from fxckpt.planner.tiles import tiled_as
 from fxckpt.plans.log import log_plan
 from fxckpt.plans.types import Plan
-from fxckpt.tiers.ops import send
+from fxckpt.tiers.ops import send, sent
 from fxckpt.torch_private.inductor.default_partitioner import default_saved, fuses
 from fxckpt.torch_private.inductor.execution_order import KeepExecutionOrder
 from fxckpt.torch_private.inductor.layouts import (
@@ -75,7 +75,7 @@ class InductorPlanner:
         planner = self.planner
         begin = time.perf_counter()
         if planner.offload is not None:
-            lay_out_as_output(send)
+            lay_out_as_output(send, sent)
         prepare(joint, PREPARE_INDUCTOR)
         # The code that unpacks traced arguments is unused here, and torch warns when it is copied.
         joint.module.graph.set_codegen(fx.graph.CodeGen())

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from fxckpt.errors import OffloadMismatch
 from fxckpt.tiers.tier import Tier, tier_numbered
 from fxckpt.torch_private import OpOverload, functional_kernel, laid_out
 
@@ -27,9 +28,13 @@ SCHEMAS = {
     "fetched": "(Tensor(a) value, Tensor held, int tier) -> Tensor(a)",
 }
 for _name, _schema in SCHEMAS.items():
-    # What comes back has the layout that was sent, whichever that is.
-    layout = () if _name == "send" else (torch.Tag.flexible_layout,)
+    # What comes back has the layout that was sent, whichever that is. Inductor lowers the other two
+    # by rules of their own, which a tag would overrule.
+    layout = (torch.Tag.flexible_layout,) if _name in ("fetch", "fetched") else ()
     torch.library.define(f"fxckpt::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag, *layout))
+    for _key in ("Conjugate", "Negative"):
+        # Else each op would read a copy of its own of a value that is conjugated or negated lazily.
+        torch.library.impl(f"fxckpt::{_name}", _key, torch.library.fallthrough_kernel)
 
 
 @torch.library.impl("fxckpt::send", "CompositeExplicitAutograd")
@@ -37,12 +42,20 @@ def _send(value: Tensor, tier: int) -> Tensor:
     place = tier_numbered(tier)
     block = place.take(value.untyped_storage().nbytes())
     place.copies[block.data_ptr()] = place.send(value, block)
+    place.sources[block.data_ptr()] = _address(value)
     return laid_out(block, _geometry(value))
 
 
 @torch.library.impl("fxckpt::sent", "CompositeExplicitAutograd")
 def _sent(held: Tensor, value: Tensor, tier: int) -> Tensor:
-    tier_numbered(tier).copies[_address(held)].result()
+    place, address = tier_numbered(tier), _address(held)
+    place.copies[address].result()
+    if place.sources[address] != _address(value):
+        raise OffloadMismatch(
+            f"{tuple(value.shape)} values were copied for the op that sends them, and the copy may "
+            "be gone before it is sent: the gradients would be wrong. The compiler of this graph "
+            "copies what an op reads: let fxckpt.Backend compile it, or plan without offload=."
+        )
     return held
 
 
@@ -89,8 +102,8 @@ torch.library.register_fake("fxckpt::fetch", _fake_fetch)
 torch.library.register_fake("fxckpt::fetched", _fake_fetched)
 
 
-def _address(held: Tensor) -> int:
-    return held.untyped_storage().data_ptr()
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _geometry(

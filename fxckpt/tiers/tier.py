@@ -92,6 +92,8 @@ class Tier(ABC):
         """Blocks in use, by their address."""
         self.copies: dict[int, Copy] = {}
         """The latest copy to or from a block in use, by its address."""
+        self.sources: dict[int, int] = {}
+        """Address of what was sent to a block in use, by the block's."""
         self._streams: dict[torch.device, tuple[Stream, Stream]] = {}
         """A stream for each way, by the device."""
         self._ways: tuple[int, ThreadPoolExecutor, ThreadPoolExecutor] | None = None
@@ -297,6 +299,7 @@ class Tier(ABC):
         """
         # The lock may be held: a collector runs wherever memory is allocated.
         block.latest = self.copies.pop(address, None) or block.latest
+        self.sources.pop(address, None)
         if isinstance(block.latest, StreamCopy):
             block.latest.abandon()
         self._returned.append((block, nbytes, address))

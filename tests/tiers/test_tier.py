@@ -111,6 +111,7 @@ def test_a_machine_without_memory_says_so() -> None:
         torch.randn(3, 1).expand(3, 4),
         torch.arange(6, dtype=torch.int16),
         torch.randn(4, dtype=torch.complex64).conj(),
+        torch.randn(4, dtype=torch.complex64).conj().imag,
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.tensor(float("nan")),
     ],
@@ -121,6 +122,7 @@ def test_a_machine_without_memory_says_so() -> None:
         "expanded",
         "int16",
         "conjugate",
+        "negative",
         "channels last",
         "nan",
     ],
@@ -136,6 +138,18 @@ def test_a_value_comes_back_as_it_was(value: torch.Tensor) -> None:
     assert back.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
     del held
     assert host.used_bytes == 0
+
+
+def test_a_copy_that_was_sent_is_refused() -> None:
+    """An executor that copies what ``send`` reads may free the copy before it is sent."""
+    host = Host("1MiB", 1e9)
+    value = torch.randn(1000)
+    held = send(value.clone(), host.number)
+    with pytest.raises(fxckpt.OffloadMismatch, match=r"\(1000,\) values were copied for the op"):
+        sent(held, value, host.number)
+    assert not sent(send(value, host.number), value, host.number).isnan().any()
+    del held
+    assert host.used_bytes == 0 == len(host.sources)
 
 
 def test_a_send_that_nobody_awaits_leaks_nothing() -> None:

@@ -105,15 +105,18 @@ def may_donate() -> bool:
     return bool(config.donated_buffer)
 
 
-def lay_out_as_output(op: OpOverload) -> None:
+def lay_out_as_output(op: OpOverload, last_reader: OpOverload) -> None:
     """Let Inductor lay out what an op reads as it would if the half returned it.
 
-    It returns a value in the layout it was traced in, an image of a convolution channels last.
+    It returns a value in the layout it was traced in, an image of a convolution channels last, and
+    copies one that it stored in another layout. ``last_reader``, which is given the op's result and
+    the same value, reads the same buffer, so that it is the one that lives until then.
     """
     from torch._inductor.lowering import lowerings, make_fallback
 
-    if op not in lowerings:
-        make_fallback(op, layout_constraint=_as_output, warn=False)
+    for each, constraint in ((op, _as_output), (last_reader, _as_copied)):
+        if each not in lowerings:
+            make_fallback(each, layout_constraint=constraint, warn=False)
 
 
 def _as_output(call: fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -135,3 +138,14 @@ def _as_output(call: fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return ir.ExternKernel.require_stride_order(given, order)
 
     return tuple(map(laid_out, args, call.args)), kwargs
+
+
+def _as_copied(call: fx.Node, held: Any, value: Any, *args: Any) -> tuple[Any, Any]:
+    """Return the arguments of a call, with the buffer that was read for ``held`` as the value."""
+    from torch._inductor import ir
+
+    copy = ir.ExternKernel.unwrap_storage_for_input(held).inputs[0]
+    buffer = copy.inputs[0]
+    if not isinstance(buffer, ir.ReinterpretView):
+        buffer = ir.StorageBox(buffer)
+    return (held, ir.TensorBox(buffer), *args), {}

@@ -98,6 +98,32 @@ def test_values_behind_removed_copies_are_sent_once() -> None:
     assert host.peak_bytes == plan.away_bytes
 
 
+class Channels(nn.Module):
+    """A convolution, and a norm of its channels, as ConvNeXt has them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(width, width, 3, padding=1)
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(self.mix(x).permute(0, 2, 3, 1))
+        return x + self.out(rows).sigmoid().permute(0, 3, 1, 2)
+
+
+def test_values_that_inductor_lays_out_anew() -> None:
+    """A value that is copied into its traced layout is sent from the buffer that is kept."""
+    torch.manual_seed(0)
+    model = WithLoss(nn.Sequential(*(Channels(16) for _ in range(3))))
+    x = torch.randn(8, 16, 8, 8)
+    expected = gradients(model, compiled(model, None, None)[0], x)
+    host = Adversary(late=True)
+    forward, backend = compiled(model, None, host, policy=fxckpt.policies.offload("model.*.norm"))
+    assert same(expected, gradients(model, forward, x))
+    assert host.sent == host.fetched == len(backend.plans[0].offloads) > 3
+    assert host.used_bytes == 0
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_models_keep_bits_and_peaks(entry: Entry) -> None:
