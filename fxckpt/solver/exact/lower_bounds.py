@@ -1,7 +1,8 @@
 """Lower bounds on the peak and the time of any plan for the given order of ops, by flow duality.
 
 Peak: while an op runs, its operands, its results and the gradients of that moment are live, under
-any plan.
+any plan; while the widest ops of the backward run, what must be held for those after them is too
+(:mod:`~fxckpt.solver.exact.peak_bound`).
 
 Time: while any op of the backward runs, a plan within ``limit`` bytes holds at most the limit less
 the live gradients in forward values. Each value that the suffix of the backward from there needs is
@@ -25,6 +26,7 @@ import numpy as np
 
 from fxckpt.solver.cuts.min_cut import InfeasibleCut, Network
 from fxckpt.solver.cuts.staged_cut import no_finite_cut, stage_cut
+from fxckpt.solver.exact.peak_bound import PeakBound
 from fxckpt.solver.program import BoolArray, FloatArray, IntArray, Program
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.simulate import backward_own_profile, may_take_forward, simulate
@@ -170,7 +172,7 @@ class LowerBounds:
             - max([not_held[s] for s in op.takes], default=0)
             for op in forward
         ]
-        return max([*at_ops, *self.at_ops], default=0)
+        return max([*at_ops, PeakBound(program, self.at_ops, self._between).bytes], default=0)
 
     def seconds(self, limit: int) -> Bound:
         """Return the bound on the extra time of any plan within ``limit`` bytes."""
@@ -195,6 +197,11 @@ class LowerBounds:
         """Bytes of gradients live during each backward op, without what it may write in place."""
         (_, own), spared = backward_own_profile(self.program), may_take_forward(self.program)
         return [a - b for a, b in zip(own, spared, strict=True)]
+
+    @property
+    def _between(self) -> list[int]:
+        """Bytes of outputs and gradients live before each backward op."""
+        return [self._outputs + before for before in backward_own_profile(self.program)[0]]
 
     @cached_property
     def _outputs(self) -> int:

@@ -210,7 +210,7 @@ class LocalSearch:
         for _ in range(self.options.descents):
             peak = candidate.simulation.peak_bytes
             evicted = self.evaluate(
-                Evict(max(self.bounds.peak_bytes, int(peak * share)))(
+                Evict(max(self.bounds.peak_bytes, int(peak * share)), replaces=True)(
                     self.program, candidate.schedule, candidate.simulation
                 )
             )
