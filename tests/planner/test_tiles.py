@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 import fxckpt
 from fxckpt.errors import BudgetInfeasible, InvalidOption
-from fxckpt.planner.tiles import COUNTS
+from fxckpt.planner.capture import capture_joint
+from fxckpt.planner.pipeline import prepare
+from fxckpt.planner.tiles import COUNTS, groups_of
 
 VOCABULARY, WIDTH, LENGTH = 4096, 32, 64
 
@@ -219,3 +221,20 @@ def test_policy_with_tiles_is_refused() -> None:
         fxckpt.policies.tile()
     with pytest.raises(InvalidOption, match="makes policies, and is none itself"):
         fxckpt.plan(model, x, target, policy=fxckpt.policies.tile)
+
+
+def test_a_tower_without_matmul_is_no_region() -> None:
+    """Element-wise chains make nothing wide from narrow rows: values are recomputed, not tiled."""
+
+    def tower(x: Tensor, scale: Tensor) -> Tensor:
+        for _ in range(4):
+            x = F.gelu(x) * scale + x
+        return x.sum(-1)
+
+    x, scale = torch.randn(1, 4096, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    joint = capture_joint(tower, (x, scale), {})
+    prepare(joint)
+    assert groups_of(joint.module.graph) == []
+    free = fxckpt.plan(tower, x, scale, cost="flops")
+    plan = fxckpt.plan(tower, x, scale, budget="min", tile="auto", cost="flops")
+    assert plan.tiling is None and plan.peak_bytes < free.peak_bytes
