@@ -2,9 +2,10 @@
 
 Every row is a plan of a model on the meta device by the roofline of a device that is not here. The
 models: GPT-2 (12 layers, dropout 0.1, tied head), by batch and length; in bfloat16 8 layers of
-Llama 8B's width at 65,536 tokens, and a head of 248,320 tokens with its loss.
+Llama 8B's width at 65,536 tokens, and a head of 248,320 tokens with its loss. With ``--measured``
+torch's ``auto_chunker`` is beside them: on the same joint graphs, and on a small head that runs.
 
-    python bench/tiles.py [--device H100] [--tf32] [--case 8x1024]
+    python bench/tiles.py [--device H100] [--tf32] [--case 8x1024] [--measured]
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from auto_chunker import RATIO, chunked, measured
 from models import LlamaStyle, NextTokenLoss
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -77,7 +79,7 @@ class Head(nn.Module):
 
 
 def bfloat16_joint(case: str, device: str) -> Joint:
-    """Return the prepared joint graph of a case in bfloat16."""
+    """Return the joint graph of a case in bfloat16."""
     kind = torch.bfloat16
     with torch.device("meta"):
         if case == "llama-65536":
@@ -87,13 +89,17 @@ def bfloat16_joint(case: str, device: str) -> Joint:
             hidden = torch.empty(16_384, 2048, dtype=kind, requires_grad=True)
             model = Head(2048, 248_320)
             given = (hidden, torch.empty(16_384, dtype=torch.long))
-    joint = capture_joint(model.to(kind), given, {}, planned_device(device, is_on_meta=True))
+    return capture_joint(model.to(kind), given, {}, planned_device(device, is_on_meta=True))
+
+
+def prepared(joint: Joint) -> Joint:
+    """Return a joint graph once it is prepared."""
     prepare(joint)
     return joint
 
 
 def gpt2_joint(batch: int, length: int, device: str, chunks: int = 0, layers: int = 12) -> Joint:
-    """Return the prepared joint graph of GPT-2 with its loss."""
+    """Return the joint graph of GPT-2 with its loss."""
     config = hf.GPT2Config(
         n_layer=layers,
         n_positions=length,
@@ -105,9 +111,7 @@ def gpt2_joint(batch: int, length: int, device: str, chunks: int = 0, layers: in
         model = hf.GPT2LMHeadModel(config).train()
         given: dict[str, Any] = {"tokens": torch.empty(batch, length, dtype=torch.long)}
     wrapped = ChunkedLoss(model, chunks) if chunks else NextTokenLoss(model)
-    joint = capture_joint(wrapped, (), given, planned_device(device, is_on_meta=True))
-    prepare(joint)
-    return joint
+    return capture_joint(wrapped, (), given, planned_device(device, is_on_meta=True))
 
 
 @dataclass(frozen=True)
@@ -150,23 +154,43 @@ def seconds_of(plan: Plan) -> float:
 def rows(case: str, device: str, layers: int = 12) -> Iterator[TiledRow]:
     """Yield the plans of one case."""
     tilings = list(ALL_TILINGS)
-    chunked: dict[int, Joint] = {}
+    by_hand: dict[int, Joint] = {}
     if case in GPT2:
-        joint = gpt2_joint(*GPT2[case], device, layers=layers)
-        chunked = {n: gpt2_joint(*GPT2[case], device, n, layers) for n in (8, 32)}
+        joint = prepared(gpt2_joint(*GPT2[case], device, layers=layers))
+        by_hand = {n: prepared(gpt2_joint(*GPT2[case], device, n, layers)) for n in (8, 32)}
         tilings += [Tiling(8, 2), Tiling(8, 2, True)]
     else:
-        joint = bfloat16_joint(case, device)
+        joint = prepared(bfloat16_joint(case, device))
         tilings += [Tiling(32, 1, True)]
     variants = [(name, found[0]) for name in tilings if (found := tiled(joint, name)) is not None]
     yield planned("untiled", joint, 10**6, device)
     for megabytes in BUDGETS[case]:
         yield planned("untiled", joint, megabytes, device)
-        for chunks, graph in chunked.items():
+        for chunks, graph in by_hand.items():
             yield planned(f"by hand, {chunks} chunks", graph, megabytes, device)
         for tiling, graph in variants:
             yield planned(label_of(tiling), graph, megabytes, device)
         yield planned("auto", joint, megabytes, device, "auto")
+
+
+def by_torch(case: str, device: str, layers: int) -> Iterator[TiledRow | str]:
+    """Yield plans of the graph that torch's auto_chunker leaves, or what it says.
+
+    The graph is priced op by op, as Inductor decomposes it.
+    """
+    for ratio in (8, RATIO):
+        torch._dynamo.reset()
+        is_gpt2 = case in GPT2
+        joint = (
+            gpt2_joint(*GPT2[case], device, 0, layers) if is_gpt2 else bfloat16_joint(case, device)
+        )
+        found = chunked(joint, ratio)
+        if isinstance(found, str):
+            yield f"auto_chunker, ratio {ratio}: {found}"
+            continue
+        joint = prepared(found)
+        for megabytes in (10**6, *BUDGETS[case]):
+            yield planned(f"auto_chunker, ratio {ratio}", joint, megabytes, device)
 
 
 def label_of(tiling: Tiling) -> str:
@@ -202,6 +226,7 @@ def main() -> None:
     parser.add_argument("--tf32", action="store_true", help="matmuls may take TF32")
     parser.add_argument("--case", action="append", choices=BUDGETS)
     parser.add_argument("--layers", type=int, default=12, help="layers of GPT-2")
+    parser.add_argument("--measured", action="store_true", help="torch's auto_chunker beside it")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
     if options.tf32:
@@ -210,6 +235,13 @@ def main() -> None:
         torch._dynamo.reset()
         print(f"\n{case}, {options.device}")
         print(show(list(rows(case, options.device, options.layers)), options.device), flush=True)
+        if options.measured:
+            found = list(by_torch(case, options.device, options.layers))
+            print(*(each for each in found if isinstance(each, str)), sep="\n")
+            print(show([each for each in found if not isinstance(each, str)], options.device))
+    if options.measured:
+        print("\n2,048 rows, 8,192 tokens, width 128, on this machine")
+        print(tabulate(measured(Head, "25MB"), ("plan", "predicted MB", "measured MB")), flush=True)
 
 
 if __name__ == "__main__":

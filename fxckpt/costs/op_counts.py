@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from fxckpt.costs.fused_losses import fused_loss_bytes, fused_loss_flops
 from fxckpt.ops.properties import draws, tensors
 from fxckpt.ops.registry import Count, registered
 from fxckpt.torch_private import size_hint, storage_id
@@ -51,20 +52,20 @@ def _attention_flops(node: fx.Node) -> int:
 def node_flops(node: fx.Node) -> int:
     """Return the FLOPs of one run; a multiply-add counts two.
 
-    A registered count comes first, then torch's formula, then 0. A formula of torch that refuses
-    the op's arguments counts 0, with a warning: the op then costs what its bytes do.
+    A registered count comes first, then a formula of ours or torch's, then 0. A formula of torch
+    that refuses the op's arguments counts 0, with a warning: the op then costs what its bytes do.
     """
     count = registered(node.target).flops
     if count is not None:
-        return _evaluate_count(node, count)
+        return evaluate_count(node, count)
     packet = getattr(node.target, "overloadpacket", None)
     if str(packet).startswith(_ATTENTION):
         return _attention_flops(node)
     formula = flop_registry.get(packet)
     if formula is None:
-        return 0
+        return fused_loss_flops(node) or 0
     try:
-        return _evaluate_count(node, partial(formula, out_val=node.meta["val"]))
+        return evaluate_count(node, partial(formula, out_val=node.meta["val"]))
     except Exception as error:
         warnings.warn(
             f"torch's FLOP formula of {node.target} refuses its arguments "
@@ -98,7 +99,7 @@ def formula_call(node: fx.Node) -> Hashable | None:
     return (*seen, *node.kwargs)
 
 
-def _evaluate_count(node: fx.Node, count: Count) -> int:
+def evaluate_count(node: fx.Node, count: Count) -> int:
     """Return a count, or a formula's answer for the arguments of ``node``."""
     if not callable(count):
         return count  # type: ignore[return-value]  # checked by Checked
@@ -144,7 +145,7 @@ def node_bytes(node: fx.Node) -> int:
     """
     registered_bytes = registered(node.target).bytes
     if registered_bytes is not None:
-        return _evaluate_count(node, registered_bytes)
+        return evaluate_count(node, registered_bytes)
     storages: dict[int, int] = {}
     few = _most_read(node)
     for each in [node, *node.all_input_nodes]:
@@ -157,7 +158,7 @@ def node_bytes(node: fx.Node) -> int:
             if few is not None and each is few[0]:
                 read = min(read, few[1] * tensor.element_size())
             storages[key] = max(storages.get(key, 0), min(held, read))
-    total = sum(storages.values())
+    total = sum(storages.values()) + fused_loss_bytes(node)
     if str(getattr(node.target, "overloadpacket", None)) in _STORED_BETWEEN:
         total += 2 * sum(storages[storage_id(t)] for t in tensors(node.meta.get("val")))
     return total

@@ -8,13 +8,16 @@ the memory meter, on a GPU twice, between two readings of the caching allocator'
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 from torch import fx
 
 from fxckpt.costs.isolated_op import REFUSED, IsolatedOp, devices
+from fxckpt.costs.op_counts import evaluate_count
 from fxckpt.memory_meter import AcceleratorMeter, Meter, counting_meter, meter_of
 from fxckpt.ops.properties import tensors
+from fxckpt.ops.registry import registered
 from fxckpt.torch_private import allocated_bytes, allocation_events, size_hint, storage_id
 
 log = logging.getLogger("fxckpt")
@@ -29,6 +32,12 @@ BLAS_DTYPES = (torch.float32, torch.float64)
 """Dtypes that a BLAS multiplies."""
 
 
+def stated_workspace(node: fx.Node) -> int:
+    """Return the workspace bytes that ``register_op`` was told of an op, 0 without."""
+    count = registered(node.target).workspace
+    return 0 if count is None else math.ceil(max(0, evaluate_count(node, count)))
+
+
 class MeasuredWorkspace:
     """Measured workspace of ops, each distinct call run once per compile."""
 
@@ -38,8 +47,11 @@ class MeasuredWorkspace:
     def __call__(self, node: fx.Node) -> int:
         """Return the workspace bytes of one run of ``node``.
 
-        Return 0 for an op of a device that is not here or one that cannot run in isolation.
+        Return what was registered for an op, and 0 for one of a device that is not here or one
+        that cannot run in isolation.
         """
+        if registered(node.target).workspace is not None:
+            return stated_workspace(node)
         isolated = IsolatedOp.of(node)
         if isolated is None:
             return 0

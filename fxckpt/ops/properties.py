@@ -21,6 +21,8 @@ UNINITIALIZED = frozenset(
     ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 )
 """Ops that return uninitialized memory."""
+TORCHS = frozenset(("aten", "inductor", "prims", "quantized", "torch_nn"))
+"""Namespaces of ops that come with torch."""
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -134,14 +136,15 @@ def is_gather(op: Any) -> bool:
 
 
 def is_torchs_own(node: fx.Node) -> bool:
-    """Return whether an op is of torch's own namespaces (aten, prims, ...), ours, or getitem."""
+    """Return whether an op is of torch's own namespaces (aten, prims, ...), ours, or getitem.
+
+    ``torch_nn`` has the fused losses of ``torch.nn.functional``.
+    """
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, OpOverload):
         return False
-    return node.target.namespace in ("aten", "prims", "quantized", "inductor") or (
-        node.target in OWN
-    )
+    return node.target.namespace in TORCHS or node.target in OWN
 
 
 def is_known_pure(node: fx.Node) -> bool:

@@ -31,6 +31,8 @@ class Registered:
     """FLOPs of one run, or a function of the op's arguments."""
     bytes: Count | None = None
     """Bytes read and written in one run, or a function of the op's arguments."""
+    workspace: Count | None = None
+    """Bytes allocated and freed within one run, or a function of the op's arguments."""
     recompute: bool | None = None
     """Whether the op may be recomputed."""
 
@@ -46,12 +48,14 @@ def register_op(
     *,
     flops: Count | None = None,
     bytes: Count | None = None,
+    workspace: Count | None = None,
     recompute: bool | None = None,
 ) -> None:
     """Register an op's costs, and whether it may be recomputed, most often for a custom op.
 
-    An unregistered op outside of torch's own namespaces is never recomputed, counts no FLOPs, and
-    moves the bytes of its arguments and results. A second call replaces the first.
+    An unregistered op outside of torch's own namespaces is never recomputed, counts no FLOPs but
+    those of a formula of ``torch.utils.flop_counter``, moves the bytes of its arguments and
+    results, and needs no memory beside them. A second call replaces the first.
 
     Parameters
     ----------
@@ -61,6 +65,8 @@ def register_op(
     flops, bytes:
         FLOPs of one run, and bytes that it reads and writes: numbers, or functions of the op's own
         arguments (fake tensors: shapes and dtypes, no values).
+    workspace:
+        Most bytes that one run allocates and frees, as a fused loss does for its logits: as above.
     recompute:
         True: a second run with the same arguments gives the same values and has no effect.
         False: the op must not be recomputed.
@@ -79,7 +85,9 @@ def register_op(
     ...     return 3 * x
     >>> fxckpt.register_op(triple, flops=lambda x: x.numel(), recompute=True)
     """
-    registration = Registered(_count("flops", flops), _count("bytes", bytes), recompute)
+    registration = Registered(
+        _count("flops", flops), _count("bytes", bytes), _count("workspace", workspace), recompute
+    )
     if recompute is not None and not isinstance(recompute, bool):
         raise InvalidOption(f"recompute={recompute!r} is neither True nor False.")
     overloads = _overloads(op)
@@ -115,7 +123,7 @@ def registrations() -> str | None:
     lines = []
     for op in _registered:
         facts = registered(op)
-        counts = [_stable(facts.flops), _stable(facts.bytes)]
+        counts = [_stable(facts.flops), _stable(facts.bytes), _stable(facts.workspace)]
         if None in counts:
             return None
         lines.append(f"{op} {counts} {facts.recompute}")

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxckpt import budgets
 from fxckpt.costs.devices import Device
 from fxckpt.costs.models import CostModel, FlopCost, checked, resolve
-from fxckpt.costs.workspace import MeasuredWorkspace
+from fxckpt.costs.workspace import MeasuredWorkspace, stated_workspace
 from fxckpt.errors import BudgetInfeasible, InvalidBudget, InvalidOption
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.autograd_liveness import held_by_nodes
@@ -29,7 +29,7 @@ from fxckpt.passes.analysis.budget_regions import (
 from fxckpt.passes.analysis.fingerprint import fingerprint, refuse_another_graph, refuse_unknown_ops
 from fxckpt.passes.analysis.graph_memory import inner_bytes
 from fxckpt.passes.analysis.graph_snapshot import snapshot_of
-from fxckpt.passes.analysis.joint import Facts, Workspace, no_workspace, read_facts
+from fxckpt.passes.analysis.joint import Facts, Workspace, read_facts
 from fxckpt.passes.analysis.policy_values import values_of
 from fxckpt.passes.graphs import Joint
 from fxckpt.planner.build_plan import build_plan
@@ -416,7 +416,7 @@ class Planner:
 
     def measured(self) -> Workspace:
         """Return the measurement of workspace, which runs each distinct op once."""
-        return MeasuredWorkspace() if self.measure_workspace else no_workspace
+        return MeasuredWorkspace() if self.measure_workspace else stated_workspace
 
     def _decided(self, joint: Joint) -> dict[fx.Node, CheckpointPolicy | None]:
         """Return the policy's answer for each op of the forward."""

@@ -30,6 +30,8 @@ aten = torch.ops.aten
 
 SMALL = (torch.float16, torch.bfloat16)
 """Types of which sums are accumulated in float32."""
+FILLED = (aten.full.default, aten.ones.default, aten.zeros.default)
+"""Ops that make a value of a size, which is their first argument."""
 
 
 def unroll(graph: fx.Graph, regions: Sequence[RowRegion], count: int) -> None:
@@ -303,7 +305,14 @@ def emit_call(
 
 
 def value_of(node: fx.Node) -> Any:
-    """Return the fake value of a node, computed from those of its arguments."""
+    """Return the fake value of a node, computed from those of its arguments.
+
+    Values of a size alone are fake as well, in the trace that the node's metadata is of.
+    """
+    known = node.meta.get("val")
+    if node.target in FILLED and isinstance(known, torch.Tensor):
+        shape, dtype = node.args[0], node.kwargs.get("dtype", known.dtype)
+        return fake_like(known, tuple(shape), dtype)  # type: ignore[arg-type]
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
     with torch.no_grad():
         return target(

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 import fxckpt
 from fxckpt.errors import BudgetInfeasible, InvalidOption
-from fxckpt.planner.tiles import COUNTS
+from fxckpt.planner.capture import capture_joint
+from fxckpt.planner.pipeline import prepare
+from fxckpt.planner.tiles import COUNTS, groups_of
 
 VOCABULARY, WIDTH, LENGTH = 4096, 32, 64
 
@@ -114,13 +116,43 @@ def test_several_graphs_of_a_step_are_refused() -> None:
         torch.compile(broken, backend=backend)(x, target)
 
 
-def test_sizes_that_vary_are_refused() -> None:
-    """A number of rows that is not known cannot be divided."""
+@pytest.mark.parametrize("by_policy", [False, True])
+def test_sizes_that_vary_are_refused(by_policy: bool) -> None:
+    """A number of rows that is not known cannot be divided, bounded or not."""
     model, x, target = made()
-    backend = fxckpt.Backend(budget="1GiB", inner="aot_eager", tile="auto")
-    step = torch.compile(model, backend=backend, dynamic=True)
+    tile: Any = {"policy": fxckpt.policies.tile("head")} if by_policy else {"tile": "auto"}
+    backend = fxckpt.Backend(budget="1GiB", inner="aot_eager", cost="flops", **tile)
     with pytest.raises(InvalidOption, match=r"needs fixed sizes.*dynamic=False"):
-        step(x, target)
+        torch.compile(model, backend=backend, dynamic=True)(x, target)
+    torch._dynamo.reset()
+    for value in (x, target):
+        torch._dynamo.mark_dynamic(value, 0, min=2, max=64)
+    with pytest.raises(InvalidOption, match=r"needs fixed sizes.*dynamic=False"):
+        torch.compile(model, backend=backend)(x, target)
+
+
+def test_each_size_is_tiled_for_itself() -> None:
+    """Without dynamic=False the second size is taken to vary; with it each one is planned."""
+    model, x, target = made()
+
+    def stepped(**options: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        backend = fxckpt.Backend(budget="1GiB", inner="aot_eager", cost="flops", tile=4)
+        step, found = torch.compile(model, backend=backend, **options), []
+        for rows in (4, 3, 1):
+            step(x[:rows], target[:rows]).backward()
+            found += gradients(model)
+        assert [p.tiling.count for p in backend.plans if p.tiling] == [4, 4, 4]
+        return found
+
+    expected = []
+    for rows in (4, 3, 1):
+        model(x[:rows], target[:rows]).backward()
+        expected += gradients(model)
+    for gradient, whole in zip(stepped(dynamic=False), expected, strict=True):
+        torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-7)
+    with pytest.raises(InvalidOption, match=r"needs fixed sizes.*dynamic=False"):
+        stepped()
 
 
 @pytest.mark.parametrize("tile", [0, 1, -4, "many", 2.0, True])
@@ -189,3 +221,20 @@ def test_policy_with_tiles_is_refused() -> None:
         fxckpt.policies.tile()
     with pytest.raises(InvalidOption, match="makes policies, and is none itself"):
         fxckpt.plan(model, x, target, policy=fxckpt.policies.tile)
+
+
+def test_a_tower_without_matmul_is_no_region() -> None:
+    """Element-wise chains make nothing wide from narrow rows: values are recomputed, not tiled."""
+
+    def tower(x: Tensor, scale: Tensor) -> Tensor:
+        for _ in range(4):
+            x = F.gelu(x) * scale + x
+        return x.sum(-1)
+
+    x, scale = torch.randn(1, 4096, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    joint = capture_joint(tower, (x, scale), {})
+    prepare(joint)
+    assert groups_of(joint.module.graph) == []
+    free = fxckpt.plan(tower, x, scale, cost="flops")
+    plan = fxckpt.plan(tower, x, scale, budget="min", tile="auto", cost="flops")
+    assert plan.tiling is None and plan.peak_bytes < free.peak_bytes

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from fxckpt.passes.tiles.row_regions import row_regions
-from fxckpt.passes.tiles.unroll import unroll
+from fxckpt.passes.tiles.unroll import emit_call, unroll
 from tests.passes.graphs import text_of, traced
 
 aten = torch.ops.aten
@@ -145,3 +146,15 @@ def test_last_tile_may_be_smaller() -> None:
     assert shapes == [(2, 9), (2, 9), (2, 9)]
     loss, *_ = module(*inputs())
     torch.testing.assert_close(loss, head(*inputs())[0])
+
+
+def test_values_of_a_size_are_fake() -> None:
+    """A tile of zeros takes no memory while the graph is made."""
+    with FakeTensorMode() as mode:
+        like = torch.empty(8, 4)
+    graph = fx.Graph()
+    operand = graph.placeholder("x")
+    operand.meta["val"] = like
+    zeros = emit_call(graph, aten.zeros.default, ([2, 4],), {}, operand)
+    value = zeros.meta["val"]
+    assert isinstance(value, FakeTensor) and value.fake_mode is mode and value.shape == (2, 4)
