@@ -79,9 +79,7 @@ class PeakBound:
     @cached_property
     def _cut(self) -> tuple[Network, IntArray, IntArray]:
         """The network of all windows, and the ops and storages of its vertices."""
-        cuts = [
-            stage_cut(self.program, range(j + 1, end + 1), REACH) for j, end in self._windows
-        ]
+        cuts = [stage_cut(self.program, range(j + 1, end + 1), REACH) for j, end in self._windows]
         return (
             Network.disjoint_union([problem for problem, _, _ in cuts]),
             np.fromiter(chain.from_iterable(ops for _, ops, _ in cuts), np.int64),

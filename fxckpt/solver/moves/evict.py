@@ -269,7 +269,7 @@ class _Evictions:
         if not self.replaces or nbytes > free:
             return False
         beside = (*self.profile[since : span.begin + 1].tolist(), int(self.profile[span.end]))
-        return max(beside) + nbytes <= self.limit
+        return bool(max(beside) + nbytes <= self.limit)
 
     def _held_from(self, s: int, last: int) -> int:
         """Return the first position with more live bytes if a copy is held after an access."""

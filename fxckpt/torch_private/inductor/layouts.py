@@ -144,8 +144,9 @@ def _as_copied(call: fx.Node, held: Any, value: Any, *args: Any) -> tuple[Any, A
     """Return the arguments of a call, with the buffer that was read for ``held`` as the value."""
     from torch._inductor import ir
 
-    copy = ir.ExternKernel.unwrap_storage_for_input(held).inputs[0]
-    buffer = copy.inputs[0]
+    result: Any = ir.ExternKernel.unwrap_storage_for_input(held)
+    (copy,) = result.inputs
+    (buffer,) = copy.inputs
     if not isinstance(buffer, ir.ReinterpretView):
         buffer = ir.StorageBox(buffer)
     return (held, ir.TensorBox(buffer), *args), {}
