@@ -144,7 +144,7 @@ class LevelSearch:
             seen.baseline,
             Bound(0.0, 0.0),
             Bound(0.0, 0.0),
-            seen.bounds.peak_bytes,
+            seen.bounds.proven_peak_bytes,
         )
         return LevelFamily(
             tuple(chosen),

@@ -160,8 +160,14 @@ class LowerBounds:
     """Number of bisections of the price."""
 
     @cached_property
+    def proven_peak_bytes(self) -> int:
+        """Bytes that the peak of every plan reaches, with what is held beside the widest ops."""
+        beside = PeakBound(self.program, self.at_ops, self._between)
+        return max(self.peak_bytes, beside.bytes)
+
+    @cached_property
     def peak_bytes(self) -> int:
-        """Bytes that the peak of every plan reaches."""
+        """Bytes that the peak of every plan reaches, from single ops."""
         program, tables = self.program, self.program.tables
         nbytes = tables.bytes.tolist()
         not_held = np.where(tables.is_output, 0, tables.bytes).tolist()
@@ -172,7 +178,7 @@ class LowerBounds:
             - max([not_held[s] for s in op.takes], default=0)
             for op in forward
         ]
-        return max([*at_ops, PeakBound(program, self.at_ops, self._between).bytes], default=0)
+        return max([*at_ops, *self.at_ops], default=0)
 
     def seconds(self, limit: int) -> Bound:
         """Return the bound on the extra time of any plan within ``limit`` bytes."""

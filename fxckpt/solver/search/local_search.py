@@ -119,7 +119,7 @@ class LocalSearch:
             self.baseline,
             bound,
             next_bound,
-            self.bounds.peak_bytes,
+            self.bounds.proven_peak_bytes,
             min((c.simulation.extra_seconds for c in self.legal), default=0.0),
         )
 
@@ -210,9 +210,9 @@ class LocalSearch:
         for _ in range(self.options.descents):
             peak = candidate.simulation.peak_bytes
             evicted = self.evaluate(
-                Evict(max(self.bounds.peak_bytes, int(peak * share)), replaces=True)(
-                    self.program, candidate.schedule, candidate.simulation
-                )
+                Evict(
+                    max(self.bounds.peak_bytes, int(peak * share)), replaces=self.options.replaces
+                )(self.program, candidate.schedule, candidate.simulation)
             )
             if evicted.simulation.peak_bytes >= peak:
                 return

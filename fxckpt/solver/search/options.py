@@ -36,6 +36,9 @@ class SearchOptions:
     """Share of the peak that each of them aims at."""
     nested_descent: float = 0.7
     """``descent`` from a nested plan, whose peak they lower by more."""
+    replaces: bool = False
+    """Whether inputs may take the place of a copy on the way to the least peak
+    (:mod:`~fxckpt.solver.moves.evict`): op by op it is lower, where kernels fuse it may not be."""
     nested_blocks: int = 32
     """Number of blocks that plans recompute from few of their boundaries."""
     nested_recomputes: float = 5.0
