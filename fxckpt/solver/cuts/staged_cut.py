@@ -19,7 +19,7 @@ decides every (value, stage) pair at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -341,6 +341,21 @@ def stage_cut(
     producer = tuple([ops.get(producers[s], -1) for s in values])
     unpriced = CutProblem((), tuple(reads), (), producer, tuple(range(len(needs))))
     return unpriced, list(ops), list(values)
+
+
+def stage_cuts(
+    program: Program, stages: Iterable[range], reach: int
+) -> tuple[Network, IntArray, IntArray]:
+    """Return the cut problems of several stages, side by side in one network.
+
+    With it come the op and the storage of each vertex; ``reach`` is as for :func:`stage_cut`.
+    """
+    cuts = [stage_cut(program, positions, reach) for positions in stages]
+    return (
+        Network.disjoint_union([problem for problem, _, _ in cuts]),
+        np.fromiter(chain.from_iterable(ops for _, ops, _ in cuts), np.int64),
+        np.fromiter(chain.from_iterable(values for _, _, values in cuts), np.int64),
+    )
 
 
 def no_finite_cut(program: Program, s: int) -> FxckptError:

@@ -20,12 +20,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 
 from fxckpt.solver.cuts.min_cut import InfeasibleCut, Network
-from fxckpt.solver.cuts.staged_cut import no_finite_cut, stage_cut
+from fxckpt.solver.cuts.staged_cut import no_finite_cut, stage_cuts
 from fxckpt.solver.exact.peak_bound import PeakBound
 from fxckpt.solver.program import BoolArray, FloatArray, IntArray, Program
 from fxckpt.solver.schedule import save_all
@@ -65,14 +64,7 @@ class SuffixCuts:
     def _cut(self) -> tuple[Network, IntArray, IntArray]:
         """The network, and the ops and storages of its vertices."""
         length, reach = len(self.program.backward), len(self.program.ops)
-        cuts = [
-            stage_cut(self.program, range(position, length), reach) for position in self.positions
-        ]
-        return (
-            Network.disjoint_union([problem for problem, _, _ in cuts]),
-            np.fromiter(chain.from_iterable(ops for _, ops, _ in cuts), np.int64),
-            np.fromiter(chain.from_iterable(values for _, _, values in cuts), np.int64),
-        )
+        return stage_cuts(self.program, (range(i, length) for i in self.positions), reach)
 
     @cached_property
     def _is_read(self) -> BoolArray:

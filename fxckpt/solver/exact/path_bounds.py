@@ -35,7 +35,7 @@ from itertools import chain
 import numpy as np
 
 from fxckpt.solver.cuts.min_cut import Network
-from fxckpt.solver.cuts.staged_cut import stage_cut
+from fxckpt.solver.cuts.staged_cut import stage_cuts
 from fxckpt.solver.exact.lower_bounds import Bound, LowerBounds
 from fxckpt.solver.program import BoolArray, FloatArray, IntArray, Program
 
@@ -110,14 +110,7 @@ class Windows:
     @cached_property
     def _cut(self) -> tuple[Network, IntArray, IntArray]:
         """The network of all windows, and the ops and storages of its vertices."""
-        cuts = [
-            stage_cut(self.program, positions, len(self.program.ops)) for positions in self.ranges
-        ]
-        return (
-            Network.disjoint_union([problem for problem, _, _ in cuts]),
-            np.fromiter(chain.from_iterable(ops for _, ops, _ in cuts), np.int64),
-            np.fromiter(chain.from_iterable(values for _, _, values in cuts), np.int64),
-        )
+        return stage_cuts(self.program, self.ranges, len(self.program.ops))
 
     def least(
         self, op_shares: FloatArray, value_shares: FloatArray, prices: FloatArray

@@ -16,12 +16,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import numpy as np
 
 from fxckpt.solver.cuts.min_cut import Network
-from fxckpt.solver.cuts.staged_cut import stage_cut
+from fxckpt.solver.cuts.staged_cut import stage_cuts
 from fxckpt.solver.program import FloatArray, IntArray, Program
 
 WIDEST = 8
@@ -79,12 +79,8 @@ class PeakBound:
     @cached_property
     def _cut(self) -> tuple[Network, IntArray, IntArray]:
         """The network of all windows, and the ops and storages of its vertices."""
-        cuts = [stage_cut(self.program, range(j + 1, end + 1), REACH) for j, end in self._windows]
-        return (
-            Network.disjoint_union([problem for problem, _, _ in cuts]),
-            np.fromiter(chain.from_iterable(ops for _, ops, _ in cuts), np.int64),
-            np.fromiter(chain.from_iterable(values for _, _, values in cuts), np.int64),
-        )
+        stages = (range(j + 1, end + 1) for j, end in self._windows)
+        return stage_cuts(self.program, stages, REACH)
 
     @cached_property
     def _keep_cost(self) -> FloatArray:
