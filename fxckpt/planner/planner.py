@@ -267,7 +267,8 @@ class Planner:
         """
         asked = budgets.parse(self.budget)
         if not isinstance(asked, budgets.LeastMemory):
-            return self.search(program, lambda peak: self.budget_bytes(asked, peak, device))
+            found = self.search(program, lambda peak: self.budget_bytes(asked, peak, device))
+            return self.search.further(program, found)
         if math.isinf(asked.max_slowdown):
             return self.search.least_memory(program, math.inf)
         most = asked.max_slowdown * program.step_seconds
@@ -329,6 +330,8 @@ class Planner:
         facts, cost = self.read(joint, bind_preferences=False)
         facts = self.with_region_limits(joint.module.graph, facts)
 
+        asked: dict[int, budgets.Budget] = {}
+
         def peaks(floor: Candidate, baseline: Candidate) -> Sequence[int]:
             if isinstance(points, int):
                 return evenly_spaced(points, floor, baseline)
@@ -340,11 +343,17 @@ class Planner:
                     continue
                 limit = self.budget_bytes(budget, peak, device)
                 chosen.append(peak if limit is None else limit)
-                if chosen[-1] < floor.simulation.peak_bytes:
-                    raise infeasible(budget, chosen[-1], floor.simulation.peak_bytes, peak)
+                asked[chosen[-1]] = budget
             return chosen
 
         found = self.search.frontier(facts.program, peaks, tick)
+        for each in found:
+            if each.best is None:
+                assert each.limit is not None
+                floor, baseline = each.least_peak.simulation, each.baseline.simulation
+                raise infeasible(
+                    asked[each.limit], each.limit, floor.peak_bytes, baseline.peak_bytes
+                )
         snapshot, lines = snapshot_of(joint.module.graph, facts), self.lines(joint.module.graph)
         made = (
             build_plan(snapshot, f, f.best, budget_bytes=f.limit, cost=cost)

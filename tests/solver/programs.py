@@ -174,6 +174,33 @@ def chain(length: int, nbytes: int = 10, seconds: float = 1.0) -> Program:
     return Program(forward, backward, (*values, *gradients), ())
 
 
+def blocks(count: int, crossing: int, inner: int) -> Program:
+    """Return a stack of blocks, of ``inner`` bytes each and of ``crossing`` bytes between them.
+
+    The backward of a block reads both, and passes on a gradient of ``crossing`` bytes.
+    """
+    storages = [Storage("x", crossing, 0)]
+    ops = [Op("x", Side.FORWARD, 1.0, 1, (), (0,))]
+    for k in range(count):
+        x = 2 * k
+        ops.append(Op(f"wide{k}", Side.FORWARD, 1.0, 1, (x,), (x + 1,)))
+        ops.append(Op(f"narrow{k}", Side.FORWARD, 1.0, 1, (x + 1,), (x + 2,)))
+        storages.append(Storage(f"wide{k}", inner, x + 1))
+        storages.append(Storage(f"narrow{k}", crossing, x + 2))
+    tangent = gradient = len(storages)
+    storages.append(Storage("tangent", crossing, IN_BACKWARD))
+    backward = []
+    for k in reversed(range(count)):
+        wide, narrow = len(storages), len(storages) + 1
+        backward.append(Op(f"b_wide{k}", Side.BACKWARD, 1.0, 1, (gradient, 2 * k + 1), (wide,)))
+        backward.append(Op(f"b_narrow{k}", Side.BACKWARD, 1.0, 1, (wide, 2 * k), (narrow,)))
+        storages.append(Storage(f"b_wide{k}", inner, IN_BACKWARD))
+        storages.append(Storage(f"b_narrow{k}", crossing, IN_BACKWARD))
+        gradient = narrow
+    backward.append(Op("output", Side.BACKWARD, 0.0, 0, (gradient,), ()))
+    return Program(tuple(ops), tuple(backward), tuple(storages), (tangent,))
+
+
 def two_values() -> Program:
     """Return a program of two values of ten bytes, computed in one and in nine seconds."""
     return Program(

@@ -36,7 +36,7 @@ class StageBoundaries:
         if len(boundaries) > 1.5 * (count - 1):
             step = math.ceil(len(boundaries) / max(count - 1, 1))
             boundaries = boundaries[step - 1 :: step]
-        return self._split((0, *boundaries), count)
+        return split_long((0, *boundaries), count, self.width)
 
     @cached_property
     def width(self) -> IntArray:
@@ -48,23 +48,27 @@ class StageBoundaries:
         """Persistence of each local minimum of :attr:`width`."""
         return persistence(self.width)
 
-    def _split(self, starts: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """Split stages longer than 1.5 times their share, at narrow positions near even cuts."""
-        n = len(self.program.backward)
-        longest = max(1, math.ceil(1.5 * n / count))
-        split: list[int] = []
-        for first, end in zip(starts, (*starts[1:], n), strict=True):
-            split.append(first)
-            pieces = math.ceil((end - first) / longest)
-            for k in range(1, pieces):
-                middle, slack = first + k * (end - first) / pieces, (end - first) / (4 * pieces)
-                window = range(
-                    max(round(middle - slack), split[-1] + 1),
-                    min(max(round(middle + slack), split[-1] + 1) + 1, end),
-                )
-                if window:
-                    split.append(min(window, key=lambda j: (int(self.width[j]), j)))
-        return tuple(split)
+
+def split_long(starts: tuple[int, ...], count: int, width: IntArray) -> tuple[int, ...]:
+    """Return the starts of spans, and of parts of those longer than 1.5 times a ``count``-th.
+
+    Spans are split near even cuts, where ``width``, the bytes before each position, is least.
+    """
+    n = len(width)
+    longest = max(1, math.ceil(1.5 * n / count))
+    split: list[int] = []
+    for first, end in zip(starts, (*starts[1:], n), strict=True):
+        split.append(first)
+        pieces = math.ceil((end - first) / longest)
+        for k in range(1, pieces):
+            middle, slack = first + k * (end - first) / pieces, (end - first) / (4 * pieces)
+            window = range(
+                max(round(middle - slack), split[-1] + 1),
+                min(max(round(middle + slack), split[-1] + 1) + 1, end),
+            )
+            if window:
+                split.append(min(window, key=lambda j: (int(width[j]), j)))
+    return tuple(split)
 
 
 def boundary_widths(program: Program) -> IntArray:

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from fxckpt.solver.cuts.staged_cut import Layout, StagedCut
-from fxckpt.solver.cuts.stages import StageBoundaries, deepest, persistence
+from fxckpt.solver.cuts.stages import StageBoundaries, deepest, persistence, split_long
 from fxckpt.solver.moves.nested import Nested
 from fxckpt.solver.program import BoolArray, IntArray, Program
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit
@@ -87,10 +87,17 @@ class Heuristics:
         )
 
     def nested(self, count: int) -> Nested:
-        """Return the plans that recompute from few of at most about ``count`` block boundaries."""
+        """Return the plans that recompute from few of at most about ``count`` block boundaries.
+
+        Where so few are narrower than their surroundings that blocks are long, as in a chain of
+        equal values, blocks are split.
+        """
         boundaries = deepest(self._forward_depth, count)
         step = max(1, math.ceil(len(boundaries) / (1.5 * count)))
-        return Nested(self.program, boundaries[step - 1 :: step])
+        boundaries = boundaries[step - 1 :: step]
+        if len(boundaries) < count // 2:
+            boundaries = split_long((0, *boundaries), count, self._forward_width)[1:]
+        return Nested(self.program, boundaries)
 
     @cached_property
     def _crossing(self) -> tuple[IntArray, IntArray, IntArray]:
@@ -108,9 +115,14 @@ class Heuristics:
         return storage, written, read
 
     @cached_property
-    def _forward_depth(self) -> dict[int, int]:
-        """:attr:`StageBoundaries.depth` of the forward."""
+    def _forward_width(self) -> IntArray:
+        """:attr:`StageBoundaries.width` of the forward."""
         storage, written, read = self._crossing
         nbytes = self.program.tables.bytes[storage]
         intervals = zip((written + 1).tolist(), read.tolist(), nbytes.tolist(), strict=True)
-        return persistence(live_bytes(intervals, len(self.program.ops)))
+        return live_bytes(intervals, len(self.program.ops))
+
+    @cached_property
+    def _forward_depth(self) -> dict[int, int]:
+        """:attr:`StageBoundaries.depth` of the forward."""
+        return persistence(self._forward_width)

@@ -43,6 +43,8 @@ class SearchOptions:
     """Number of blocks that plans recompute from few of their boundaries."""
     nested_recomputes: float = 5.0
     """Most recomputes of such a plan before it is repaired, in multiples of the forward ops."""
+    further_recomputes: float = 32.0
+    """``nested_recomputes`` where nothing else fits a budget."""
     nested_peak: float = 2.0
     """Greatest peak, in budgets, of such a plan that is repaired for a budget."""
     wide_gap: float = 0.03

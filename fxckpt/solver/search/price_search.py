@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxckpt.solver.program import Program
 from fxckpt.solver.search.candidates import Candidate, SearchResult
@@ -58,6 +58,24 @@ class PriceSearch(SearchOptions):
         if least_peak.simulation.peak_bytes <= limit:
             self._search_for(away, limit)
         return away.result(limit, least_peak)
+
+    def further(self, program: Program, found: SearchResult) -> SearchResult:
+        """Return ``found``, or the result of a search below its floor where nothing fits its limit.
+
+        There inputs take the place of values, and more of the forward is recomputed than any plan
+        above the floor does; where kernels fuse, such plans may take more memory than planned.
+        """
+        if found.limit is None or found.best is not None:
+            return found
+        options = replace(self, replaces=True, nested_recomputes=self.further_recomputes)
+        away = OffloadSearch(search_of(options, program))
+        away.search.least_time()
+        least_peak = away.least_peak(away.search.lowest_reachable())
+        if least_peak.simulation.peak_bytes >= found.least_peak.simulation.peak_bytes:
+            return found
+        if least_peak.simulation.peak_bytes <= found.limit:
+            options._search_for(away, found.limit)
+        return away.result(found.limit, least_peak)
 
     def _search_for(self, away: OffloadSearch, limit: int) -> None:
         """Search as thoroughly as for a single budget."""
@@ -110,7 +128,7 @@ class PriceSearch(SearchOptions):
         """Return the best schedules at ``limits(least_peak, baseline)``, ascending.
 
         All limits choose among all schedules seen, so that the time never rises with the limit.
-        ``tick`` is called once per limit.
+        Limits below the least peak are searched :meth:`further`. ``tick`` is called once per limit.
         """
         search = search_of(self, program)
         away = OffloadSearch(search)
@@ -124,11 +142,13 @@ class PriceSearch(SearchOptions):
             refined, factors = self.refined_along, self.factors_along
             perturbations, exact_states = self.perturbations[:1], self.exact_states_along
         for limit in reversed(chosen):
-            search.fit(limit, factors)
-            search.refine(limit, refined, perturbations, exact_states)
-            away.fit(limit)
+            if limit >= least_peak.simulation.peak_bytes:
+                search.fit(limit, factors)
+                search.refine(limit, refined, perturbations, exact_states)
+                away.fit(limit)
             tick()
-        return tuple(away.result(limit, least_peak) for limit in chosen)
+        found = (away.result(limit, least_peak) for limit in chosen)
+        return tuple(self.further(program, each) for each in found)
 
 
 def search_of(options: SearchOptions, program: Program) -> LocalSearch:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxckpt.solver.cuts.stages import StageBoundaries
+from fxckpt.solver.moves.heuristics import Heuristics
 from fxckpt.solver.moves.nested import Nested, advances
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import Schedule
@@ -38,6 +42,14 @@ def test_chain_has_a_low_peak() -> None:
     peaks = [simulate(program, nested(held)).peak_bytes for held in (0, 2, 15)]
     gradients = 64 * 10
     assert peaks[0] < peaks[1] < peaks[2] < gradients + 64 * 10
+
+
+def test_chains_of_equal_values_have_blocks() -> None:
+    """Where no value is narrower than others, blocks are about equally long."""
+    program = chain(64)
+    found = Heuristics(program, StageBoundaries(program)).nested(8).boundaries
+    sizes = [b - a for a, b in itertools.pairwise((0, *found, 64))]
+    assert 4 <= min(sizes) <= max(sizes) <= 16
 
 
 @pytest.mark.parametrize("held", [0, 1, 3])

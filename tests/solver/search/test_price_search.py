@@ -18,8 +18,8 @@ from fxckpt.solver.cuts.stages import StageBoundaries
 from fxckpt.solver.moves.heuristics import Heuristics
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import save_all
-from fxckpt.solver.search.price_search import evenly_spaced
-from tests.solver.programs import QUICK_SEARCH, interpret, programs
+from fxckpt.solver.search.price_search import PriceSearch, evenly_spaced
+from tests.solver.programs import QUICK_SEARCH, blocks, interpret, programs
 
 
 @given(program=programs(), share=st.floats(0.0, 1.0))
@@ -62,6 +62,32 @@ def test_no_limit_reaches_below_the_least(program: Program, share: float) -> Non
     found = QUICK_SEARCH(program, lambda baseline: limit)
     assert found.best is None
     assert found.least_peak.simulation.peak_bytes == least
+
+
+@given(program=programs())
+def test_the_further_floor_is_feasible(program: Program) -> None:
+    """Where nothing fits, a further search finds a schedule at the least peak that it names."""
+    first = QUICK_SEARCH(program, lambda baseline: 0)
+    least = QUICK_SEARCH.further(program, first).least_peak.simulation.peak_bytes
+    assert least <= first.least_peak.simulation.peak_bytes
+    found = QUICK_SEARCH.further(program, QUICK_SEARCH(program, lambda baseline: least))
+    assert found.best is not None
+    assert max(interpret(program, found.best.schedule).profile) <= least
+
+
+def test_budgets_below_the_floor_are_searched_further() -> None:
+    """Of 100 blocks, the forward is run more than 5 times for a budget below their floor."""
+    program = blocks(100, crossing=10, inner=20)
+    search = PriceSearch()
+    first = search(program, lambda baseline: 60)
+    assert first.best is None and first.least_peak.simulation.peak_bytes == 70
+    found = search.further(program, first)
+    assert found.best is not None
+    ran = interpret(program, found.best.schedule)
+    assert found.peak_bound_bytes == 50 <= max(ran.profile) <= 60
+    assert ran.seconds > 5 * len(program.ops)
+    (along,) = search.frontier(program, lambda least, baseline: [60])
+    assert along.best is not None and along.best.simulation.peak_bytes <= 60
 
 
 @given(program=programs(), points=st.integers(2, 6))
