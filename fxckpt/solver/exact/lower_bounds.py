@@ -30,6 +30,9 @@ from fxckpt.solver.program import BoolArray, FloatArray, IntArray, Program
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.simulate import backward_own_profile, may_take_forward, simulate
 
+END_OF_FORWARD = -1
+"""Position of the moment before the first backward op; other moments are those while one runs."""
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -58,21 +61,22 @@ class SuffixCuts:
 
     program: Program
     positions: tuple[int, ...]
-    """First backward op of each suffix."""
+    """First backward op of each suffix, or :data:`END_OF_FORWARD`."""
 
     @cached_property
     def _cut(self) -> tuple[Network, IntArray, IntArray]:
         """The network, and the ops and storages of its vertices."""
         length, reach = len(self.program.backward), len(self.program.ops)
-        return stage_cuts(self.program, (range(i, length) for i in self.positions), reach)
+        suffixes = (range(max(i, 0), length) for i in self.positions)
+        return stage_cuts(self.program, suffixes, reach)
 
     @cached_property
     def _is_read(self) -> BoolArray:
-        """Whether the first op of its suffix reads each value; at 0 the forward has just ended."""
+        """Whether the first op of its suffix reads each value."""
         network, _, values = self._cut
         reads = [
-            frozenset(self.program.forward_reads[position] if position else ())
-            for position in self.positions
+            frozenset() if i == END_OF_FORWARD else frozenset(self.program.forward_reads[i])
+            for i in self.positions
         ]
         return np.fromiter(
             (
@@ -108,7 +112,7 @@ class SuffixCuts:
         may_keep = (
             tables.is_savable[values]
             | tables.is_output[values]
-            | (np.asarray(self.positions) > 0)[network.problem_of_value]
+            | (np.asarray(self.positions) != END_OF_FORWARD)[network.problem_of_value]
         )
         keep_cost = np.where(may_keep, nbytes * prices[network.problem_of_value], math.inf)
         try:
@@ -180,10 +184,11 @@ class LowerBounds:
     def room(self, limit: int, position: int) -> int:
         """Return the most bytes of forward values held while a backward op runs, beside its reads.
 
-        At 0 it is before that op, at the end of the forward.
+        ``position`` may be :data:`END_OF_FORWARD` too.
         """
-        at_start = self._outputs + self.program.tangent_bytes
-        return limit - (self.at_ops[position] if position else at_start)
+        if position == END_OF_FORWARD:
+            return limit - self._outputs - self.program.tangent_bytes
+        return limit - self.at_ops[position]
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -233,7 +238,7 @@ class LowerBounds:
             tuple(
                 sorted(
                     {
-                        0,
+                        END_OF_FORWARD,
                         int(at_ops.argmax()),
                         int(np.argmax(self._own)),
                         int(np.argmax(self.at_ops)),

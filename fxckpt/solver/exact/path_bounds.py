@@ -59,7 +59,7 @@ class Windows:
 
     program: Program
     moments: tuple[int, ...]
-    """Backward op of each moment, ascending; the first is 0, and is the end of the forward."""
+    """Backward op of each moment, ascending; the first is the end of the forward."""
 
     @cached_property
     def begin(self) -> IntArray:
@@ -85,7 +85,7 @@ class Windows:
         """Backward ops whose reads each window needs."""
         ends = [*[m + 1 for m in self.moments[1:]], len(self.program.backward)]
         return tuple(
-            range(self.moments[i] + (i > 0), ends[j])
+            range(self.moments[i] + 1, ends[j])
             for i, j in zip(self.begin.tolist(), self.end.tolist(), strict=True)
         )
 
@@ -186,7 +186,7 @@ class PathBounds:
         at_ops = np.asarray(self.bounds.at_ops)
         parts = np.array_split(np.arange(len(at_ops)), self.moments)
         peaks = {int(part[at_ops[part].argmax()]) for part in parts if len(part)}
-        return Windows(self.bounds.program, tuple(sorted({0, *self.bounds.positions, *peaks})))
+        return Windows(self.bounds.program, tuple(sorted({*self.bounds.positions, *peaks})))
 
 
 class Shares:

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxckpt.solver.exact.lower_bounds import LowerBounds
+from fxckpt.solver.exact.milp import optimum
 from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.solver.schedule import StageAssignment, emit, save_all
 from fxckpt.solver.search.prices import price_range
 from fxckpt.solver.simulate import simulate
 from tests.solver.oracle import exhaustive
-from tests.solver.programs import QUICK_SEARCH, interpret, programs
+from tests.solver.programs import QUICK_SEARCH, blocks, interpret, programs
 
 
 @pytest.mark.parametrize("seconds", [1.0, 1e3, 1e6, 1e9])
@@ -78,6 +79,15 @@ def test_reads_of_an_op_leave_less_room() -> None:
     assert found.best.simulation.extra_seconds == exhaustive(program, 20)
     bounds = LowerBounds(program, *price_range(program))
     assert bounds.seconds(20).seconds > 3
+
+
+def test_first_backward_op_bounds_the_time() -> None:
+    """While the first op runs, whose result is wide, no more than two narrow values are held."""
+    program = blocks(3, crossing=10, inner=80)
+    bounds = LowerBounds(program, *price_range(program))
+    for limit, least in ((190, 3), (200, 2)):
+        assert optimum(program, limit).seconds == pytest.approx(least)
+        assert bounds.seconds(limit).seconds == pytest.approx(least, rel=1e-3)
 
 
 @given(program=programs(max_ops=4), share=st.floats(0, 1))

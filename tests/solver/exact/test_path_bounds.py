@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxckpt.solver.exact.lower_bounds import LowerBounds
+from fxckpt.solver.exact.lower_bounds import END_OF_FORWARD, LowerBounds
 from fxckpt.solver.exact.milp import optimum
 from fxckpt.solver.exact.path_bounds import PathBounds, Shares, Windows
 from fxckpt.solver.program import Program
@@ -42,7 +42,7 @@ def test_bound_is_below_the_optimum(program: Program, share: float, rounds: int)
 def test_any_shares_and_prices_give_bounds(program: Program, share: float, seed: int) -> None:
     """Shares and prices drawn at random are no more than the optimum either."""
     limit, bounds, random = _limit(program, share), _bounds(program), np.random.default_rng(seed)
-    moments = tuple(range(min(len(program.backward), 4)))
+    moments = (END_OF_FORWARD, *range(min(len(program.backward), 3)))
     windows = Windows(program, moments)
     rooms = np.asarray([bounds.room(limit, p) for p in moments], dtype=np.float64)
     size = len(windows.begin)
