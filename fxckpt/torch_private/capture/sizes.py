@@ -156,7 +156,9 @@ def _expanded(expression: sympy.Expr) -> sympy.Expr:
 
 def is_surely_equal(one: Any, other: Any) -> bool:
     """Return whether two sizes are equal for all values of their symbols; no guard is added."""
-    return bool(statically_known_true(one == other))
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    return size_key(one) == size_key(other) or bool(statically_known_true(one == other))
 
 
 def unbounded_sizes(graph: fx.Graph) -> list[str]:
