@@ -14,7 +14,6 @@ Expects a normalized joint graph. Leaves the graph alone.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,6 +36,7 @@ from fxckpt.torch_private import (
     plain_size,
     size_hint,
     size_key,
+    traced_size,
 )
 
 aten = torch.ops.aten
@@ -79,18 +79,23 @@ class RowRegion:
     def tiles(self, count: int) -> tuple[tuple[Size, Size], ...]:
         """Return the rows of each of at most ``count`` tiles; the last one may be smaller.
 
-        If their number varies, there are ``count``. All but the last have as many as one another,
-        which is the number of rows over the count, rounded up unless the last had none to take
-        then: below ``count**2`` rows the last may be the larger one. With few rows, some are empty.
+        If their number varies, there are ``count``, of which the first ones may have a row more
+        than the last ones; where there are fewer rows than tiles, the last ones have none.
         """
         first, last = self.used
         if isinstance(first, int) and isinstance(last, int):
             size = math.ceil((last - first) / count)
             return tuple((i, min(i + size, last)) for i in range(first, last, size))
         rows = plain_size(last - first)
-        each = (rows + least_size(count - 1, rows // count)) // count
-        ends = [plain_size(first + i * each) for i in range(count)]
-        return tuple(itertools.pairwise((*ends, last)))
+        if count == 1:
+            return (self.used,)
+        # Of this form each size has its greatest value at the greatest number of rows.
+        sizes = [(rows + (count - 1 - i)) // count for i in range(count)]
+        begins = (
+            plain_size(first + i * (rows // count) + least_size(i, rows % count))
+            for i in range(count)
+        )
+        return tuple((i, plain_size(i + size)) for i, size in zip(begins, sizes, strict=True))
 
     def moved_to(self, graph: fx.Graph) -> RowRegion:
         """Return the same region of a copy of the graph."""
@@ -114,16 +119,18 @@ class RowRegion:
     def divides(self, count: int) -> bool:
         """Return whether each value has rows in each of ``count`` tiles.
 
-        One tile is none, but where it leaves out rows. A number that varies is taken as planned,
-        and then each value must have all rows: those that a slice leaves out are in no tile.
+        One tile is none, but where it leaves out rows. Of a number that varies each tile must have
+        two rows when it is traced: torch takes a size of one for a dimension that is broadcast.
+        Each value must have all rows then: those that a slice leaves out are in no tile.
         """
-        least, most = 1 if self.has_unused else 2, size_hint(self.used[1] - self.used[0])
-        if not least <= count <= most:
+        rows = plain_size(self.used[1] - self.used[0])
+        least = 1 if self.has_unused else 2
+        if count < least or traced_size(rows) < count:
             return False
         rows = {p for place in self.places.values() for p in _each(place) if isinstance(p, Rows)}
         if all(isinstance(size, int) for size in self.used) and all(r.is_fixed for r in rows):
             return all(r.part(*tile).length for r in rows for tile in self.tiles(count))
-        return all(
+        return all(traced_size(last - first) >= 2 for first, last in self.tiles(count)) and all(
             is_surely_at_most(r.start, self.used[0])
             and is_surely_at_most(self.used[1], plain_size(r.start + r.length))
             for r in rows

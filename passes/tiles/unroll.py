@@ -28,6 +28,7 @@ from fxckpt.passes.tiles.row_rules import MEAN, SUM, SUMMED, Rows, row_rule
 from fxckpt.torch_private import (
     Size,
     SizeNodes,
+    expect_equal,
     fake_like,
     is_surely_contiguous,
     is_surely_equal,
@@ -286,7 +287,10 @@ class _Unroller:
         if len(pieces) == 1:
             return pieces[0]
         if is_surely_equal(rows.outer, 1):
-            return self._call(aten.cat.default, (pieces, rows.dim), {}, node, f"{node.name}_whole")
+            joined = self._call(
+                aten.cat.default, (pieces, rows.dim), {}, node, f"{node.name}_whole"
+            )
+            return self._all_of(joined, rows.dim, rows.size)
         shape = tuple(node.meta["val"].shape)
         apart = []
         for piece, part in zip(pieces, parts, strict=True):
@@ -294,7 +298,17 @@ class _Unroller:
             dims = (*shape[: rows.dim], rows.outer, size, *shape[rows.dim + 1 :])
             apart.append(self._viewed(piece, dims, node))
         joined = self._call(aten.cat.default, (apart, rows.dim + 1), {}, node)
+        joined = self._all_of(joined, rows.dim + 1, plain_size(rows.length * rows.inner))
         return self._viewed(joined, shape, node, f"{node.name}_whole")
+
+    def _all_of(self, joined: fx.Node, dim: int, size: Size) -> fx.Node:
+        """Return joined rows, of a value that has as many as the tiles have together."""
+        value = joined.meta["val"]
+        if not isinstance(size, int):
+            expect_equal(value.shape[dim], size)
+            shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
+            joined.meta["val"] = fake_like(value, shape, value.dtype)
+        return joined
 
     def _viewed(
         self, value: fx.Node, shape: Sequence[Size], like: fx.Node, name: str | None = None

@@ -76,6 +76,14 @@ def is_surely_at_most(one: Size, other: Size) -> bool:
     return bool(statically_known_true(one <= other))
 
 
+def expect_equal(one: Size, other: Size) -> None:
+    """Tell a trace that two sizes are equal, which they are for all values of their symbols.
+
+    What lowers its graph would ask, where torch cannot prove it.
+    """
+    torch._check(one == other)
+
+
 def is_surely_contiguous(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is contiguous at all values of its sizes."""
     expected: Size = 1
