@@ -14,7 +14,7 @@ from torch import fx
 
 from fxckpt.passes.tiles.linear_ops import is_linear
 from fxckpt.passes.tiles.row_rules import Place, Rows
-from fxckpt.torch_private import Size, is_surely_at_most, plain_size
+from fxckpt.torch_private import Size, is_surely_at_most, is_surely_equal, plain_size
 
 aten = torch.ops.aten
 
@@ -30,12 +30,20 @@ def used_rows(members: Sequence[fx.Node], places: Places, length: Size) -> tuple
     kept = [
         rows
         for node in members
-        if node.target is aten.slice.Tensor and isinstance(rows := places[node], Rows)
+        if node.target is aten.slice.Tensor
+        and isinstance(rows := places[node], Rows)
+        and not _keeps_all(node)
     ]
     if not kept:
         return 0, length
     used = _spanned(kept)
     return used if used and _are_others_unused(members, places, used) else (0, length)
+
+
+def _keeps_all(node: fx.Node) -> bool:
+    """Return whether a slice leaves out nothing, as one of sizes that vary may."""
+    whole, part = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return all(map(is_surely_equal, whole.shape, part.shape))
 
 
 def _spanned(parts: Sequence[Rows]) -> tuple[Size, Size] | None:
