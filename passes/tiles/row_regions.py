@@ -14,6 +14,7 @@ Expects a normalized joint graph. Leaves the graph alone.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +33,6 @@ from fxckpt.torch_private import (
     is_surely_at_most,
     is_surely_equal,
     is_symbolic,
-    least_size,
     plain_size,
     size_hint,
     size_key,
@@ -91,11 +91,8 @@ class RowRegion:
             return (self.used,)
         # Of this form each size has its greatest value at the greatest number of rows.
         sizes = [(rows + (count - 1 - i)) // count for i in range(count)]
-        begins = (
-            plain_size(first + i * (rows // count) + least_size(i, rows % count))
-            for i in range(count)
-        )
-        return tuple((i, plain_size(i + size)) for i, size in zip(begins, sizes, strict=True))
+        ends = [plain_size(end) for end in itertools.accumulate(sizes, initial=first)]
+        return tuple(itertools.pairwise(ends))
 
     def moved_to(self, graph: fx.Graph) -> RowRegion:
         """Return the same region of a copy of the graph."""

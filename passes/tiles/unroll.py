@@ -28,12 +28,12 @@ from fxckpt.passes.tiles.row_rules import MEAN, SUM, SUMMED, Rows, row_rule
 from fxckpt.torch_private import (
     Size,
     SizeNodes,
-    expect_equal,
     fake_like,
     is_surely_contiguous,
     is_surely_equal,
     is_symbolic,
     plain_size,
+    storage_id,
     without_guards,
 )
 
@@ -154,13 +154,28 @@ class _Unroller:
         if (same := self._unchanged(node, target, args, place, first, last)) is not None:
             self.pieces[node, tile] = same
             return
-        new = self._call(target, args, kwargs, node, f"{node.name}_tile_{tile}")
+        value = self._value_of_tile(node, place, first, last)
+        new = self._call(target, args, kwargs, node, f"{node.name}_tile_{tile}", value)
         self.pieces[node, tile] = new
         if isinstance(place, tuple):
             for position, item in enumerate(place):
                 if item is SUMMED:
                     part = self._call(operator.getitem, (new, position), {}, node)
                     self._accumulate(node, position, part)
+
+    def _value_of_tile(
+        self, node: fx.Node, place: Any, first: Size, last: Size
+    ) -> torch.Tensor | None:
+        """Return the value of a member for a tile of rows that vary, unless it is a view."""
+        whole = node.meta["val"]
+        if not isinstance(place, Rows) or isinstance((part := place.part(first, last)).size, int):
+            return None
+        held = {storage_id(t) for n in node.all_input_nodes for t in tensors(n.meta.get("val"))}
+        if storage_id(whole) in held or not is_surely_contiguous(whole):
+            return None
+        shape = list(whole.shape)
+        shape[place.dim] = part.size
+        return fake_like(whole, tuple(shape), whole.dtype)
 
     def _unchanged(
         self, node: fx.Node, target: Any, args: tuple[Any, ...], place: Any, first: Size, last: Size
@@ -305,7 +320,6 @@ class _Unroller:
         """Return joined rows, of a value that has as many as the tiles have together."""
         value = joined.meta["val"]
         if not isinstance(size, int):
-            expect_equal(value.shape[dim], size)
             shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
             joined.meta["val"] = fake_like(value, shape, value.dtype)
         return joined
@@ -323,10 +337,11 @@ class _Unroller:
         kwargs: Any,
         like: fx.Node,
         name: str | None = None,
+        value: torch.Tensor | None = None,
     ) -> fx.Node:
         """Add a call with the metadata of a node, and its own value."""
         given = self.sizes.in_place_of((args, dict(kwargs)))
-        return emit_call(self.graph, target, *given, like, name)
+        return emit_call(self.graph, target, *given, like, name, value)
 
 
 def emit_call(
@@ -336,8 +351,9 @@ def emit_call(
     kwargs: Any,
     like: fx.Node,
     name: str | None = None,
+    value: torch.Tensor | None = None,
 ) -> fx.Node:
-    """Add a call with the metadata of a node, and a value of its own.
+    """Add a call with the metadata of a node, and a value of its own, if that is not given.
 
     A view that strides do not allow is one of a copy.
     """
@@ -346,7 +362,7 @@ def emit_call(
         args = (emit_call(graph, aten.clone.default, args[:1], whole, like), *args[1:])
     node = graph.create_node("call_function", target, args, dict(kwargs), name)
     node.meta = copy.copy(like.meta)
-    node.meta["val"] = value_of(node)
+    node.meta["val"] = value_of(node) if value is None else value
     return node
 
 

@@ -64,24 +64,9 @@ def exact_quotient(size: Size, divisor: Size) -> Size | None:
     return None if quotient is None else _written(quotient, known)
 
 
-def least_size(one: Size, other: Size) -> Size:
-    """Return the lesser of two sizes."""
-    if is_surely_at_most(one, other):
-        return one
-    return other if is_surely_at_most(other, one) else torch.sym_min(one, other)
-
-
 def is_surely_at_most(one: Size, other: Size) -> bool:
     """Return whether a size is at most another one, for all values of their symbols."""
     return bool(statically_known_true(one <= other))
-
-
-def expect_equal(one: Size, other: Size) -> None:
-    """Tell a trace that two sizes are equal, which they are for all values of their symbols.
-
-    What lowers its graph would ask, where torch cannot prove it.
-    """
-    torch._check(one == other)
 
 
 def is_surely_contiguous(tensor: torch.Tensor) -> bool:
@@ -155,12 +140,15 @@ class SizeNodes:
     def _made(self, expr: Any) -> fx.Node:
         if expr.is_Symbol:
             return self._read(expr)
+        target = OPERATORS[sympy.Mul if expr.is_Pow else expr.func]
+        parts: Iterable[Any] = map(self._of, expr.args)
         if expr.is_Pow:
-            base = self._of(expr.base)
-            parts: Iterable[Any] = [base] * int(expr.exp)
-            target = operator.mul
-        else:
-            parts, target = map(self._of, expr.args), OPERATORS[expr.func]
+            parts = [self._of(expr.base)] * int(expr.exp)
+        elif expr.is_Add:
+            # Sums of ever more sizes are made from one another.
+            rest = next((rest for term in expr.args if (rest := expr - term) in self._known), None)
+            if rest is not None:
+                parts = map(self._of, (rest, expr - rest))
         made = reduce(lambda one, other: self._call(target, (one, other)), parts)
         assert isinstance(made, fx.Node)
         return made
