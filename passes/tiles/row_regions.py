@@ -120,9 +120,8 @@ class RowRegion:
         two rows when it is traced: torch takes a size of one for a dimension that is broadcast.
         Each value must have all rows then: those that a slice leaves out are in no tile.
         """
-        rows = plain_size(self.used[1] - self.used[0])
-        least = 1 if self.has_unused else 2
-        if count < least or traced_size(rows) < count:
+        least, most = 1 if self.has_unused else 2, traced_size(self.used[1] - self.used[0])
+        if not least <= count <= most:
             return False
         rows = {p for place in self.places.values() for p in _each(place) if isinstance(p, Rows)}
         if all(isinstance(size, int) for size in self.used) and all(r.is_fixed for r in rows):

@@ -341,7 +341,7 @@ class _Unroller:
     ) -> fx.Node:
         """Add a call with the metadata of a node, and its own value."""
         given = self.sizes.in_place_of((args, dict(kwargs)))
-        return emit_call(self.graph, target, *given, like, name, value)
+        return emit_call(self.graph, target, given[0], given[1], like, name, value)
 
 
 def emit_call(
@@ -372,7 +372,8 @@ def value_of(node: fx.Node) -> Any:
     Values of a size alone are fake as well, in the trace that the node's metadata is of.
     """
     known = node.meta.get("val")
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
+    kwargs: Any = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
     if node.target in FILLED and isinstance(known, torch.Tensor):
         return fake_like(known, tuple(args[0]), kwargs.get("dtype", known.dtype))
     target: Callable[..., Any] = node.target  # type: ignore[assignment]

@@ -60,6 +60,7 @@ def exact_quotient(size: Size, divisor: Size) -> Size | None:
     if isinstance(size, int) and isinstance(divisor, int):
         return size // divisor if divisor and size % divisor == 0 else None
     known = divisor if isinstance(size, int) else size
+    assert not isinstance(known, int)
     quotient = _cancelled(sympy.sympify(size_key(size)), sympy.sympify(size_key(divisor)))
     return None if quotient is None else _written(quotient, known)
 
