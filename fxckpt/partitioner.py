@@ -324,7 +324,9 @@ class Partitioner(CustomPartitionerFn):
         planner = replace(self.planner, ranks=ranks, is_agreed=is_agreed)
         if choose_level is not None:
             planner = replace(planner, budget=None, choose_level=choose_level)
-        is_held = self.planner.budget is not None and not self._is_of_step
+        # Tiles are chosen with a plan, and levels of a step are plans without tiles.
+        grows = self._is_of_step and self.planner.tile is None
+        is_held = self.planner.budget is not None and not grows
         growing = growing_sizes(joint) if is_held else []
         if not isinstance(budgets.parse(self.planner.budget), int):
             # A share of the uncheckpointed peak is of that at these sizes.

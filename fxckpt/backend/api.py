@@ -149,7 +149,7 @@ class Backend:
         into tiles: ordinary ops on a part of the rows at a time, in a number chosen by the cost
         model, where that makes the step faster within the budget, or fit. A number asks for as
         many. Sums over rows (the loss, gradients of weights) are added up in another order. It
-        needs fixed sizes and a model that is one graph. See ``docs/tiles.md``.
+        needs a model that is one graph. See ``docs/tiles.md``.
 
     Raises
     ------

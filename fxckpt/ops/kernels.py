@@ -127,4 +127,4 @@ OWN = frozenset((accumulate_mm, cross_entropy_backward))
 def _flops(total: Any, mat1: Any, mat2: Any, *_: Any, **__: Any) -> int:
     """Return the FLOPs of the product, given the operands' shapes."""
     rows, inner = mat1
-    return 2 * int(rows) * int(inner) * int(mat2[1])
+    return 2 * rows * inner * mat2[1]  # type: ignore[no-any-return]

@@ -34,7 +34,6 @@ from fxckpt.policies.selectors import matched_module, nearest_modules
 from fxckpt.solver.exact.lower_bounds import LowerBounds
 from fxckpt.solver.program import Program
 from fxckpt.solver.search.prices import price_range
-from fxckpt.torch_private import is_symbolic
 from fxckpt.torch_private.inductor.default_partitioner import copied
 
 COUNTS = (2, 4, 8, 12, 16, 24, 32)
@@ -185,16 +184,6 @@ def tilings(groups: Groups, tile: int | str, limit: int | None = None) -> list[T
     return found
 
 
-def refuse_symbolic(graph: fx.Graph, tile: int | str) -> None:
-    """Raise :class:`InvalidOption` for a graph with sizes that vary."""
-    names = [n.name for n in graph.nodes if n.op == "placeholder" and is_symbolic(n)]
-    if names:
-        raise InvalidOption(
-            f"tile={tile!r} needs fixed sizes, and the graph takes {', '.join(names[:3])}, of any "
-            "value. Compile with dynamic=False, or leave tile out."
-        )
-
-
 @dataclass(frozen=True)
 class Choice:
     """A graph and its plan."""
@@ -255,10 +244,8 @@ class TilePricer:
     def groups(self, joint: Joint) -> Groups:
         """Return the groups of a graph that may have tiles.
 
-        Raises :class:`InvalidOption` for sizes that vary, and :class:`PolicyMatchesNothing` for a
-        pattern without a region.
+        Raises :class:`PolicyMatchesNothing` for a pattern without a region.
         """
-        refuse_symbolic(joint.module.graph, self.tile)
         found = groups_of(joint.module.graph)
         return groups_within(found, self.patterns) if self.patterns else found
 
@@ -347,10 +334,7 @@ def finest(
 
 def reach(joint: Joint, plan: PlanWithin, error: BudgetInfeasible) -> int | None:
     """Return the least peak of a tiled graph, or None if tiles lower it by nothing much."""
-    graph = joint.module.graph
-    if any(is_symbolic(n) for n in graph.find_nodes(op="placeholder")):
-        return None
-    found = finest(joint, groups_of(graph), "auto", error.budget_bytes)
+    found = finest(joint, groups_of(joint.module.graph), "auto", error.budget_bytes)
     if found is None:
         return None
     try:

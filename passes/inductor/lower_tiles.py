@@ -3,6 +3,8 @@
 A product that is added to a float32 sum becomes a product and a sum: Inductor overwrites the sum so
 far, and computes what follows it in the same kernel. Our op would be a kernel of its own to it,
 which returns another sum. A copy in another type becomes a conversion, as in what Inductor traces.
+Joined tiles of a number of rows that varies have a size that it cannot prove to be that of all
+rows: they are given it.
 
 Expects emitted halves. Leaves ones that compute the same, but for the rounding of products.
 """
@@ -14,6 +16,7 @@ from torch import fx
 
 from fxckpt.ops.kernels import accumulate_mm
 from fxckpt.passes.meta import ACCUMULATES, IS_RECOMPUTE
+from fxckpt.torch_private import SizeNodes, size_key
 
 aten = torch.ops.aten
 
@@ -22,6 +25,8 @@ def lower_tiles(half: fx.Graph) -> None:
     """Replace the ops of tiles that Inductor has no loops for."""
     for node in half.find_nodes(op="call_function", target=accumulate_mm):
         _split_product(node)
+    for node in half.find_nodes(op="call_function", target=aten.cat.default):
+        _give_size(node)
     for node in half.find_nodes(op="call_function", target=aten._to_copy.default):
         if list(node.kwargs) == ["dtype"]:
             node.target, node.args, node.kwargs = (
@@ -29,6 +34,22 @@ def lower_tiles(half: fx.Graph) -> None:
                 (*node.args, node.kwargs["dtype"]),
                 {},
             )
+
+
+def _give_size(node: fx.Node) -> None:
+    """Give joined tiles the size of all rows, where theirs is a sum of other sizes."""
+    value, (pieces, *rest) = node.meta["val"], node.args
+    dim = rest[0] if rest else 0
+    assert isinstance(pieces, (list, tuple)) and isinstance(dim, int)
+    total = sum(piece.meta["val"].shape[dim] for piece in pieces)  # type: ignore[union-attr]
+    if size_key(total) == size_key(value.shape[dim]):
+        return
+    sizes = SizeNodes(node.graph)
+    with node.graph.inserting_after(node):
+        whole = node.graph.call_function(aten.as_strided.default)
+    node.replace_all_uses_with(whole)
+    whole.args = (node, *sizes.in_place_of((list(value.shape), list(value.stride()), 0)))
+    whole.meta = dict(node.meta)
 
 
 def _split_product(node: fx.Node) -> None:

@@ -23,7 +23,7 @@ from fxckpt.passes.tiles.linear_ops import ZEROS, bare_name, is_linear
 from fxckpt.passes.tiles.row_regions import RowRegion
 from fxckpt.passes.tiles.row_rules import MEAN
 from fxckpt.passes.tiles.unroll import emit_call, value_of
-from fxckpt.torch_private import fake_like
+from fxckpt.torch_private import fake_like, is_surely_equal
 
 aten = torch.ops.aten
 
@@ -165,9 +165,12 @@ def _add_scaled(graph: fx.Graph, node: fx.Node, tangent: fx.Node, total: fx.Node
     others = [n for n in total.args[:2] if n is not node]
     if len(others) != 1 or not isinstance(others[0], fx.Node) or total.kwargs:
         return False
-    values = [n.meta["val"] for n in (node, others[0], total)]
-    if len({(v.shape, v.dtype) for v in values}) != 1:
-        return False
+    value, *values = (n.meta["val"] for n in (node, others[0], total))
+    for other in values:
+        if other.dim() != value.dim() or other.dtype != value.dtype:
+            return False
+        if not all(map(is_surely_equal, other.shape, value.shape)):
+            return False
     with graph.inserting_before(total):
         new = emit_call(graph, aten.addcmul.default, (others[0], node, tangent), {}, total)
     total.replace_all_uses_with(new)

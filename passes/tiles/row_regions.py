@@ -6,11 +6,15 @@ and of the backward, as long as each is row-wise or sums over rows (:mod:`.row_r
 enter or leave it are narrow, or sums. If an op on a wide value is neither, as in attention, or if a
 wide value is an output, there is no region.
 
-Expects a normalized joint graph of fixed sizes. Leaves the graph alone.
+Sizes may vary: a place is one for all of them. A region of which one is not known before it runs is
+left alone.
+
+Expects a normalized joint graph. Leaves the graph alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,10 +23,21 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from fxckpt.ops.properties import tensors
 from fxckpt.passes.analysis.placement import backward_closure
 from fxckpt.passes.tiles.row_rules import SUMMED, Place, RowCall, Rows, row_rule
 from fxckpt.passes.tiles.used_rows import used_rows
-from fxckpt.torch_private import is_symbolic
+from fxckpt.torch_private import (
+    Size,
+    is_computed,
+    is_surely_at_most,
+    is_surely_equal,
+    is_symbolic,
+    plain_size,
+    size_hint,
+    size_key,
+    traced_size,
+)
 
 aten = torch.ops.aten
 
@@ -36,7 +51,7 @@ class RowRegion:
 
     name: str
     """Module of the matmul that it begins at, or the name of that node."""
-    length: int
+    length: Size
     """Number of its rows."""
     forward: tuple[fx.Node, ...]
     """Its ops that read no incoming gradient, in the order of the graph."""
@@ -48,7 +63,7 @@ class RowRegion:
     """Bytes of its widest value."""
     seed: fx.Node
     """The matmul that it begins at."""
-    used: tuple[int, int]
+    used: tuple[Size, Size]
     """First and last of the rows that anything outside depends on, the last one excluded."""
 
     @property
@@ -59,13 +74,25 @@ class RowRegion:
     @property
     def has_unused(self) -> bool:
         """Whether nothing outside depends on some of its rows."""
-        return self.used != (0, self.length)
+        return not all(map(is_surely_equal, self.used, (0, self.length)))
 
-    def tiles(self, count: int) -> tuple[tuple[int, int], ...]:
-        """Return the rows of each of at most ``count`` tiles; the last one may be smaller."""
+    def tiles(self, count: int) -> tuple[tuple[Size, Size], ...]:
+        """Return the rows of each of at most ``count`` tiles; the last one may be smaller.
+
+        If their number varies, there are ``count``, of which the first ones may have a row more
+        than the last ones; where there are fewer rows than tiles, the last ones have none.
+        """
         first, last = self.used
-        size = math.ceil((last - first) / count)
-        return tuple((i, min(i + size, last)) for i in range(first, last, size))
+        if isinstance(first, int) and isinstance(last, int):
+            size = math.ceil((last - first) / count)
+            return tuple((i, min(i + size, last)) for i in range(first, last, size))
+        rows = plain_size(last - first)
+        if count == 1:
+            return (self.used,)
+        # Of this form each size has its greatest value at the greatest number of rows.
+        sizes = [(rows + (count - 1 - i)) // count for i in range(count)]
+        ends = [plain_size(end) for end in itertools.accumulate(sizes, initial=first)]
+        return tuple(itertools.pairwise(ends))
 
     def moved_to(self, graph: fx.Graph) -> RowRegion:
         """Return the same region of a copy of the graph."""
@@ -89,12 +116,20 @@ class RowRegion:
     def divides(self, count: int) -> bool:
         """Return whether each value has rows in each of ``count`` tiles.
 
-        One tile is none, but where it leaves out rows.
+        One tile is none, but where it leaves out rows. Of a number that varies each tile must have
+        two rows when it is traced: torch takes a size of one for a dimension that is broadcast.
+        Each value must have all rows then: those that a slice leaves out are in no tile.
         """
-        tiles, least = self.tiles(count), 1 if self.has_unused else 2
+        least, most = 1 if self.has_unused else 2, traced_size(self.used[1] - self.used[0])
+        if not least <= count <= most:
+            return False
         rows = {p for place in self.places.values() for p in _each(place) if isinstance(p, Rows)}
-        return least <= count <= self.used[1] - self.used[0] and all(
-            r.part(*tile).length for r in rows for tile in tiles
+        if all(isinstance(size, int) for size in self.used) and all(r.is_fixed for r in rows):
+            return all(r.part(*tile).length for r in rows for tile in self.tiles(count))
+        return all(traced_size(last - first) >= 2 for first, last in self.tiles(count)) and all(
+            is_surely_at_most(r.start, self.used[0])
+            and is_surely_at_most(self.used[1], plain_size(r.start + r.length))
+            for r in rows
         )
 
 
@@ -128,7 +163,7 @@ def _seeds(graph: fx.Graph, closure: set[fx.Node]) -> Iterator[fx.Node]:
     for node in graph.nodes:
         if node.target in (aten.mm.default, aten.addmm.default) and node not in closure:
             left = _left(node)
-            if not _is_symbolic_value(node) and _elements(node) > WIDE * _elements(left):
+            if _is_known(node) and _elements(node) > WIDE * _elements(left):
                 yield node
 
 
@@ -138,16 +173,22 @@ def _left(matmul: fx.Node) -> fx.Node:
     return left
 
 
-def _is_symbolic_value(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return not all(type(n) is int for n in value.shape)
+def _is_known(node: fx.Node) -> bool:
+    """Return whether the sizes of a node's value are known before it runs."""
+    return all(is_computed(size) for t in tensors(node.meta.get("val")) for size in t.shape)
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Return whether a node computes a size that is known without it."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.SymInt) and is_computed(value)
 
 
 def _elements(node: fx.Node) -> int:
-    """Return the elements of the largest tensor of a node."""
+    """Return the elements of the largest tensor of a node, as planned."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return max((v.numel() for v in values if isinstance(v, torch.Tensor)), default=0)
+    return max((size_hint(v.numel()) for v in values if isinstance(v, torch.Tensor)), default=0)
 
 
 def _numberings(seed: fx.Node) -> Iterator[Rows]:
@@ -159,9 +200,10 @@ def _numberings(seed: fx.Node) -> Iterator[Rows]:
     yield Rows(0, 1, 0, count, 1)
     near = [*seed.users, *_left(seed).all_input_nodes]
     shapes = (n.meta["val"].shape[:-1] for n in near if isinstance(n.meta.get("val"), torch.Tensor))
-    for dims in dict.fromkeys(tuple(s) for s in shapes if len(s) > 1 and math.prod(s) == count):
+    factors = (s for s in shapes if len(s) > 1 and is_surely_equal(math.prod(s), count))
+    for dims in {tuple(map(size_key, s)): tuple(s) for s in factors}.values():
         for at, length in enumerate(dims):
-            if 1 < length < count:
+            if 1 < size_hint(length) < size_hint(count):
                 yield Rows(0, math.prod(dims[:at]), 0, length, math.prod(dims[at + 1 :]))
 
 
@@ -228,7 +270,8 @@ class _Growth:
         if node in self.members:
             return
         is_item = node.target is operator.getitem
-        if node.op != "call_function" or is_symbolic(node) or not (is_item or row_rule(node)):
+        is_ruled = node.op == "call_function" and (is_item or row_rule(node) is not None)
+        if not is_ruled or is_symbolic(node) or not _is_known(node):
             raise _Refused
         self.members.add(node)
         self.waiting[node] = None
@@ -282,7 +325,8 @@ class _Growth:
         place = self.places[node]
         if isinstance(place, tuple) or (isinstance(place, Rows) and self._is_wide(node)):
             for user in node.users:
-                self._add(user)
+                if not _is_size(user):
+                    self._add(user)
 
     def _between(self, *, backward: bool) -> list[fx.Node]:
         """Return the nodes of a half that are no members and lie on a path between members."""
@@ -293,7 +337,7 @@ class _Growth:
         while stack:
             for arg in stack.pop().all_input_nodes:
                 is_near = self.order[arg] > first and (arg in self.closure) == backward
-                if is_near and arg not in members and arg not in before:
+                if is_near and not _is_size(arg) and arg not in members and arg not in before:
                     before.add(arg)
                     stack.append(arg)
         after: set[fx.Node] = set()

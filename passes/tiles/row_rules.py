@@ -22,7 +22,14 @@ from torch import fx
 from fxckpt.ops.in_place import ELEMENTWISE
 from fxckpt.ops.kernels import cross_entropy_backward
 from fxckpt.ops.properties import is_mutating, is_random
-from fxckpt.torch_private import OpOverload
+from fxckpt.torch_private import (
+    OpOverload,
+    Size,
+    exact_quotient,
+    is_surely_at_most,
+    is_surely_equal,
+    plain_size,
+)
 
 aten = torch.ops.aten
 
@@ -40,29 +47,55 @@ class Summed(enum.Enum):
 SUMMED = Summed.SUMMED
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Where the rows of a region lie in a value.
 
     The dimension ``dim`` has ``outer * length * inner`` elements; of the three factors, the middle
-    one is that of the rows ``start``, ``start + 1``, ... of the region.
+    one is that of the rows ``start``, ``start + 1``, ... of the region. Two are equal if they are
+    for all sizes that vary.
     """
 
     dim: int
-    outer: int
-    start: int
-    length: int
-    inner: int
+    outer: Size
+    start: Size
+    length: Size
+    inner: Size
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Rows)
+            and self.dim == other.dim
+            and all(map(is_surely_equal, self._sizes, other._sizes))
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.dim)
 
     @property
-    def size(self) -> int:
-        """Elements of the dimension."""
-        return self.outer * self.length * self.inner
+    def _sizes(self) -> tuple[Size, ...]:
+        return self.outer, self.start, self.length, self.inner
 
-    def part(self, first: int, last: int) -> Rows:
-        """Return the rows of a tile, those from ``first`` to before ``last`` of the region."""
-        begin, end = max(first, self.start), min(last, self.start + self.length)
-        return replace(self, start=begin, length=max(0, end - begin))
+    @property
+    def is_fixed(self) -> bool:
+        """Whether all its sizes are numbers."""
+        return all(isinstance(size, int) for size in self._sizes)
+
+    @property
+    def size(self) -> Size:
+        """Elements of the dimension."""
+        return plain_size(self.outer * self.length * self.inner)
+
+    def part(self, first: Size, last: Size) -> Rows:
+        """Return the rows of a tile, those from ``first`` to before ``last`` of the region.
+
+        All of them must be rows of the value, unless they are numbers.
+        """
+        begin, end = self.start, plain_size(self.start + self.length)
+        if all(isinstance(size, int) for size in (first, last, begin, end)):
+            first, last = max(first, begin), min(last, end)
+            last = max(first, last)
+        return replace(self, start=first, length=plain_size(last - first))
 
 
 Place = Rows | Summed | None
@@ -103,7 +136,7 @@ class RowRule:
     adapt: Adapt | None = None
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
+def _shape(node: fx.Node) -> tuple[Size, ...]:
     return tuple(node.meta["val"].shape)
 
 
@@ -126,13 +159,14 @@ def _tensor_operands(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
 
 
-def _from_right(shape: Sequence[int], rows: Rows, right: int) -> Rows | None:
+def _from_right(shape: Sequence[Size], rows: Rows, right: int) -> Rows | None:
     """Return the rows of a value that is broadcast with others, by the distance from the right."""
     dim = len(shape) - right
-    return replace(rows, dim=dim) if dim >= 0 and shape[dim] == rows.size else None
+    is_whole = dim >= 0 and is_surely_equal(shape[dim], rows.size)
+    return replace(rows, dim=dim) if is_whole else None
 
 
-def _known(call: RowCall) -> tuple[tuple[int, ...], Rows] | None:
+def _known(call: RowCall) -> tuple[tuple[Size, ...], Rows] | None:
     """Return the shape and the rows of a value of the call that has rows."""
     if call.result is not None:
         return _shape(call.node), call.result
@@ -183,7 +217,8 @@ def _gather(call: RowCall) -> Places | None:
     if known is None or not ndim or any(len(_shape(n)) != ndim for n in operands):
         return None
     _, rows = known
-    if rows.dim == dim % ndim or any(_shape(n)[rows.dim] != rows.size for n in operands):
+    are_whole = all(is_surely_equal(_shape(n)[rows.dim], rows.size) for n in operands)
+    if rows.dim == dim % ndim or not are_whole:
         return None
     return Places(dict.fromkeys(operands, rows), rows)
 
@@ -248,7 +283,7 @@ def _addmm(call: RowCall) -> Places | None:
     return Places({**found.operands, bias: added}, found.result)
 
 
-def regrouped(rows: Rows, shape: Sequence[int], other: Sequence[int]) -> Rows | None:
+def regrouped(rows: Rows, shape: Sequence[Size], other: Sequence[Size]) -> Rows | None:
     """Return the rows of a value of one shape when it is viewed in another one.
 
     >>> regrouped(Rows(0, 4, 0, 256, 1), (1024, 8), (4, 256, 8))
@@ -258,10 +293,10 @@ def regrouped(rows: Rows, shape: Sequence[int], other: Sequence[int]) -> Rows | 
     after = rows.inner * math.prod(shape[rows.dim + 1 :])
     for dim, size in enumerate(other):
         ahead, behind = math.prod(other[:dim]), math.prod(other[dim + 1 :])
-        if not ahead or not behind or before % ahead or after % behind:
+        outer, inner = exact_quotient(before, ahead), exact_quotient(after, behind)
+        if outer is None or inner is None:
             continue
-        outer, inner = before // ahead, after // behind
-        if outer * rows.length * inner == size:
+        if is_surely_equal(plain_size(outer * rows.length * inner), size):
             return replace(rows, dim=dim, outer=outer, inner=inner)
     return None
 
@@ -328,7 +363,7 @@ def _squeezed(call: RowCall) -> Places | None:
     given = _args(call.node)[1]
     ndim = len(_shape(operand))
     gone = {d % ndim for d in ([given] if isinstance(given, int) else given)}
-    left = [d for d in range(ndim) if d not in gone or _shape(operand)[d] != 1]
+    left = [d for d in range(ndim) if d not in gone or not is_surely_equal(_shape(operand)[d], 1)]
     return _mapped(
         call,
         lambda r: replace(r, dim=left.index(r.dim)) if r.dim in left else None,
@@ -336,17 +371,27 @@ def _squeezed(call: RowCall) -> Places | None:
     )
 
 
-def _slice_of(node: fx.Node) -> tuple[int, int, int, int]:
-    """Return dimension, begin, end and step of ``slice`` and of ``slice_backward``."""
+def _slice_of(node: fx.Node) -> tuple[int, Size | None, Size | None, int]:
+    """Return dimension, begin, end and step of ``slice`` and of ``slice_backward``.
+
+    Begin and end are None where sizes that vary leave it open what they are.
+    """
     is_back = node.target is aten.slice_backward.default
-    whole = node if is_back else _args(node)[0]
+    whole, part = (node, _args(node)[0]) if is_back else (_args(node)[0], node)
     given = [*_args(node)[2 if is_back else 1 :], *[None] * 4]
-    dim, begin, end, step = (v if v is None else int(v) for v in given[:4])
-    dim = (dim or 0) % len(_shape(whole))
-    size = _shape(whole)[dim]
+    values = [v.meta["val"] if isinstance(v, fx.Node) else v for v in given[:4]]
+    dim, begin, end, step = values
+    dim, step = (dim or 0) % len(_shape(whole)), 1 if step is None else step
+    size, left = _shape(whole)[dim], _shape(part)[dim]
     begin, end = 0 if begin is None else begin, size if end is None else end
-    begin, end = (min(max(v + size if v < 0 else v, 0), size) for v in (begin, end))
-    return dim, begin, max(begin, end), 1 if step is None else step
+    if all(isinstance(v, int) for v in (begin, end, size)):
+        begin, end = (min(max(v + size if v < 0 else v, 0), size) for v in (begin, end))
+        return dim, begin, max(begin, end), step
+    begin, end = (plain_size(v + size) if is_surely_at_most(v, -1) else v for v in (begin, end))
+    end = size if is_surely_at_most(size, end) else end
+    # That many elements are left by a slice of which neither end was moved.
+    is_known = step == 1 and is_surely_equal(plain_size(end - begin), left)
+    return (dim, begin, end, step) if is_known else (dim, None, None, step)
 
 
 def _narrowed(rows: Rows, node: fx.Node) -> Rows | None:
@@ -354,19 +399,24 @@ def _narrowed(rows: Rows, node: fx.Node) -> Rows | None:
     dim, begin, end, step = _slice_of(node)
     if rows.dim != dim:
         return rows
-    if rows.outer != 1 or rows.inner != 1 or step != 1:
+    if begin is None or end is None or not _is_sliced_alone(rows, step):
         return None
-    return replace(rows, start=rows.start + begin, length=end - begin)
+    return replace(rows, start=plain_size(rows.start + begin), length=plain_size(end - begin))
 
 
-def _widened(rows: Rows, node: fx.Node, size: int) -> Rows | None:
+def _widened(rows: Rows, node: fx.Node, size: Size) -> Rows | None:
     """Return the rows of a value, of this size, of which a slice leaves the given ones."""
     dim, begin, _, step = _slice_of(node)
     if rows.dim != dim:
         return rows
-    if rows.outer != 1 or rows.inner != 1 or step != 1:
+    if begin is None or not _is_sliced_alone(rows, step):
         return None
-    return replace(rows, start=rows.start - begin, length=size)
+    return replace(rows, start=plain_size(rows.start - begin), length=size)
+
+
+def _is_sliced_alone(rows: Rows, step: int) -> bool:
+    """Return whether a slice of the rows' dimension leaves out rows, each as a whole."""
+    return is_surely_equal(rows.outer, 1) and is_surely_equal(rows.inner, 1) and step == 1
 
 
 def _sliced(call: RowCall) -> Places | None:
@@ -458,9 +508,9 @@ def _slice_tile(node: fx.Node, operand: Rows | None, result: Rows, args: Args) -
     dim, begin, end, step = _slice_of(node)
     assert operand is not None
     if dim == result.dim:
-        begin = result.start - operand.start
-        end = begin + result.length
-    return args[0], dim, begin, end, step
+        begin = plain_size(result.start - operand.start)
+        end = plain_size(begin + result.length)
+    return args if begin is None else (args[0], dim, begin, end, step)
 
 
 def _pad_tile(node: fx.Node, operand: Rows | None, result: Rows, args: Args) -> Args:
@@ -470,9 +520,10 @@ def _pad_tile(node: fx.Node, operand: Rows | None, result: Rows, args: Args) -> 
     shape = list(_shape(node))
     shape[result.dim] = result.size
     if dim == result.dim:
-        begin = operand.start - result.start
-        end = begin + operand.length
-    return args[0], shape, dim, begin, end, step
+        begin = plain_size(operand.start - result.start)
+        end = plain_size(begin + operand.length)
+    rest = args[2:] if begin is None else (dim, begin, end, step)
+    return args[0], shape, *rest
 
 
 AT_ONE = {

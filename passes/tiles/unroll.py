@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,10 +21,21 @@ import torch
 from torch import fx
 
 from fxckpt.ops.kernels import accumulate_mm
+from fxckpt.ops.properties import tensors
 from fxckpt.passes.meta import ACCUMULATES
 from fxckpt.passes.tiles.row_regions import RowRegion
 from fxckpt.passes.tiles.row_rules import MEAN, SUM, SUMMED, Rows, row_rule
-from fxckpt.torch_private import fake_like
+from fxckpt.torch_private import (
+    Size,
+    SizeNodes,
+    fake_like,
+    is_surely_contiguous,
+    is_surely_equal,
+    is_symbolic,
+    plain_size,
+    storage_id,
+    without_guards,
+)
 
 aten = torch.ops.aten
 
@@ -37,9 +48,10 @@ FILLED = (aten.full.default, aten.ones.default, aten.zeros.default)
 def unroll(graph: fx.Graph, regions: Sequence[RowRegion], count: int) -> None:
     """Unroll regions of a joint graph, which share no op, into ``count`` tiles each."""
     replaced: dict[fx.Node, fx.Node] = {}
+    sizes = SizeNodes(graph)
     for region in regions:
         places = {replaced.get(node, node): place for node, place in region.places.items()}
-        unroller = _Unroller(graph, replace(region, places=places), count)
+        unroller = _Unroller(graph, replace(region, places=places), count, sizes)
         replaced.update(unroller.run())
 
 
@@ -59,6 +71,8 @@ class _Unroller:
     graph: fx.Graph
     region: RowRegion
     count: int
+    sizes: SizeNodes
+    """Nodes of sizes that vary."""
     pieces: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
     """Values by tile: results of members, and parts of what enters the region."""
     sums: dict[tuple[fx.Node, int], _Sum] = field(default_factory=dict)
@@ -69,6 +83,7 @@ class _Unroller:
     def run(self) -> dict[fx.Node, fx.Node]:
         """Unroll both halves, and return the nodes that replace values which leave the region."""
         members = self.region.members
+        self._compute_sizes()
         whole: dict[fx.Node, fx.Node] = {}
         for half in (self.region.forward, self.region.backward):
             if not half:
@@ -89,6 +104,17 @@ class _Unroller:
             self.graph.erase_node(node)
         return whole
 
+    def _compute_sizes(self) -> None:
+        """Compute sizes that are read from members from those of the inputs."""
+        for node in self.region.members:
+            for reader in [user for user in node.users if is_symbolic(user)]:
+                size = self.sizes.node_of(plain_size(reader.meta["val"]))
+                for user in list(reader.users):
+                    given = {reader: size}
+                    user.args = _with_sizes(user.args, given)
+                    user.kwargs = _with_sizes(user.kwargs, given)
+                self.graph.erase_node(reader)
+
     def _make_room(self, half: Sequence[fx.Node]) -> fx.Node:
         """Move what the members of a half read in front of the first one, and return that."""
         first, members = half[0], set(half)
@@ -106,7 +132,7 @@ class _Unroller:
                 first.prepend(node)
         return first
 
-    def _emit(self, node: fx.Node, tile: int, first: int, last: int) -> None:
+    def _emit(self, node: fx.Node, tile: int, first: Size, last: Size) -> None:
         """Emit a member for one tile."""
         place = self.region.places[node]
         if node.target is operator.getitem and place is SUMMED:
@@ -128,7 +154,8 @@ class _Unroller:
         if (same := self._unchanged(node, target, args, place, first, last)) is not None:
             self.pieces[node, tile] = same
             return
-        new = self._call(target, args, kwargs, node, f"{node.name}_tile_{tile}")
+        value = self._value_of_tile(node, place, first, last)
+        new = self._call(target, args, kwargs, node, f"{node.name}_tile_{tile}", value)
         self.pieces[node, tile] = new
         if isinstance(place, tuple):
             for position, item in enumerate(place):
@@ -136,8 +163,22 @@ class _Unroller:
                     part = self._call(operator.getitem, (new, position), {}, node)
                     self._accumulate(node, position, part)
 
+    def _value_of_tile(
+        self, node: fx.Node, place: Any, first: Size, last: Size
+    ) -> torch.Tensor | None:
+        """Return the value of a member for a tile of rows that vary, unless it is a view."""
+        whole = node.meta["val"]
+        if not isinstance(place, Rows) or isinstance((part := place.part(first, last)).size, int):
+            return None
+        held = {storage_id(t) for n in node.all_input_nodes for t in tensors(n.meta.get("val"))}
+        if storage_id(whole) in held or not is_surely_contiguous(whole):
+            return None
+        shape = list(whole.shape)
+        shape[place.dim] = part.size
+        return fake_like(whole, tuple(shape), whole.dtype)
+
     def _unchanged(
-        self, node: fx.Node, target: Any, args: tuple[Any, ...], place: Any, first: int, last: int
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], place: Any, first: Size, last: Size
     ) -> fx.Node | None:
         """Return the operand of an op that, of the rows of a tile, changes nothing.
 
@@ -150,10 +191,10 @@ class _Unroller:
         shape[place.dim] = place.part(first, last).size
         layout = node.kwargs.get("memory_format", torch.contiguous_format)
         is_laid_out = layout in (torch.contiguous_format, torch.preserve_format)
-        is_kept = list(value.shape) == shape and value.is_contiguous() and is_laid_out
+        is_kept = _has_shape(value, shape) and is_surely_contiguous(value) and is_laid_out
         return args[0] if is_kept and node.args[0] in self.region.members else None
 
-    def _piece(self, reader: fx.Node, arg: fx.Node, tile: int, first: int, last: int) -> fx.Node:
+    def _piece(self, reader: fx.Node, arg: fx.Node, tile: int, first: Size, last: Size) -> fx.Node:
         """Return what a member reads for one tile in place of an argument."""
         if (arg, tile) in self.pieces:
             return self.pieces[arg, tile]
@@ -163,14 +204,14 @@ class _Unroller:
         if not isinstance(rows, Rows):
             return arg
         part = rows.part(first, last)
-        begin = (part.start - rows.start) * rows.inner
-        end = begin + part.length * rows.inner
+        begin = plain_size((part.start - rows.start) * rows.inner)
+        end = plain_size(begin + part.length * rows.inner)
         name = f"{arg.name}_tile_{tile}"
-        if rows.outer == 1:
+        if is_surely_equal(rows.outer, 1):
             piece = self._call(aten.slice.Tensor, (arg, rows.dim, begin, end), {}, arg, name)
         else:
             shape = tuple(arg.meta["val"].shape)
-            apart = (rows.outer, rows.length * rows.inner)
+            apart = (rows.outer, plain_size(rows.length * rows.inner))
             split = self._viewed(arg, (*shape[: rows.dim], *apart, *shape[rows.dim + 1 :]), arg)
             piece = self._call(aten.slice.Tensor, (split, rows.dim + 1, begin, end), {}, arg)
             size = (*shape[: rows.dim], part.size, *shape[rows.dim + 1 :])
@@ -213,7 +254,8 @@ class _Unroller:
         if rows is not None:
             shape[rows.dim] = rows.size
         given = {"dtype": dtype, "device": value.device}
-        zeros = self.graph.call_function(aten.full.default, (shape, 0), given)
+        made_of = self.sizes.in_place_of(shape)
+        zeros = self.graph.call_function(aten.full.default, (made_of, 0), given)
         zeros.meta = {**like.meta, "val": fake_like(value, tuple(shape), dtype)}
         return zeros
 
@@ -246,27 +288,44 @@ class _Unroller:
         """Return the rows of all tiles of a member in one value; unused rows are zero."""
         rows = self.region.places[node]
         assert isinstance(rows, Rows)
-        pieces = [self.pieces[node, tile] for tile in range(len(self.region.tiles(self.count)))]
+        tiles = self.region.tiles(self.count)
+        pieces = [self.pieces[node, tile] for tile in range(len(tiles))]
+        parts = [rows.part(*tile) for tile in tiles]
         first, last = self.region.used
-        if (before := rows.part(0, first)).length:
+        before, after = rows.part(0, first), rows.part(last, self.region.length)
+        if not is_surely_equal(before.length, 0):
             pieces.insert(0, self._zeros(node, before))
-        if (after := rows.part(last, self.region.length)).length:
+            parts.insert(0, before)
+        if not is_surely_equal(after.length, 0):
             pieces.append(self._zeros(node, after))
+            parts.append(after)
         if len(pieces) == 1:
             return pieces[0]
-        if rows.outer == 1:
-            return self._call(aten.cat.default, (pieces, rows.dim), {}, node, f"{node.name}_whole")
+        if is_surely_equal(rows.outer, 1):
+            joined = self._call(
+                aten.cat.default, (pieces, rows.dim), {}, node, f"{node.name}_whole"
+            )
+            return self._all_of(joined, rows.dim, rows.size)
         shape = tuple(node.meta["val"].shape)
         apart = []
-        for piece in pieces:
-            size = piece.meta["val"].shape[rows.dim] // rows.outer
+        for piece, part in zip(pieces, parts, strict=True):
+            size = plain_size(part.length * rows.inner)
             dims = (*shape[: rows.dim], rows.outer, size, *shape[rows.dim + 1 :])
             apart.append(self._viewed(piece, dims, node))
         joined = self._call(aten.cat.default, (apart, rows.dim + 1), {}, node)
+        joined = self._all_of(joined, rows.dim + 1, plain_size(rows.length * rows.inner))
         return self._viewed(joined, shape, node, f"{node.name}_whole")
 
+    def _all_of(self, joined: fx.Node, dim: int, size: Size) -> fx.Node:
+        """Return joined rows, of a value that has as many as the tiles have together."""
+        value = joined.meta["val"]
+        if not isinstance(size, int):
+            shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
+            joined.meta["val"] = fake_like(value, shape, value.dtype)
+        return joined
+
     def _viewed(
-        self, value: fx.Node, shape: Sequence[int], like: fx.Node, name: str | None = None
+        self, value: fx.Node, shape: Sequence[Size], like: fx.Node, name: str | None = None
     ) -> fx.Node:
         """Return a view of a value in another shape, of a copy if its strides allow none."""
         return self._call(aten.view.default, (value, list(shape)), {}, like, name)
@@ -278,9 +337,11 @@ class _Unroller:
         kwargs: Any,
         like: fx.Node,
         name: str | None = None,
+        value: torch.Tensor | None = None,
     ) -> fx.Node:
         """Add a call with the metadata of a node, and its own value."""
-        return emit_call(self.graph, target, args, kwargs, like, name)
+        given = self.sizes.in_place_of((args, dict(kwargs)))
+        return emit_call(self.graph, target, given[0], given[1], like, name, value)
 
 
 def emit_call(
@@ -290,8 +351,9 @@ def emit_call(
     kwargs: Any,
     like: fx.Node,
     name: str | None = None,
+    value: torch.Tensor | None = None,
 ) -> fx.Node:
-    """Add a call with the metadata of a node, and a value of its own.
+    """Add a call with the metadata of a node, and a value of its own, if that is not given.
 
     A view that strides do not allow is one of a copy.
     """
@@ -300,7 +362,7 @@ def emit_call(
         args = (emit_call(graph, aten.clone.default, args[:1], whole, like), *args[1:])
     node = graph.create_node("call_function", target, args, dict(kwargs), name)
     node.meta = copy.copy(like.meta)
-    node.meta["val"] = value_of(node)
+    node.meta["val"] = value_of(node) if value is None else value
     return node
 
 
@@ -310,15 +372,22 @@ def value_of(node: fx.Node) -> Any:
     Values of a size alone are fake as well, in the trace that the node's metadata is of.
     """
     known = node.meta.get("val")
+    args: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
+    kwargs: Any = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
     if node.target in FILLED and isinstance(known, torch.Tensor):
-        shape, dtype = node.args[0], node.kwargs.get("dtype", known.dtype)
-        return fake_like(known, tuple(shape), dtype)  # type: ignore[arg-type]
+        return fake_like(known, tuple(args[0]), kwargs.get("dtype", known.dtype))
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
-    with torch.no_grad():
-        return target(
-            *fx.map_arg(node.args, lambda n: n.meta["val"]),
-            **fx.map_arg(node.kwargs, lambda n: n.meta["val"]),
-        )
+    with torch.no_grad(), without_guards(next(tensors(known), None)):
+        return target(*args, **kwargs)
+
+
+def _with_sizes(args: Any, given: Mapping[fx.Node, fx.Node | int]) -> Any:
+    """Return arguments with sizes in place of the nodes that read them."""
+    return fx.map_arg(args, lambda arg: given.get(arg, arg))
+
+
+def _has_shape(value: torch.Tensor, shape: Sequence[Size]) -> bool:
+    return len(shape) == value.dim() and all(map(is_surely_equal, value.shape, shape))
 
 
 def _following(node: fx.Node) -> Iterable[fx.Node]:
@@ -328,10 +397,16 @@ def _following(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _can_view(value: fx.Node, shape: Sequence[int]) -> bool:
-    """Return whether a value may be viewed in another shape without a copy."""
+    """Return whether a value may be viewed in another shape without a copy.
+
+    If sizes vary, so do strides: only what is contiguous at all of them surely may.
+    """
+    whole = value.meta["val"]
+    if any(isinstance(arg, fx.Node) for arg in shape):
+        return is_surely_contiguous(whole)
     with torch.no_grad():
         try:
-            value.meta["val"].view(shape)
+            whole.view(shape)
         except (RuntimeError, ValueError):  # which one depends on the strides
             return False
     return True

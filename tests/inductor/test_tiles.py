@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxckpt
 
@@ -81,10 +82,29 @@ def test_what_excludes_tiles_is_an_error() -> None:
     policy = fxckpt.policies.tile("haed")
     with pytest.raises(fxckpt.PolicyMatchesNothing, match="'head'"):
         gradients(model, fxckpt.Backend(policy=policy, **roomy))
-    torch._dynamo.reset()
-    step = torch.compile(model, backend=fxckpt.Backend(tile="auto", **roomy), dynamic=True)
-    with pytest.raises(fxckpt.InvalidOption, match="needs fixed sizes"):
-        step(X)
+
+
+def test_one_graph_for_sizes_that_vary() -> None:
+    """Loss and gradients are those of each size, and the peak is the compiled one."""
+    model = Head()
+    backend = fxckpt.Backend("min", inner="inductor", cost="flops", scope="graph", tile=3)
+    counter = CompileCounterWithBackend(backend)
+    step = torch.compile(model, backend=counter, dynamic=True)
+    compiles = []
+    for rows in (512, 509, 33):
+        found, given = [], X[:rows].clone()
+        for run in (step, model):
+            model.zero_grad()
+            run(given).backward()
+            found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
+        compiles.append(counter.frame_count)
+    assert len(set(compiles)) == 1
+    (plan,) = backend.plans
+    assert plan.tiling is not None and plan.tiling.count == 3
+    model.zero_grad()
+    peak = fxckpt.measure_peak(lambda: step(X).backward())
+    assert peak == plan.compiled_peak_bytes
 
 
 @pytest.mark.sweep

@@ -116,43 +116,18 @@ def test_several_graphs_of_a_step_are_refused() -> None:
         torch.compile(broken, backend=backend)(x, target)
 
 
-@pytest.mark.parametrize("by_policy", [False, True])
-def test_sizes_that_vary_are_refused(by_policy: bool) -> None:
-    """A number of rows that is not known cannot be divided, bounded or not."""
-    model, x, target = made()
-    tile: Any = {"policy": fxckpt.policies.tile("head")} if by_policy else {"tile": "auto"}
-    backend = fxckpt.Backend(budget="1GiB", inner="aot_eager", cost="flops", **tile)
-    with pytest.raises(InvalidOption, match=r"needs fixed sizes.*dynamic=False"):
-        torch.compile(model, backend=backend, dynamic=True)(x, target)
-    torch._dynamo.reset()
-    for value in (x, target):
-        torch._dynamo.mark_dynamic(value, 0, min=2, max=64)
-    with pytest.raises(InvalidOption, match=r"needs fixed sizes.*dynamic=False"):
-        torch.compile(model, backend=backend)(x, target)
-
-
 def test_each_size_is_tiled_for_itself() -> None:
-    """Without dynamic=False the second size is taken to vary; with it each one is planned."""
+    """With dynamic=False each size is planned."""
     model, x, target = made()
-
-    def stepped(**options: Any) -> list[Tensor]:
-        torch._dynamo.reset()
-        backend = fxckpt.Backend(budget="1GiB", inner="aot_eager", cost="flops", tile=4)
-        step, found = torch.compile(model, backend=backend, **options), []
-        for rows in (4, 3, 1):
-            step(x[:rows], target[:rows]).backward()
-            found += gradients(model)
-        assert [p.tiling.count for p in backend.plans if p.tiling] == [4, 4, 4]
-        return found
-
-    expected = []
+    backend = fxckpt.Backend(budget="1GiB", inner="aot_eager", cost="flops", tile=4)
+    step = torch.compile(model, backend=backend, dynamic=False)
     for rows in (4, 3, 1):
+        step(x[:rows], target[:rows]).backward()
+        found = gradients(model)
         model(x[:rows], target[:rows]).backward()
-        expected += gradients(model)
-    for gradient, whole in zip(stepped(dynamic=False), expected, strict=True):
-        torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-7)
-    with pytest.raises(InvalidOption, match=r"needs fixed sizes.*dynamic=False"):
-        stepped()
+        for gradient, whole in zip(found, gradients(model), strict=True):
+            torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-7)
+    assert [p.tiling.count for p in backend.plans if p.tiling] == [4, 4, 4]
 
 
 @pytest.mark.parametrize("tile", [0, 1, -4, "many", 2.0, True])

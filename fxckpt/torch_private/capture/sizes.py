@@ -38,6 +38,14 @@ def size_hint(value: Any) -> int:
     return int(hint) if isinstance(hint, int) else 1
 
 
+def traced_size(value: Any) -> int:
+    """Return what a size was when it was traced; 0 if that is not known."""
+    if isinstance(value, int):
+        return value
+    hint = value.node.hint if value.node.has_hint() else None
+    return hint if isinstance(hint, int) else 0
+
+
 def has_hint(size: torch.SymInt) -> bool:
     """Return whether a size was known when it was traced: it does not depend on data."""
     return bool(size.node.has_hint())
@@ -121,7 +129,13 @@ def greatest(expr: Any, shape_env: Any) -> int | None:
     is_bounded = all(r.upper.is_Integer and r.upper < MOST for r in ranges.values())
     if not is_bounded or len(ranges) < len(expr.free_symbols):
         return None
-    upper = bound_sympy(expr, ranges).upper
+    return _greatest_within(expr, frozenset(ranges.items()))
+
+
+@cache
+def _greatest_within(expr: Any, ranges: frozenset[tuple[Any, Any]]) -> int | None:
+    """Return the greatest value of an expression whose symbols have bounds, below the limit."""
+    upper = bound_sympy(expr, dict(ranges)).upper
     return int(upper) if upper.is_Integer and upper < MOST else None
 
 
@@ -156,7 +170,9 @@ def _expanded(expression: sympy.Expr) -> sympy.Expr:
 
 def is_surely_equal(one: Any, other: Any) -> bool:
     """Return whether two sizes are equal for all values of their symbols; no guard is added."""
-    return bool(statically_known_true(one == other))
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    return size_key(one) == size_key(other) or bool(statically_known_true(one == other))
 
 
 def unbounded_sizes(graph: fx.Graph) -> list[str]:

@@ -1,0 +1,182 @@
+"""Tiles of sizes that vary: one compiled graph is right, and within its peak, at all of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+import fxckpt
+from fxckpt.planner.capture import capture_joint
+from fxckpt.planner.pipeline import prepare
+from fxckpt.planner.tiles import groups_of, tiled
+from fxckpt.plans.types import Tiling
+
+VOCABULARY, WIDTH, IGNORED = 512, 16, 5
+LARGEST = (6, 40)
+
+
+class Model(nn.Module):
+    """A table, a gated MLP, and a head over a vocabulary with its loss."""
+
+    def __init__(self, shift: bool = False, reduction: str = "mean") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shift, self.reduction = shift, reduction
+        self.table, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH)
+        self.gate, self.up = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.down, self.head = nn.Linear(4 * WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        x = self.table(tokens)
+        y = self.norm(x)
+        logits = self.head(x + self.down(F.silu(self.gate(y)) * self.up(y)))
+        if self.shift:
+            logits, target = logits[:, :-1], target[:, 1:]
+        return F.cross_entropy(
+            logits.flatten(0, 1), target.flatten(), reduction=self.reduction, ignore_index=IGNORED
+        )
+
+
+def batch(rows: int, length: int, dims: Sequence[int] = (0, 1)) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, of which some are ignored; the dims are marked as dynamic."""
+    tokens = torch.randint(VOCABULARY, (rows, length))
+    target = tokens.clone()
+    target[:, ::3] = IGNORED
+    for value in (tokens, target):
+        for dim in dims:
+            torch._dynamo.mark_dynamic(value, dim)
+    return tokens, target
+
+
+def result(step: Any, model: nn.Module, given: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """The loss, and the gradients of the parameters, which are left without."""
+    model.zero_grad()
+    loss = step(*given)
+    loss.backward()
+    found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    model.zero_grad()
+    return found
+
+
+def assert_right(step: Any, model: nn.Module, given: tuple[Tensor, Tensor]) -> None:
+    """Compare with the model in float64."""
+    exact = copy.deepcopy(model).double()
+    pairs = zip(result(step, model, given), result(exact, exact, given), strict=True)
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-6)
+
+
+def measured(step: Any, model: nn.Module, given: tuple[Tensor, Tensor]) -> int:
+    """The peak of a step."""
+    model.zero_grad()
+    peak = fxckpt.measure_peak(lambda: step(*given).backward())
+    model.zero_grad()
+    return peak
+
+
+def compiled(model: nn.Module, **options: Any) -> tuple[Any, fxckpt.Backend, Any]:
+    """A compiled model, its backend, and a counter of compiles."""
+    given = {"budget": 1.0, "inner": "aot_eager", "cost": "flops", "tile": 4, **options}
+    dynamic = given.pop("dynamic", None)
+    backend = fxckpt.Backend(**given)
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(model, backend=counter, dynamic=dynamic), backend, counter
+
+
+def tile_nodes(backend: fxckpt.Backend) -> int:
+    """The number of tiles in the plan of the first graph."""
+    tiling = backend.plans[0].tiling
+    return 0 if tiling is None else tiling.count
+
+
+@pytest.mark.parametrize(("shift", "reduction"), [(True, "mean"), (False, "sum")])
+def test_one_graph_for_batch_and_length(shift: bool, reduction: str) -> None:
+    """Sizes that no number of tiles divides, and fewer rows than tiles, are right."""
+    model = Model(shift, reduction)
+    step, backend, counter = compiled(model)
+    for sizes in (LARGEST, (5, 17), (2, 3)):
+        given = batch(*sizes)
+        assert_right(step, model, given)
+        (plan,) = backend.plans
+        peak = measured(step, model, given)
+        assert peak == plan.peak_bytes if sizes == LARGEST else peak < plan.peak_bytes
+    assert plan.tiling is not None and plan.tiling.count == 4
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_one_graph_for_one_dim(dim: int) -> None:
+    """Rows are those of a batch or of positions, and the other dimension is fixed."""
+    model = Model(shift=True)
+    step, backend, counter = compiled(model, tile=3)
+    for size in ((9, 7, 2), (40, 17, 3))[dim]:
+        sizes = (size, 12) if dim == 0 else (4, size)
+        assert_right(step, model, batch(*sizes, dims=(dim,)))
+    assert tile_nodes(backend) == 3 and counter.frame_count == 1
+
+
+def test_second_size_is_taken_to_vary() -> None:
+    """Dynamo compiles a graph of any size for the second one, and the third one needs no other."""
+    model = Model()
+    step, backend, counter = compiled(model)
+    for sizes in ((4, 12), LARGEST, (3, 17)):
+        assert_right(step, model, batch(*sizes, dims=()))
+    assert counter.frame_count == 2
+    assert [p.tiling.count for p in backend.plans if p.tiling] == [4, 4]
+
+
+def test_bounded_sizes_are_planned_at_their_bound() -> None:
+    """The peak at the greatest size is the plan's, and a smaller one is compiled first."""
+    model = Model()
+    step, backend, counter = compiled(model)
+    for length in (12, 40):
+        given = batch(4, length, dims=())
+        for value in given:
+            torch._dynamo.mark_dynamic(value, 1, min=2, max=40)
+        assert_right(step, model, given)
+    assert measured(step, model, given) == backend.plans[0].peak_bytes
+    assert tile_nodes(backend) == 4 and counter.frame_count == 1
+
+
+def test_growing_sizes_are_planned_again() -> None:
+    """Under a budget of bytes, sizes whose tiles are over it are compiled anew, with tiles."""
+    model = Model()
+    step, backend, counter = compiled(model, budget="500KB", scope="graph")
+    for sizes in ((4, 12), (4, 14), (4, 80)):
+        given = batch(*sizes)
+        assert_right(step, model, given)
+        assert measured(step, model, given) <= 500_000
+    assert counter.frame_count == len(backend.plans) > 1
+    assert all(plan.tiling is not None for plan in backend.plans)
+
+
+def test_gradients_go_ahead_at_any_size() -> None:
+    """The backward of a tile runs with its forward, scaled by the gradient of the loss."""
+    model = Model(shift=True)
+    tokens, target = batch(*LARGEST)
+    joint = capture_joint(model, (tokens, target), {})
+    prepare(joint)
+    found = tiled(joint, Tiling(4, 1, is_ahead=True))
+    assert found is not None and found[1].is_ahead
+
+
+def test_sizes_that_depend_on_data_are_no_rows() -> None:
+    """A head on selected rows is left whole: how many there are is not known before it runs."""
+    head = nn.Linear(WIDTH, VOCABULARY)
+
+    def selected(x: Tensor, target: Tensor) -> Tensor:
+        keep = target != IGNORED
+        return F.cross_entropy(head(x[keep]), target[keep])
+
+    x, target = torch.randn(40, WIDTH, requires_grad=True), torch.randint(VOCABULARY, (40,))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        joint = capture_joint(selected, (x, target), {})
+        prepare(joint)
+    assert groups_of(joint.module.graph) == []
