@@ -39,8 +39,6 @@ from fxckpt.solver.cuts.staged_cut import stage_cuts
 from fxckpt.solver.exact.lower_bounds import Bound, LowerBounds
 from fxckpt.solver.program import BoolArray, FloatArray, IntArray, Program
 
-WORK = 300_000
-"""Most rounds times forward ops."""
 FAR = 4.0
 """Distance of what a window does not need; 1 is as good as held."""
 FORBIDDEN = 3.0
@@ -49,8 +47,8 @@ BISECTIONS = 16
 """Halvings of the price at which what is held fits."""
 AIM = 0.8
 """Seconds that a step aims at, as a share of the least found so far."""
-MEMORY = 0.99
-"""Weight of earlier rounds against the next in the average."""
+FORGOTTEN = 3.0
+"""Weight that earlier rounds lose to the next in the average, times the number of rounds."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +145,9 @@ class PathBounds:
 
     bounds: LowerBounds
     rounds: int
-    """Most subgradient steps."""
+    """Most subgradient steps; each takes time as the ops times the square of the moments."""
     moments: int = 8
-    """Number of moments, beside those of ``bounds``."""
+    """Number of moments, beside those of ``bounds``: more are tighter after more rounds."""
 
     def seconds(self, limit: int) -> Bound:
         """Return the bound on the extra time of any plan within ``limit`` bytes.
@@ -158,13 +156,12 @@ class PathBounds:
         """
         known = self.bounds.seconds(limit)
         program = self.bounds.program
-        rounds = min(self.rounds, WORK // max(1, len(program.ops)))
-        if limit < self.bounds.peak_bytes or not rounds:
+        if limit < self.bounds.peak_bytes or not program.ops:
             return known
         rooms = np.asarray(
             [self.bounds.room(limit, p) for p in self.windows.moments], dtype=np.float64
         )
-        op_shares, value_shares = Shares(self.windows, rooms)(rounds)
+        op_shares, value_shares = Shares(self.windows, rooms)(self.rounds)
         return Bound(max(known.seconds, self.at(op_shares, value_shares, rooms)), known.price)
 
     def at(self, op_shares: FloatArray, value_shares: FloatArray, rooms: FloatArray) -> float:
@@ -211,6 +208,7 @@ class Shares:
         op_shares = np.zeros((len(self.program.ops), size))
         flows = np.zeros((len(self.program.storages), size))
         weights, least = 0.0, math.inf
+        memory = 1 - min(1.0, FORGOTTEN / rounds)
         for _ in range(rounds):
             distance, next_reader, written = self._distances()
             chosen, cost = self._chains(np.maximum(0.0, 1.0 - distance))
@@ -220,8 +218,8 @@ class Shares:
             norm = float((gain * gain / self.bytes).sum())
             step = max(cost - AIM * least, 1e-9) / norm if norm > 0 else 0.0
             # A convex combination of choices without overlap has no more than one over any time.
-            op_shares, flows = MEMORY * op_shares + step * chosen, MEMORY * flows + step * flow
-            weights = MEMORY * weights + step
+            op_shares, flows = memory * op_shares + step * chosen, memory * flows + step * flow
+            weights = memory * weights + step
             if not step:
                 break
             self.held = self._fitting(self.held + step * gain / self.bytes)

@@ -132,7 +132,7 @@ class LocalSearch:
         is_near = best.simulation.extra_seconds <= (1 + self.options.tolerance) * bound.seconds
         if not rounds or limit is None or is_near or self.program.link is not None:
             return bound
-        return PathBounds(self.bounds, rounds).seconds(limit)
+        return PathBounds(self.bounds, rounds, self.options.path_moments).seconds(limit)
 
     def layout(self, count: int) -> Layout:
         """Return the layout of about ``count`` stages."""

@@ -90,6 +90,8 @@ class SearchOptions:
     path_rounds: int = 0
     """Rounds of a search for tighter bounds (:mod:`~fxckpt.solver.exact.path_bounds`),
     which takes seconds; 0 leaves it out."""
+    path_moments: int = 8
+    """Moments of the backward that such bounds look at; more take more time, and more rounds."""
     tolerance: float = 0.005
     """Relative distance to the lower bound at which the search stops."""
     cut: StagedCut = field(default_factory=StagedCut)
