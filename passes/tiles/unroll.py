@@ -12,6 +12,7 @@ but for the order of the sums.
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,8 @@ from fxckpt.torch_private import (
     Size,
     SizeNodes,
     fake_like,
+    fake_view,
+    is_laid_out_whole,
     is_surely_contiguous,
     is_surely_equal,
     is_symbolic,
@@ -43,6 +46,8 @@ SMALL = (torch.float16, torch.bfloat16)
 """Types of which sums are accumulated in float32."""
 FILLED = (aten.full.default, aten.ones.default, aten.zeros.default)
 """Ops that make a value of a size, which is their first argument."""
+WHOLE = torch.contiguous_format
+"""Memory format of a copy that is contiguous whatever it is one of."""
 
 
 def unroll(graph: fx.Graph, regions: Sequence[RowRegion], count: int) -> None:
@@ -208,16 +213,37 @@ class _Unroller:
         end = plain_size(begin + part.length * rows.inner)
         name = f"{arg.name}_tile_{tile}"
         if is_surely_equal(rows.outer, 1):
-            piece = self._call(aten.slice.Tensor, (arg, rows.dim, begin, end), {}, arg, name)
+            piece = self._sliced(arg, (rows.dim, begin, end), part.size, arg, name)
         else:
             shape = tuple(arg.meta["val"].shape)
             apart = (rows.outer, plain_size(rows.length * rows.inner))
             split = self._viewed(arg, (*shape[: rows.dim], *apart, *shape[rows.dim + 1 :]), arg)
-            piece = self._call(aten.slice.Tensor, (split, rows.dim + 1, begin, end), {}, arg)
+            length = plain_size(part.length * rows.inner)
+            piece = self._sliced(split, (rows.dim + 1, begin, end), length, arg)
             size = (*shape[: rows.dim], part.size, *shape[rows.dim + 1 :])
             piece = self._viewed(piece, size, arg, name)
         self.pieces[arg, tile] = piece
         return piece
+
+    def _sliced(
+        self,
+        whole: fx.Node,
+        at: tuple[int, Size, Size],
+        length: Size,
+        like: fx.Node,
+        name: str | None = None,
+    ) -> fx.Node:
+        """Return a slice of a value, of so many rows."""
+        value, (dim, begin, _) = whole.meta["val"], at
+        part = None
+        if not isinstance(length, int):
+            shape, strides = list(value.shape), value.stride()
+            shape[dim] = length
+            with without_guards(value):
+                part = fake_view(
+                    value, shape, strides, value.storage_offset() + begin * strides[dim]
+                )
+        return self._call(aten.slice.Tensor, (whole, *at), {}, like, name, part)
 
     def _add_up(
         self, node: fx.Node, tile: int, target: Any, args: tuple[Any, ...], kwargs: Any
@@ -362,8 +388,57 @@ def emit_call(
         args = (emit_call(graph, aten.clone.default, args[:1], whole, like), *args[1:])
     node = graph.create_node("call_function", target, args, dict(kwargs), name)
     node.meta = copy.copy(like.meta)
+    if value is None:
+        with without_guards(next(tensors(like.meta.get("val")), None)):
+            value = _known_value(node)
     node.meta["val"] = value_of(node) if value is None else value
     return node
+
+
+def _known_value(node: fx.Node) -> Any:
+    """Return the value of an op on sizes that vary where no sizes need be compared for it, or None.
+
+    It is the one that :func:`value_of` returns: torch compares them for each view, which takes most
+    of the time of an unrolling.
+    """
+    if not node.args or not _varies(node.args[0]):
+        return None
+    like = node.meta["val"]
+    if node.target is aten.nll_loss_forward.default and all(item.dim() == 0 for item in like):
+        return tuple(fake_like(item, (), item.dtype) for item in like)
+    args: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
+    value = args[0]
+    if node.target is aten.clone.default and node.kwargs.get("memory_format") is WHOLE:
+        return fake_like(value, tuple(value.shape), value.dtype)
+    if node.target in (aten.view.default, aten._unsafe_view.default):
+        return _known_view(value, args[1])
+    if node.target is aten.transpose.int or (node.target is aten.t.default and value.dim() == 2):
+        one, other = args[1:] or (0, 1)
+        shape, strides = list(value.shape), list(value.stride())
+        for sizes in (shape, strides):
+            sizes[one], sizes[other] = sizes[other], sizes[one]
+        return fake_view(value, shape, strides, value.storage_offset())
+    return None
+
+
+def _known_view(value: torch.Tensor, shape: Sequence[Size]) -> torch.Tensor | None:
+    """Return a view of a contiguous value; None where torch may choose other strides for it."""
+    if any(isinstance(size, int) and size <= 1 for size in (*shape, *value.shape)):
+        return None
+    strides = [*itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)][::-1]
+    # Without elements there is no one size that others divide.
+    is_same = all(isinstance(stride, int) for stride in strides) and is_laid_out_whole(value)
+    if not is_same and not is_surely_contiguous(value):
+        return None
+    return fake_view(value, shape, strides, value.storage_offset())
+
+
+def _varies(node: Any) -> bool:
+    """Return whether an argument is a node of a tensor, of which a size varies."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and any(
+        isinstance(size, torch.SymInt) for size in value.shape
+    )
 
 
 def value_of(node: fx.Node) -> Any:

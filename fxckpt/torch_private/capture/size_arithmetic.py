@@ -11,6 +11,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
+from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
@@ -79,6 +80,16 @@ def is_surely_contiguous(tensor: torch.Tensor) -> bool:
                 return False
             expected = expected * size
     return True
+
+
+def is_laid_out_whole(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has the strides that torch gives to a contiguous one of its sizes.
+
+    They are those of a contiguous tensor wherever it has elements: torch takes no size for less
+    than one there.
+    """
+    strides = make_contiguous_strides_for(tensor.shape)
+    return all(map(is_surely_equal, tensor.stride(), strides))
 
 
 def _written(expr: Any, known: torch.SymInt) -> Size:

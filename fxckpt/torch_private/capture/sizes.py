@@ -124,12 +124,19 @@ def upper_bound(value: torch.SymInt) -> int | None:
 
 def greatest(expr: Any, shape_env: Any) -> int | None:
     """Return the greatest value of a sympy expression of sizes, or None if it is unbounded."""
-    known = {**shape_env.var_to_range, **_as_planned.get(shape_env, {})}
-    ranges = {s: known[s] for s in expr.free_symbols if s in known}
-    is_bounded = all(r.upper.is_Integer and r.upper < MOST for r in ranges.values())
-    if not is_bounded or len(ranges) < len(expr.free_symbols):
-        return None
+    planned, now = _as_planned.get(shape_env, {}), shape_env.var_to_range
+    ranges = {}
+    for symbol in _symbols_in(expr):
+        known = planned.get(symbol) or now.get(symbol)
+        if known is None or not known.upper.is_Integer or known.upper >= MOST:
+            return None
+        ranges[symbol] = known
     return _greatest_within(expr, frozenset(ranges.items()))
+
+
+@cache
+def _symbols_in(expr: Any) -> frozenset[Any]:
+    return frozenset(expr.free_symbols)
 
 
 @cache

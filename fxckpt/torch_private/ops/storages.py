@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.utils.checkpoint
@@ -211,6 +211,26 @@ def fake_like(value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -
     """Return a fake tensor on the device of ``value``, in the trace of ``value`` if it is fake."""
     with value.fake_mode if isinstance(value, FakeTensor) else FakeTensorMode():
         return torch.empty(shape, dtype=dtype, device=value.device)
+
+
+def fake_view(
+    value: torch.Tensor,
+    shape: Sequence[int | torch.SymInt],
+    stride: Sequence[int | torch.SymInt],
+    offset: int | torch.SymInt,
+) -> torch.Tensor:
+    """Return a view of the storage of ``value``, a fake tensor.
+
+    Sizes that vary are not compared, and torch does not cache it: no other view is equal.
+    """
+    assert isinstance(value, FakeTensor)
+    mode = value.fake_mode
+    is_cached, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        with torch.no_grad(), mode:
+            return value.as_strided(shape, stride, offset)
+    finally:
+        mode.cache_enabled = is_cached
 
 
 def fake_twin(value: torch.Tensor, device: torch.device) -> torch.Tensor:
