@@ -15,8 +15,7 @@ from torch.nn import functional as F
 import fxckpt
 from fxckpt.planner.capture import capture_joint
 from fxckpt.planner.pipeline import prepare
-from fxckpt.planner.tiles import groups_of, tiled
-from fxckpt.plans.types import Tiling
+from fxckpt.planner.tiles import groups_of
 
 VOCABULARY, WIDTH, IGNORED = 512, 16, 5
 LARGEST = (6, 40)
@@ -157,14 +156,15 @@ def test_growing_sizes_are_planned_again() -> None:
     assert all(plan.tiling is not None for plan in backend.plans)
 
 
-def test_gradients_go_ahead_at_any_size() -> None:
+@pytest.mark.parametrize(("shift", "reduction"), [(True, "mean"), (False, "sum")])
+def test_gradients_go_ahead_at_any_size(shift: bool, reduction: str) -> None:
     """The backward of a tile runs with its forward, scaled by the gradient of the loss."""
-    model = Model(shift=True)
-    tokens, target = batch(*LARGEST)
-    joint = capture_joint(model, (tokens, target), {})
-    prepare(joint)
-    found = tiled(joint, Tiling(4, 1, is_ahead=True))
-    assert found is not None and found[1].is_ahead
+    model = Model(shift, reduction)
+    step, backend, counter = compiled(model, budget="450KB", scope="graph")
+    for sizes in (LARGEST, (5, 17), (2, 3)):
+        assert_right(step, model, batch(*sizes))
+    (plan,) = backend.plans
+    assert plan.tiling is not None and plan.tiling.is_ahead and counter.frame_count == 1
 
 
 def test_sizes_that_depend_on_data_are_no_rows() -> None:
