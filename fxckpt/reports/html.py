@@ -216,12 +216,27 @@ def _round(seconds: float) -> float:
     return float(f"{seconds:.3g}")
 
 
+def _decisions(plan: Plan) -> dict[str, list[Any]]:
+    """Return the decision about each value, its number of recomputes, and why, by name.
+
+    A value that is saved may be let go of in the backward, and recomputed for a later reader.
+    """
+    narrator, found = Narrator(plan), dict[str, list[Any]]()
+    for row in plan.rows:
+        why = narrator.why(row)
+        if row.name in found:
+            decision, _, before = found[row.name]
+            found[row.name] = [decision, row.runs, f"{before}; later {why}"]
+        else:
+            found[row.name] = [DECISIONS.index(row.decision), row.runs, why]
+    return found
+
+
 def _plan_data(snapshot: GraphSnapshot, plan: Plan) -> dict[str, Any]:
     """Return the figures, decisions and live intervals of one plan."""
     program, schedule = snapshot.program, schedule_of(plan)
     order, intervals = op_runs(program, schedule), live_intervals(program, schedule)
     position = {label.name: i for i, label in enumerate(snapshot.labels)}
-    narrator = Narrator(plan)
     budget = (
         "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
     )
@@ -232,10 +247,7 @@ def _plan_data(snapshot: GraphSnapshot, plan: Plan) -> dict[str, Any]:
         "peak": plan.peak_bytes,
         "slowdown": _round(plan.slowdown),
         "seconds": format_seconds(plan.extra_seconds),
-        "rows": {
-            row.name: [DECISIONS.index(row.decision), row.runs, narrator.why(row)]
-            for row in plan.rows
-        },
+        "rows": _decisions(plan),
         "ops": [position.get(m.op.name, -1) for m in order],
         "again": "".join("1" if m.is_recompute else "0" for m in order),
         "forward": plan.forward_ops,

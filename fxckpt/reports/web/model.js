@@ -213,7 +213,7 @@ fx.Model = class {
 
   // Whether a plan recomputes what a node makes.
   isAgain(i, plan) {
-    return plan.rows[this.name(i)]?.[0] === fx.RECOMPUTED;
+    return (plan.rows[this.name(i)]?.[1] ?? 0) > 0;
   }
 
   // Whether any of the plans sends values away.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from importlib import resources
 from pathlib import Path
 
@@ -42,6 +43,20 @@ def test_data_adds_up_to_profile(curve: fxckpt.Frontier) -> None:
                 live[at] += nbytes if storage < 0 else data["nodes"]["storage_bytes"][storage]
         assert live == list(plan.profile)
         assert {name for name, row in drawn["rows"].items() if row[0] == 0} == set(plan.saved)
+        runs = Counter(recompute.name for recompute in plan.schedule)
+        assert {name: row[1] for name, row in drawn["rows"].items() if row[1]} == runs
+
+
+def test_saved_values_may_be_recomputed_later(curve: fxckpt.Frontier) -> None:
+    """A value that is let go of in the backward, and recomputed, has one row that says both."""
+    least = curve.plans[0]
+    both = set(least.saved) & {recompute.name for recompute in least.schedule}
+    (drawn, *_) = html.data(curve.plans)["plans"]
+    assert both
+    for name in both:
+        decision, runs, why = drawn["rows"][name]
+        assert (decision, runs) == (0, 1)
+        assert why.startswith("saved: ") and "; later recomputed: " in why
 
 
 def test_values_sent_away_are_told_apart() -> None:
