@@ -41,7 +41,11 @@ def _give_size(node: fx.Node) -> None:
     value, (pieces, *rest) = node.meta["val"], node.args
     dim = rest[0] if rest else 0
     assert isinstance(pieces, (list, tuple)) and isinstance(dim, int)
-    total = sum(piece.meta["val"].shape[dim] for piece in pieces)  # type: ignore[union-attr]
+    if isinstance(value.shape[dim], int):
+        return
+    shapes = [piece.meta["val"].shape for piece in pieces]  # type: ignore[union-attr]
+    # An empty vector may be joined with values of any dimensions.
+    total = sum(shape[dim] for shape in shapes if len(shape) == value.dim())
     if size_key(total) == size_key(value.shape[dim]):
         return
     sizes = SizeNodes(node.graph)

@@ -156,7 +156,7 @@ class PathBounds:
         """
         known = self.bounds.seconds(limit)
         program = self.bounds.program
-        if limit < self.bounds.peak_bytes or not program.ops:
+        if limit < self.bounds.peak_bytes or not (self.rounds and program.ops):
             return known
         rooms = np.asarray(
             [self.bounds.room(limit, p) for p in self.windows.moments], dtype=np.float64

@@ -45,3 +45,17 @@ return _to_copy""",
     assert IS_RECOMPUTE not in product.meta, "one op is counted as recomputed, not two"
     module.recompile()
     torch.testing.assert_close(module(*given), added(*given), atol=1e-2, rtol=1e-2)
+
+
+def with_nothing(primals_empty: Tensor, primals_x: Tensor) -> Tensor:
+    """Rows joined with an empty vector, as a cache before its first token is."""
+    return torch.cat([primals_empty, primals_x], dim=-2)
+
+
+def test_values_joined_with_nothing_stay() -> None:
+    """An empty vector has no dimension of the rows that it is joined with."""
+    given = (torch.empty(0), torch.randn(3, 4, 2))
+    module = traced(with_nothing, *given)
+    before = text_of(module.graph)
+    lower_tiles(module.graph)
+    assert text_of(module.graph) == before and "cat(" in before

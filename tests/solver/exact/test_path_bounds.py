@@ -89,6 +89,13 @@ def test_low_peaks_recompute_more_than_once() -> None:
     assert found == pytest.approx(best) == pytest.approx(55)
 
 
+def test_no_rounds_leave_the_bound_alone() -> None:
+    """Without a round of the search the bound is that of single moments."""
+    program, limit = chain(12), 30
+    bounds = _bounds(program)
+    assert PathBounds(bounds, 0).seconds(limit) == bounds.seconds(limit)
+
+
 def test_search_gives_tighter_bounds_on_request() -> None:
     """With rounds the result has the bound from windows; the plan is the same."""
     program, limit = chain(12), 40
