@@ -9,6 +9,10 @@ from functools import cached_property
 from itertools import chain, product
 from random import Random
 
+from fxckpt.solver.blocks.block_program import BlockPrograms
+from fxckpt.solver.blocks.chain_program import ChainProgram
+from fxckpt.solver.blocks.partition import Blocks
+from fxckpt.solver.blocks.ways import Way, ways_of
 from fxckpt.solver.cuts.saved_limits import exceeded
 from fxckpt.solver.cuts.staged_cut import Layout
 from fxckpt.solver.cuts.stages import StageBoundaries
@@ -19,7 +23,6 @@ from fxckpt.solver.exact.milp import Optimum, in_forward, optimum
 from fxckpt.solver.exact.path_bounds import PathBounds
 from fxckpt.solver.moves.evict import Evict
 from fxckpt.solver.moves.heuristics import Heuristics
-from fxckpt.solver.moves.nested import Nested
 from fxckpt.solver.moves.retain import Retain
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit, save_all, with_runs
@@ -41,6 +44,8 @@ class LocalSearch:
         self.program = program
         self.boundaries = StageBoundaries(program)
         self.layouts: dict[int, Layout] = {}
+        self.chains: dict[int, ChainProgram] = {}
+        """Dynamic programs over blocks by their greatest budgets, powers of two."""
         self.seen: dict[Schedule, Candidate] = {}
         self.legal: list[Candidate] = []
         """Candidates that save what may be saved; the uncheckpointed schedule may save more."""
@@ -165,7 +170,7 @@ class LocalSearch:
         return min(self.legal, key=lambda c: c.rank)
 
     def least_peak(self) -> Candidate:
-        """Return the candidate of least peak: at high prices or nested, then evicted further.
+        """Return the candidate of least peak: at high prices or of a chain of blocks, then evicted further.
 
         There one sweep mostly has a lower peak than two.
         """
@@ -175,10 +180,19 @@ class LocalSearch:
                 self.cut(count, list(product(prices, self.options.least_peak_shares)), sweeps=1)
             )
         self._descend(self.lowest_peak(), self.options.descent)
-        if self.nested_held:
-            nested = self.evaluate(self.nested(self.nested_held[0]))
-            self._descend(nested, self.options.nested_descent)
+        lowest = self._lowest_of_chain()
+        if lowest is not None:
+            self._descend(lowest, self.options.chain_descent)
         return self.lowest_peak()
+
+    def _lowest_of_chain(self) -> Candidate | None:
+        """Return the candidate of least peak by the chain of blocks, if any is in question."""
+        most = self.lowest_peak().simulation.peak_bytes
+        forward = self.program.tables.seconds[: len(self.program.ops)].sum()
+        chain = self.chain_program(most)
+        limit = chain and chain.least_limit(self.options.chain_recomputes * float(forward))
+        schedule = chain and limit is not None and chain.schedule(limit)
+        return self.evaluate(schedule) if schedule else None
 
     def lowest_reachable(self) -> Candidate:
         """Return the candidate of least peak: in small programs, that of the least limit kept.
@@ -210,29 +224,46 @@ class LocalSearch:
         for _ in range(self.options.descents):
             peak = candidate.simulation.peak_bytes
             evicted = self.evaluate(
-                Evict(
-                    max(self.bounds.peak_bytes, int(peak * share)), replaces=self.options.replaces
-                )(self.program, candidate.schedule, candidate.simulation)
+                Evict(max(self.bounds.peak_bytes, int(peak * share)))(
+                    self.program, candidate.schedule, candidate.simulation
+                )
             )
             if evicted.simulation.peak_bytes >= peak:
                 return
             candidate = evicted
 
     @cached_property
-    def nested(self) -> Nested:
-        """Plans that recompute from few block boundaries."""
-        return self.heuristics.nested(self.options.nested_blocks)
+    def _chain(self) -> tuple[BlockPrograms, tuple[tuple[Way, ...], ...]] | None:
+        """Programs of the blocks and the ways of each; None of fewer than two blocks."""
+        count = self.options.chain_blocks
+        starts = self.heuristics.block_starts(count) if count else ()
+        if not starts or not self.program.backward:
+            return None
+        programs = BlockPrograms(Blocks.of(self.program, starts))
+        if programs.blocks.count < 2:
+            return None
+        found = [programs.of(block) for block in range(programs.blocks.count)]
+        kinds = list(dict.fromkeys(each.program for each in found))
+        prices = max(2, 4 * self.options.chain_prices // max(4, len(kinds)))
+        candidates = {kind: _candidates_of_block(kind, self.options, prices) for kind in kinds}
+        return programs, tuple(
+            ways_of(
+                programs.blocks,
+                block,
+                each,
+                ((c.schedule, c.simulation) for c in candidates[each.program]),
+            )
+            for block, each in enumerate(found)
+        )
 
-    @cached_property
-    def nested_held(self) -> tuple[int, ...]:
-        """Numbers of boundaries that nested plans hold: the least in question, and its doubles."""
-        count = len(self.nested.boundaries)
-        most = self.options.nested_recomputes * len(self.program.ops)
-        least = next((n for n in range(count + 1) if self.nested.recomputes(n) <= most), None)
-        if not count or least is None:
-            return ()
-        doubles = (least, *(max(least, 1) << i for i in range(1, count.bit_length())))
-        return tuple(sorted({n for n in doubles if n < count} | {count}))
+    def chain_program(self, limit: int) -> ChainProgram | None:
+        """Return the dynamic program over blocks for up to ``limit`` bytes, if there are blocks."""
+        if self._chain is None:
+            return None
+        most = 1 << max(limit, 1).bit_length()
+        if most not in self.chains:
+            self.chains[most] = ChainProgram(*self._chain, most, self.options.chain_parts)
+        return self.chains[most]
 
     def lowest_peak(self) -> Candidate:
         """Return the legal candidate of least peak seen so far."""
@@ -282,8 +313,8 @@ class LocalSearch:
             self._repair(candidate, limit, limit)
         self._perturb(limit, perturbations, target)
         if self.is_gap_wide(limit):
-            # After the perturbations, which so begin at the same schedule as without nested plans.
-            self._repair_nested(limit)
+            # After the perturbations, which so begin at the same schedule as without them.
+            self._repair_chains(limit)
             self._perturb(limit, self.options.wide_perturbations, target)
         if self.least_seconds(limit) <= target:
             return
@@ -310,12 +341,13 @@ class LocalSearch:
         wide = self.options.wide_gap * self.program.step_seconds
         return self.least_seconds(limit) - self.bound(limit).seconds > wide
 
-    def _repair_nested(self, limit: int) -> None:
-        """Repair the nested plans whose peaks are not far above ``limit`` bytes."""
-        for held in self.nested_held:
-            candidate = self.evaluate(self.nested(held))
-            if candidate.simulation.peak_bytes <= self.options.nested_peak * limit:
-                self._repair(candidate, limit, limit)
+    def _repair_chains(self, limit: int) -> None:
+        """Repair the schedules of the chain of blocks for about ``limit`` bytes."""
+        limits = [int(limit * factor) for factor in self.options.chain_limits]
+        chain = self.chain_program(max(limits))
+        for schedule in dict.fromkeys(chain.schedule(each) for each in limits) if chain else ():
+            if schedule is not None:
+                self._repair(self.evaluate(schedule), limit, limit)
 
     def evaluate_exact(self, limit: int) -> None:
         """Evaluate the schedule of the dynamic program.
@@ -431,3 +463,21 @@ class LocalSearch:
             ):
                 return candidate
             candidate = retained
+
+
+def _candidates_of_block(
+    program: Program, options: SearchOptions, prices: int
+) -> Sequence[Candidate]:
+    """Return candidates of a block's program from its least peak to its fastest."""
+    search = LocalSearch(
+        replace(options, restarts=0, exact_states=0, exact_size=0, path_rounds=0, chain_blocks=0),
+        program,
+    )
+    search.least_time()
+    low = search.least_peak().simulation.peak_bytes
+    high = search.baseline.simulation.peak_bytes
+    limits = between(max(low, 1), max(high, 1), 2 * prices + 1)[1::2] if low < high else ()
+    for limit in (*map(int, limits), low):
+        search.fit(limit, options.factors_along)
+        search.refine(limit, options.refined_along, options.perturbations[:1], None)
+    return search.legal

@@ -34,19 +34,22 @@ class SearchOptions:
     """Most evictions that lower the least peak further."""
     descent: float = 0.95
     """Share of the peak that each of them aims at."""
-    nested_descent: float = 0.7
-    """``descent`` from a nested plan, whose peak they lower by more."""
-    replaces: bool = False
-    """Whether inputs may take the place of a copy on the way to the least peak
-    (:mod:`~fxckpt.solver.moves.evict`): op by op it is lower, where kernels fuse it may not be."""
-    nested_blocks: int = 32
-    """Number of blocks that plans recompute from few of their boundaries."""
-    nested_recomputes: float = 5.0
-    """Most recomputes of such a plan before it is repaired, in multiples of the forward ops."""
+    chain_descent: float = 0.7
+    """``descent`` from a schedule of a chain of blocks, whose peak they lower by more."""
+    chain_blocks: int = 64
+    """Number of blocks of such schedules (:mod:`~fxckpt.solver.blocks.chain_program`); 0 leaves
+    them out."""
+    chain_parts: int = 1024
+    """Number of equal parts of a budget, rounded up to a power of two, in which they count
+    bytes."""
+    chain_limits: tuple[float, ...] = (1.0, 1.1, 1.25)
+    """Budgets for which they are made, in multiples of that which they are then repaired for."""
+    chain_prices: int = 8
+    """Number of limits at which each kind of block is searched, and fewer of many kinds."""
+    chain_recomputes: float = 5.0
+    """Most extra time of that of the least peak, in multiples of the time of the forward."""
     further_recomputes: float = 32.0
-    """``nested_recomputes`` where nothing else fits a budget."""
-    nested_peak: float = 2.0
-    """Greatest peak, in budgets, of such a plan that is repaired for a budget."""
+    """``chain_recomputes`` where nothing else fits a budget."""
     wide_gap: float = 0.03
     """Distance to the lower bound, as a share of the step's time, that is wide: they are
     repaired."""

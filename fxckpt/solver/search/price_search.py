@@ -62,12 +62,12 @@ class PriceSearch(SearchOptions):
     def further(self, program: Program, found: SearchResult) -> SearchResult:
         """Return ``found``, or the result of a search below its floor where nothing fits its limit.
 
-        There inputs take the place of values, and more of the forward is recomputed than any plan
-        above the floor does; where kernels fuse, such plans may take more memory than planned.
+        There more of the forward is recomputed than any plan above the floor does; where kernels
+        fuse, such plans may take more memory than planned.
         """
         if found.limit is None or found.best is not None:
             return found
-        options = replace(self, replaces=True, nested_recomputes=self.further_recomputes)
+        options = replace(self, chain_recomputes=self.further_recomputes)
         away = OffloadSearch(search_of(options, program))
         away.search.least_time()
         least_peak = away.least_peak(away.search.lowest_reachable())
