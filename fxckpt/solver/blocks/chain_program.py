@@ -29,7 +29,7 @@ import numpy.typing as npt
 from fxckpt.solver.blocks.block_program import BlockPrograms
 from fxckpt.solver.blocks.partition import Blocks
 from fxckpt.solver.blocks.ways import Way
-from fxckpt.solver.program import FloatArray
+from fxckpt.solver.program import FloatArray, IntArray
 from fxckpt.solver.schedule import Schedule, with_runs
 
 Choices = npt.NDArray[np.int16]
@@ -101,10 +101,15 @@ class ChainProgram:
         return min(math.ceil(nbytes / self._unit), self.parts + 1)
 
     @cached_property
+    def _crossing_bytes(self) -> list[int]:
+        """Bytes that cross into each block."""
+        nbytes = self._blocks.program.tables.bytes
+        return [int(nbytes[list(values)].sum()) for values in self._blocks.crossing]
+
+    @cached_property
     def _crossing_parts(self) -> list[int]:
         """Parts that cross into each block."""
-        nbytes = self._blocks.program.tables.bytes
-        return [self._up(nbytes[list(values)].sum()) for values in self._blocks.crossing]
+        return [self._up(nbytes) for nbytes in self._crossing_bytes]
 
     @cached_property
     def _advance_seconds(self) -> FloatArray:
@@ -116,12 +121,18 @@ class ChainProgram:
         return np.concatenate(([0.0], np.cumsum(each)))
 
     @cached_property
-    def _beside(self) -> list[int]:
-        """Bytes that a run of each block's forward takes beside what is live then."""
-        return [
-            max(0, min(way.run_bytes for way in ways) - self.programs.bytes_before(b))
-            for b, ways in enumerate(self.ways)
-        ]
+    def _forward_bytes(self) -> list[int]:
+        """Bytes that a run of each block's forward takes, with what crosses into the block."""
+        return [min(way.forward_bytes for way in ways) for ways in self.ways]
+
+    def _advance_parts(self, first: int, end: int, live: int) -> IntArray:
+        """Return the parts that an advance from a block to each later one before ``end`` takes.
+
+        What crosses into the first is held throughout; ``live`` bytes are live beside it.
+        """
+        held = [0, *[self._crossing_bytes[first]] * (end - first - 2)]
+        taken = np.asarray(self._forward_bytes[first : end - 1]) + held + live
+        return -(-np.maximum.accumulate(taken) // self._unit)
 
     @cached_property
     def _all(self) -> tuple[FloatArray, Choices]:
@@ -159,29 +170,26 @@ class ChainProgram:
         """
         size = self.parts + 1
         least, choice = np.full(size, math.inf), np.zeros(size, dtype=np.int16)
-        beside = self.programs.bytes_before(end - 1)
+        live = self.programs.held_bytes if is_forward else self.programs.bytes_before(end - 1)
         if end - first > 1 and (held := self._crossing_parts[first]) < size:
             middles = np.arange(first + 1, end)
             total = every[first, first + 1 : end].copy()
             total[:, held:] += later[first + 1 : end, : size - held]
             total[:, :held] = math.inf
+            taken = self._advance_parts(first, end, live)
+            total[np.arange(size) < taken[:, np.newaxis]] = math.inf
             if not is_forward:
                 advanced = self._advance_seconds[middles] - self._advance_seconds[first]
                 total += advanced[:, np.newaxis]
-                widest = np.maximum.accumulate(self._beside[first : end - 1])
-                taken = np.ceil((widest + beside) / self._unit)
-                total[np.arange(size) < taken[:, np.newaxis]] = math.inf
             best = total.argmin(axis=0)
             least = total[best, np.arange(size)]
             choice = middles[best].astype(np.int16)
         for n, way in enumerate(self.ways[first]):
-            seconds, held, taken_bytes = way.extra_seconds, 0, way.stage_bytes
-            rest = np.zeros(size)
+            seconds, held, rest = way.extra_seconds, 0, np.zeros(size)
+            taken_bytes = max(way.stage_bytes, way.forward_bytes + live)
             if end - first > 1:
                 held, rest = self._up(way.held_bytes), later[first + 1]
-                if not is_forward:
-                    seconds += way.pass_seconds
-                    taken_bytes = max(taken_bytes, self._beside[first] + beside)
+                seconds += 0.0 if is_forward else way.pass_seconds
             elif not is_forward:
                 seconds += way.run_seconds
                 taken_bytes = way.run_bytes

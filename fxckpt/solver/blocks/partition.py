@@ -1,9 +1,11 @@
 """Blocks: parts of the forward between narrow boundaries, each with its stage of the backward.
 
 The stage of a block is the span of the backward that reads values of the block, up to the first op
-that reads one of an earlier block alone. Between stages a plan holds what crosses boundaries, or
-runs the forward again from one. A value that crosses many boundaries is carried: it is held
-throughout.
+that reads values of earlier blocks alone. Between stages a plan holds what crosses boundaries, or
+runs the forward again from one. What crosses into a block is read by the block's stage, which then
+holds it to its end (``holds_inputs``), or after it by the stage of the block that writes it, which
+may run that op again: the former is faster, the latter has lower peaks. A value that crosses many
+boundaries is carried: it is held throughout.
 """
 
 from __future__ import annotations
@@ -31,16 +33,21 @@ class Blocks:
     """Backward ops of each block; the last block's stage is the first."""
 
     @classmethod
-    def of(cls, program: Program, boundaries: Sequence[int]) -> Blocks:
+    def of(
+        cls, program: Program, boundaries: Sequence[int], *, holds_inputs: bool = False
+    ) -> Blocks:
         """Return the blocks that begin at the first op and at ``boundaries``, ascending.
 
         A block whose values no backward op is the first to read is joined to the next one.
         """
         of_op = _blocks_of_ops(program, boundaries)
+        last = {
+            s: crossed.stop - 1 if holds_inputs else crossed.start - 1
+            for s, crossed in _crossed(program, of_op).items()
+        }
         current, at = len(boundaries), []
         for reads in program.forward_reads:
-            producers = [program.producers[s] for s in reads if s not in program.outputs]
-            current = min(current, max([of_op[o] for o in producers if o >= 0], default=current))
+            current = min(current, max([last[s] for s in reads if s in last], default=current))
             at.append(current)
         present = sorted({*at})
         joined = {
@@ -67,17 +74,7 @@ class Blocks:
 
     @cached_property
     def _crossed(self) -> dict[int, range]:
-        """Boundaries that each value crosses that is no output: the blocks that these are before."""
-        program = self.program
-        last: dict[int, int] = {}
-        for o, op in enumerate(program.ops):
-            for s in op.needs:
-                last[s] = max(last.get(s, 0), self.of_op[o])
-        return {
-            s: range(self.of_op[producer] + 1, last.get(s, 0) + 1)
-            for s, producer in enumerate(program.producers)
-            if producer not in (FORWARD_ONLY, IN_BACKWARD) and s not in program.outputs
-        }
+        return _crossed(self.program, self.of_op)
 
     @cached_property
     def carried(self) -> frozenset[int]:
@@ -125,3 +122,19 @@ def _blocks_of_ops(program: Program, boundaries: Sequence[int]) -> list[int]:
             is_either = op.side is Side.EITHER
             found.append(max((found[p] for p in inputs), default=block) if is_either else block)
     return found
+
+
+def _crossed(program: Program, of_op: Sequence[int]) -> dict[int, range]:
+    """Return the boundaries that each value crosses, as the blocks after them.
+
+    Values that cross none have an empty range, which ends after their block. Outputs have none.
+    """
+    last: dict[int, int] = {}
+    for o, op in enumerate(program.ops):
+        for s in op.needs:
+            last[s] = max(last.get(s, 0), of_op[o])
+    return {
+        s: range(of_op[producer] + 1, max(last.get(s, 0), of_op[producer]) + 1)
+        for s, producer in enumerate(program.producers)
+        if producer not in (FORWARD_ONLY, IN_BACKWARD) and s not in program.outputs
+    }

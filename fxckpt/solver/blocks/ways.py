@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
-from fxckpt.solver.blocks.block_program import BlockProgram
+from fxckpt.solver.blocks.block_program import BlockProgram, BlockPrograms
 from fxckpt.solver.blocks.partition import Blocks
+from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import Schedule
 from fxckpt.solver.simulate import Simulation
 
@@ -31,8 +32,10 @@ class Way:
     """Bytes held from the run of the forward on, also of values from earlier blocks."""
     stage_bytes: int
     """Bytes that the stage takes, with all that is live."""
+    forward_bytes: int
+    """Bytes that the run of the forward takes, beside what is live before it."""
     run_bytes: int
-    """Bytes that the forward and then the stage take."""
+    """Bytes that the forward and then the stage take, with all that is live."""
     extra_seconds: float
     """Seconds of the stage's recomputes."""
     run_seconds: float
@@ -44,6 +47,21 @@ class Way:
     def rank(self) -> tuple[float, int, int, float]:
         """Figures of which at least one is less in any way that is worth a try."""
         return (self.extra_seconds, self.held_bytes, self.stage_bytes, self.run_seconds)
+
+
+Candidates = Callable[[Program, int], Iterable[tuple[Schedule, Simulation]]]
+"""Search of a block's program, given with the number of different ones."""
+
+
+def ways_of_blocks(programs: BlockPrograms, search: Candidates) -> tuple[tuple[Way, ...], ...]:
+    """Return the ways of each block; blocks of one shape are searched once."""
+    found = [programs.of(block) for block in range(programs.blocks.count)]
+    kinds = dict.fromkeys(each.program for each in found)
+    candidates = {kind: list(search(kind, len(kinds))) for kind in kinds}
+    return tuple(
+        ways_of(programs.blocks, block, each, candidates[each.program])
+        for block, each in enumerate(found)
+    )
 
 
 def ways_of(
@@ -62,7 +80,7 @@ def ways_of(
     ways = []
     for schedule, simulation in candidates:
         saved = tuple(s for i in schedule.saved if (s := found.storages[i]) in own)
-        forward = simulation.live[: simulation.forward_ops].max(initial=0)
+        forward = int(simulation.live[: simulation.forward_ops].max(initial=0))
         stage = int(simulation.live[simulation.forward_ops :].max(initial=0))
         runs, before = found.recomputes(schedule)
         passed = blocks.writers((*saved, *blocks.crossing[block + 1]), block)
@@ -73,7 +91,8 @@ def ways_of(
                 before,
                 simulation.saved_bytes,
                 found.outside_bytes + stage,
-                found.outside_bytes + max(stage, int(forward) + entering),
+                forward,
+                found.outside_bytes + (max(stage, forward + entering) if saved else stage),
                 simulation.extra_seconds,
                 float(seconds[blocks.writers(saved, block)].sum()),
                 float(seconds[passed].sum()),

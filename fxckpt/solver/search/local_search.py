@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, product
 from random import Random
 
 from fxckpt.solver.blocks.block_program import BlockPrograms
 from fxckpt.solver.blocks.chain_program import ChainProgram
 from fxckpt.solver.blocks.partition import Blocks
-from fxckpt.solver.blocks.ways import Way, ways_of
+from fxckpt.solver.blocks.ways import Way, ways_of_blocks
 from fxckpt.solver.cuts.saved_limits import exceeded
 from fxckpt.solver.cuts.staged_cut import Layout
 from fxckpt.solver.cuts.stages import StageBoundaries
@@ -29,7 +29,7 @@ from fxckpt.solver.schedule import Schedule, StageAssignment, emit, save_all, wi
 from fxckpt.solver.search.candidates import NEXT_BYTES, Candidate, SearchResult
 from fxckpt.solver.search.options import SearchOptions
 from fxckpt.solver.search.prices import between, price_range
-from fxckpt.solver.simulate import simulate
+from fxckpt.solver.simulate import Simulation, simulate
 from fxckpt.utils.progress import tick
 
 PRICE_STEP = 1.1
@@ -44,8 +44,9 @@ class LocalSearch:
         self.program = program
         self.boundaries = StageBoundaries(program)
         self.layouts: dict[int, Layout] = {}
-        self.chains: dict[int, ChainProgram] = {}
-        """Dynamic programs over blocks by their greatest budgets, powers of two."""
+        self.chains: dict[tuple[int, bool], ChainProgram] = {}
+        """Dynamic programs over blocks by their greatest budgets, powers of two, and by whether
+        stages hold their inputs."""
         self.seen: dict[Schedule, Candidate] = {}
         self.legal: list[Candidate] = []
         """Candidates that save what may be saved; the uncheckpointed schedule may save more."""
@@ -65,6 +66,12 @@ class LocalSearch:
     def is_small(self) -> bool:
         """Whether there are so few ops that a search may take random restarts."""
         return len(self.program.ops) <= self.options.small_ops
+
+    @cached_property
+    def has_chain(self) -> bool:
+        """Whether schedules of a chain of blocks are tried."""
+        has_blocks = self.options.chain_blocks and self.program.ops and self.program.backward
+        return bool(has_blocks and self.heuristics.block_starts(self.options.chain_blocks))
 
     @cached_property
     def exact(self) -> DynamicProgram:
@@ -170,7 +177,7 @@ class LocalSearch:
         return min(self.legal, key=lambda c: c.rank)
 
     def least_peak(self) -> Candidate:
-        """Return the candidate of least peak: at high prices or of a chain of blocks, then evicted further.
+        """Return the candidate of least peak: at high prices or of blocks, then evicted further.
 
         There one sweep mostly has a lower peak than two.
         """
@@ -189,10 +196,12 @@ class LocalSearch:
         """Return the candidate of least peak by the chain of blocks, if any is in question."""
         most = self.lowest_peak().simulation.peak_bytes
         forward = self.program.tables.seconds[: len(self.program.ops)].sum()
+        if not self.has_chain:
+            return None
         chain = self.chain_program(most)
-        limit = chain and chain.least_limit(self.options.chain_recomputes * float(forward))
-        schedule = chain and limit is not None and chain.schedule(limit)
-        return self.evaluate(schedule) if schedule else None
+        limit = chain.least_limit(self.options.chain_recomputes * float(forward))
+        schedule = None if limit is None else chain.schedule(limit)
+        return None if schedule is None else self.evaluate(schedule)
 
     def lowest_reachable(self) -> Candidate:
         """Return the candidate of least peak: in small programs, that of the least limit kept.
@@ -232,38 +241,27 @@ class LocalSearch:
                 return
             candidate = evicted
 
-    @cached_property
-    def _chain(self) -> tuple[BlockPrograms, tuple[tuple[Way, ...], ...]] | None:
-        """Programs of the blocks and the ways of each; None of fewer than two blocks."""
-        count = self.options.chain_blocks
-        starts = self.heuristics.block_starts(count) if count else ()
-        if not starts or not self.program.backward:
-            return None
-        programs = BlockPrograms(Blocks.of(self.program, starts))
-        if programs.blocks.count < 2:
-            return None
-        found = [programs.of(block) for block in range(programs.blocks.count)]
-        kinds = list(dict.fromkeys(each.program for each in found))
-        prices = max(2, 4 * self.options.chain_prices // max(4, len(kinds)))
-        candidates = {kind: _candidates_of_block(kind, self.options, prices) for kind in kinds}
-        return programs, tuple(
-            ways_of(
-                programs.blocks,
-                block,
-                each,
-                ((c.schedule, c.simulation) for c in candidates[each.program]),
-            )
-            for block, each in enumerate(found)
-        )
+    def _chain(self, *, holds_inputs: bool) -> tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]:
+        """Return the programs of the blocks, and the ways of each."""
+        starts = self.heuristics.block_starts(self.options.chain_blocks)
+        programs = BlockPrograms(Blocks.of(self.program, starts, holds_inputs=holds_inputs))
+        return programs, ways_of_blocks(programs, partial(_search_block, self.options))
 
-    def chain_program(self, limit: int) -> ChainProgram | None:
-        """Return the dynamic program over blocks for up to ``limit`` bytes, if there are blocks."""
-        if self._chain is None:
-            return None
-        most = 1 << max(limit, 1).bit_length()
-        if most not in self.chains:
-            self.chains[most] = ChainProgram(*self._chain, most, self.options.chain_parts)
-        return self.chains[most]
+    @cached_property
+    def _chain_lowest(self) -> tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]:
+        return self._chain(holds_inputs=False)
+
+    @cached_property
+    def _chain_fastest(self) -> tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]:
+        return self._chain(holds_inputs=True)
+
+    def chain_program(self, limit: int, *, holds_inputs: bool = False) -> ChainProgram:
+        """Return the dynamic program over blocks for up to ``limit`` bytes."""
+        key = 1 << max(limit, 1).bit_length(), holds_inputs
+        if key not in self.chains:
+            chain = self._chain_fastest if holds_inputs else self._chain_lowest
+            self.chains[key] = ChainProgram(*chain, key[0], self.options.chain_parts)
+        return self.chains[key]
 
     def lowest_peak(self) -> Candidate:
         """Return the legal candidate of least peak seen so far."""
@@ -343,11 +341,14 @@ class LocalSearch:
 
     def _repair_chains(self, limit: int) -> None:
         """Repair the schedules of the chain of blocks for about ``limit`` bytes."""
+        if not self.has_chain:
+            return
         limits = [int(limit * factor) for factor in self.options.chain_limits]
-        chain = self.chain_program(max(limits))
-        for schedule in dict.fromkeys(chain.schedule(each) for each in limits) if chain else ():
-            if schedule is not None:
-                self._repair(self.evaluate(schedule), limit, limit)
+        for holds_inputs in (False, True):
+            chain = self.chain_program(max(limits), holds_inputs=holds_inputs)
+            for schedule in dict.fromkeys(chain.schedule(each) for each in limits):
+                if schedule is not None:
+                    self._repair(self.evaluate(schedule), limit, limit)
 
     def evaluate_exact(self, limit: int) -> None:
         """Evaluate the schedule of the dynamic program.
@@ -465,10 +466,13 @@ class LocalSearch:
             candidate = retained
 
 
-def _candidates_of_block(
-    program: Program, options: SearchOptions, prices: int
-) -> Sequence[Candidate]:
-    """Return candidates of a block's program from its least peak to its fastest."""
+def _search_block(
+    options: SearchOptions, program: Program, kinds: int
+) -> Iterator[tuple[Schedule, Simulation]]:
+    """Yield schedules of a block's program from its least peak to its fastest.
+
+    There are fewer where many kinds of blocks are searched.
+    """
     search = LocalSearch(
         replace(options, restarts=0, exact_states=0, exact_size=0, path_rounds=0, chain_blocks=0),
         program,
@@ -476,8 +480,10 @@ def _candidates_of_block(
     search.least_time()
     low = search.least_peak().simulation.peak_bytes
     high = search.baseline.simulation.peak_bytes
-    limits = between(max(low, 1), max(high, 1), 2 * prices + 1)[1::2] if low < high else ()
+    count = max(2, 4 * options.chain_prices // max(4, kinds))
+    limits = between(max(low, 1), high, 2 * count + 1)[1::2] if low < high else ()
     for limit in (*map(int, limits), low):
         search.fit(limit, options.factors_along)
         search.refine(limit, options.refined_along, options.perturbations[:1], None)
-    return search.legal
+    for candidate in search.legal:
+        yield candidate.schedule, candidate.simulation

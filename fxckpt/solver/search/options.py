@@ -39,7 +39,7 @@ class SearchOptions:
     chain_blocks: int = 64
     """Number of blocks of such schedules (:mod:`~fxckpt.solver.blocks.chain_program`); 0 leaves
     them out."""
-    chain_parts: int = 1024
+    chain_parts: int = 512
     """Number of equal parts of a budget, rounded up to a power of two, in which they count
     bytes."""
     chain_limits: tuple[float, ...] = (1.0, 1.1, 1.25)
@@ -61,7 +61,7 @@ class SearchOptions:
     """Most points of a frontier that is searched as thoroughly as a single budget."""
     perturbations: tuple[float, ...] = (0.9, 0.9, 0.97, 0.98)
     """Shares of the budget that the best schedule is evicted to before it is repaired."""
-    wide_perturbations: tuple[float, ...] = (0.85, 0.8, 0.95, 0.9)
+    wide_perturbations: tuple[float, ...] = (0.85, 0.8, 0.95, 0.9, 0.9, 0.9, 0.97, 0.98)
     """Further ``perturbations`` where the distance to the lower bound is wide."""
     restarts: int = 200
     """Number of random restarts for small programs."""
