@@ -194,12 +194,10 @@ class LocalSearch:
 
     def _lowest_of_chain(self) -> Candidate | None:
         """Return the candidate of least peak by the chain of blocks, if any is in question."""
-        most = self.lowest_peak().simulation.peak_bytes
-        forward = self.program.tables.seconds[: len(self.program.ops)].sum()
         if not self.has_chain:
             return None
-        chain = self.chain_program(most)
-        limit = chain.least_limit(self.options.chain_recomputes * float(forward))
+        chain = self.chain_program(self.lowest_peak().simulation.peak_bytes)
+        limit = chain.least_limit(self._most_seconds)
         schedule = None if limit is None else chain.schedule(limit)
         return None if schedule is None else self.evaluate(schedule)
 
@@ -246,6 +244,12 @@ class LocalSearch:
         starts = self.heuristics.block_starts(self.options.chain_blocks)
         programs = BlockPrograms(Blocks.of(self.program, starts, holds_inputs=holds_inputs))
         return programs, ways_of_blocks(programs, partial(_search_block, self.options))
+
+    @property
+    def _most_seconds(self) -> float:
+        """Most extra time of a schedule of the chain."""
+        forward = self.program.tables.seconds[: len(self.program.ops)].sum()
+        return self.options.chain_recomputes * float(forward)
 
     @cached_property
     def _chain_lowest(self) -> tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]:
@@ -346,7 +350,10 @@ class LocalSearch:
         limits = [int(limit * factor) for factor in self.options.chain_limits]
         for holds_inputs in (False, True):
             chain = self.chain_program(max(limits), holds_inputs=holds_inputs)
-            for schedule in dict.fromkeys(chain.schedule(each) for each in limits):
+            found = (
+                chain.schedule(each) for each in limits if chain.seconds(each) <= self._most_seconds
+            )
+            for schedule in dict.fromkeys(found):
                 if schedule is not None:
                     self._repair(self.evaluate(schedule), limit, limit)
 
