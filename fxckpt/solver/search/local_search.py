@@ -194,9 +194,11 @@ class LocalSearch:
 
     def _lowest_of_chain(self) -> Candidate | None:
         """Return the candidate of least peak by the chain of blocks, if any is in question."""
-        if not self.has_chain:
+        most = self.lowest_peak().simulation.peak_bytes
+        is_near = most <= (1 + self.options.near_peak) * self.bounds.peak_bytes
+        if is_near or not self.has_chain:
             return None
-        chain = self.chain_program(self.lowest_peak().simulation.peak_bytes)
+        chain = self.chain_program(most)
         limit = chain.least_limit(self._most_seconds)
         schedule = None if limit is None else chain.schedule(limit)
         return None if schedule is None else self.evaluate(schedule)
@@ -487,7 +489,7 @@ def _search_block(
     search.least_time()
     low = search.least_peak().simulation.peak_bytes
     high = search.baseline.simulation.peak_bytes
-    count = max(2, 4 * options.chain_prices // max(4, kinds))
+    count = max(1, 8 * options.chain_prices // max(8, kinds))
     limits = between(max(low, 1), high, 2 * count + 1)[1::2] if low < high else ()
     for limit in (*map(int, limits), low):
         search.fit(limit, options.factors_along)

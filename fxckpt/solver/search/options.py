@@ -36,6 +36,8 @@ class SearchOptions:
     """Share of the peak that each of them aims at."""
     chain_descent: float = 0.7
     """``descent`` from a schedule of a chain of blocks, whose peak they lower by more."""
+    near_peak: float = 0.02
+    """Distance of the least peak to its lower bound at which they are not searched for it."""
     chain_blocks: int = 64
     """Number of blocks of such schedules (:mod:`~fxckpt.solver.blocks.chain_program`); 0 leaves
     them out."""
@@ -44,7 +46,7 @@ class SearchOptions:
     bytes."""
     chain_limits: tuple[float, ...] = (1.0, 1.1, 1.25)
     """Budgets for which they are made, in multiples of that which they are then repaired for."""
-    chain_prices: int = 8
+    chain_prices: int = 4
     """Number of limits at which each kind of block is searched, and fewer of many kinds."""
     chain_recomputes: float = 5.0
     """Most extra time of that of the least peak, in multiples of the time of the forward."""
