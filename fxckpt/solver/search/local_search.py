@@ -195,7 +195,7 @@ class LocalSearch:
     def _lowest_of_chain(self) -> Candidate | None:
         """Return the candidate of least peak by the chain of blocks, if any is in question."""
         most = self.lowest_peak().simulation.peak_bytes
-        is_near = most <= (1 + self.options.near_peak) * self.bounds.peak_bytes
+        is_near = most <= (1 + self.options.near_peak) * self.bounds.proven_peak_bytes
         if is_near or not self.has_chain:
             return None
         chain = self.chain_program(most)

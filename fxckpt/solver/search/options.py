@@ -34,26 +34,26 @@ class SearchOptions:
     """Most evictions that lower the least peak further."""
     descent: float = 0.95
     """Share of the peak that each of them aims at."""
-    chain_descent: float = 0.7
-    """``descent`` from a schedule of a chain of blocks, whose peak they lower by more."""
     near_peak: float = 0.02
-    """Distance of the least peak to its lower bound at which they are not searched for it."""
+    """Distance of the least peak to its lower bound at which no chain is searched for it."""
     chain_blocks: int = 64
-    """Number of blocks of such schedules (:mod:`~fxckpt.solver.blocks.chain_program`); 0 leaves
-    them out."""
+    """Number of blocks of a chain (:mod:`~fxckpt.solver.blocks.chain_program`); 0 leaves out its
+    schedules."""
     chain_parts: int = 512
-    """Number of equal parts of a budget, rounded up to a power of two, in which they count
+    """Number of equal parts of a budget, rounded up to a power of two, in which a chain counts
     bytes."""
     chain_limits: tuple[float, ...] = (1.0, 1.1, 1.25)
-    """Budgets for which they are made, in multiples of that which they are then repaired for."""
+    """Limits of a chain's schedules, in multiples of the budget that they are then repaired for."""
     chain_prices: int = 4
-    """Number of limits at which each kind of block is searched, and fewer of many kinds."""
+    """Number of limits at which each kind of block is searched; fewer where there are many."""
+    chain_descent: float = 0.7
+    """``descent`` from a chain's schedule, whose peak evictions lower by more."""
     chain_recomputes: float = 5.0
-    """Most extra time of that of the least peak, in multiples of the time of the forward."""
+    """Most extra time of a chain's schedule, in multiples of the time of the forward."""
     further_recomputes: float = 32.0
     """``chain_recomputes`` where nothing else fits a budget."""
     wide_gap: float = 0.03
-    """Distance to the lower bound, as a share of the step's time, that is wide: they are
+    """Distance to the lower bound, as a share of the step's time, at which a chain's schedules are
     repaired."""
     refined: int = 6
     """Number of schedules repaired for one budget."""
