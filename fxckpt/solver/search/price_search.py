@@ -10,10 +10,11 @@ for. The best schedule is perturbed a few times: evicted to less than the budget
 from the bound, schedules that run blocks several times are repaired too
 (:mod:`~fxckpt.solver.blocks.chain_program`). Small programs have random restarts too, and the
 smallest are solved exactly, by a dynamic program over sets of live values or by an integer program.
-The simulator evaluates every schedule. A program with limits on saved values is searched in parts, one for each choice of values within the limits
-(:mod:`~fxckpt.solver.search.limited`), and one with a link by values sent away as well
-(:mod:`~fxckpt.solver.search.offload_search`). The search ends after a fixed number of steps and
-reads neither a clock nor true randomness, so that the same graph always has the same plan.
+The simulator evaluates every schedule. A program with limits on saved values is searched in parts,
+one for each choice of values within the limits (:mod:`~fxckpt.solver.search.limited`), and one with
+a link by values sent away as well (:mod:`~fxckpt.solver.search.offload_search`). The search ends
+after a fixed number of steps and reads neither a clock nor true randomness, so that the same graph
+always has the same plan.
 """
 
 from __future__ import annotations
