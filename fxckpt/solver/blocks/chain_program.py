@@ -53,7 +53,7 @@ class ChainProgram:
 
     programs: BlockPrograms
     ways: tuple[tuple[Way, ...], ...]
-    """Ways to run the stage of each block, at least one."""
+    """Ways to run the stage of each block; where a block has none, nothing is found."""
     most: int
     """Greatest budget in question."""
     parts: int
@@ -123,7 +123,7 @@ class ChainProgram:
     @cached_property
     def _forward_bytes(self) -> list[int]:
         """Bytes that a run of each block's forward takes, with what crosses into the block."""
-        return [min(way.forward_bytes for way in ways) for ways in self.ways]
+        return [min((way.forward_bytes for way in ways), default=0) for ways in self.ways]
 
     def _advance_parts(self, first: int, end: int, live: int) -> IntArray:
         """Return the parts that an advance from a block to each later one before ``end`` takes.
