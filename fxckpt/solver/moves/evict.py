@@ -5,9 +5,6 @@ prices often miss the budget by little. Here single copies are evicted from the 
 the profile is over the limit, the least seconds per byte first. A copy is freed between two
 accesses (its live range is split) and its op is recomputed before the second, along with those of
 its inputs that are not available there.
-
-On the way to the least peak a copy may also be replaced, by inputs that are held in its stead in no
-more bytes: where layers have one shape, several values of one then give way to one input of all.
 """
 
 from __future__ import annotations
@@ -38,8 +35,6 @@ class Evict:
     limit: int
     seconds: Sequence[float] | None = None
     """Seconds of each op in place of the program's, as a perturbation."""
-    replaces: bool = False
-    """Whether inputs may be held in the bytes of a copy that is evicted."""
 
     def __call__(self, program: Program, schedule: Schedule, simulation: Simulation) -> Schedule:
         """Return ``schedule`` with a lower peak, as far as evictions reach.
@@ -47,7 +42,7 @@ class Evict:
         ``simulation`` is that of ``schedule``. The profile kept here is an estimate: simulate the
         result.
         """
-        evictions = _Evictions(program, schedule, simulation, self.limit, replaces=self.replaces)
+        evictions = _Evictions(program, schedule, simulation, self.limit)
         for span in evictions.cheapest_first(
             program.tables.seconds.tolist() if self.seconds is None else self.seconds
         ):
@@ -85,16 +80,9 @@ class _Evictions:
     """
 
     def __init__(
-        self,
-        program: Program,
-        schedule: Schedule,
-        simulation: Simulation,
-        limit: int,
-        *,
-        replaces: bool = False,
+        self, program: Program, schedule: Schedule, simulation: Simulation, limit: int
     ) -> None:
         self.program = program
-        self.replaces = replaces
         self.runs = schedule.runs
         self.before = schedule.before
         self.at = [simulation.forward_ops + i + j for i, j in enumerate(schedule.before)]
@@ -222,7 +210,6 @@ class _Evictions:
         all_ops, producers = self.program.ops, self.producers
         ops: set[int] = set()
         extended: list[tuple[int, int]] = []
-        free = self.bytes[span.s]
         todo = [producers[span.s]]
         while todo:
             o = todo.pop()
@@ -236,9 +223,8 @@ class _Evictions:
                 last = None if u == span.s or self.is_output[u] else self._last_access(u, span.end)
                 if last is None:
                     continue
-                if last != NOT_HELD and self._fits(u, last, span, free):
+                if last != NOT_HELD and self._fits(u, last, span.end):
                     extended.append((u, last))
-                    free -= self.bytes[u] if last <= span.begin else 0
                 elif producers[u] >= 0:
                     todo.append(producers[u])
                 else:
@@ -257,19 +243,10 @@ class _Evictions:
         last = accesses[i - 1] // 2 if i else NOT_HELD
         return last if self.is_savable[s] or last >= self.first_backward else NOT_HELD
 
-    def _fits(self, s: int, last: int, span: _LiveRange, free: int) -> bool:
-        """Return whether a copy held after its last access, until the end of a range, fits.
-
-        It fits below the limit; if it may replace the range's copy, also in the bytes that are
-        ``free`` within the range.
-        """
-        nbytes, since = self.bytes[s], self._held_from(s, last)
-        if _peak(self.profile[since : span.end + 1]) + nbytes <= self.limit:
-            return True
-        if not self.replaces or nbytes > free:
-            return False
-        beside = (*self.profile[since : span.begin + 1].tolist(), int(self.profile[span.end]))
-        return bool(max(beside) + nbytes <= self.limit)
+    def _fits(self, s: int, last: int, end: int) -> bool:
+        """Return whether a copy held after its last access, until ``end``, fits the limit."""
+        window = self.profile[self._held_from(s, last) : end + 1]
+        return _peak(window) + self.bytes[s] <= self.limit
 
     def _held_from(self, s: int, last: int) -> int:
         """Return the first position with more live bytes if a copy is held after an access."""

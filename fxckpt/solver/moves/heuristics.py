@@ -14,7 +14,6 @@ import numpy as np
 
 from fxckpt.solver.cuts.staged_cut import Layout, StagedCut
 from fxckpt.solver.cuts.stages import StageBoundaries, deepest, persistence, split_long
-from fxckpt.solver.moves.nested import Nested
 from fxckpt.solver.program import BoolArray, IntArray, Program
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit
 from fxckpt.utils.intervals import live_bytes
@@ -86,8 +85,8 @@ class Heuristics:
             self.program, StageAssignment(starts, (saved,) * len(starts), (runs,) * len(starts))
         )
 
-    def nested(self, count: int) -> Nested:
-        """Return the plans that recompute from few of at most about ``count`` block boundaries.
+    def block_starts(self, count: int) -> tuple[int, ...]:
+        """Return the first forward op of each of at most about ``count`` blocks but the first.
 
         Where so few are narrower than their surroundings that blocks are long, as in a chain of
         equal values, blocks are split.
@@ -97,7 +96,7 @@ class Heuristics:
         boundaries = boundaries[step - 1 :: step]
         if len(boundaries) < count // 2:
             boundaries = split_long((0, *boundaries), count, self._forward_width)[1:]
-        return Nested(self.program, boundaries)
+        return boundaries
 
     @cached_property
     def _crossing(self) -> tuple[IntArray, IntArray, IntArray]:

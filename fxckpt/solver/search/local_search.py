@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, product
 from random import Random
 
+from fxckpt.solver.blocks.block_program import BlockPrograms
+from fxckpt.solver.blocks.chain_program import ChainProgram
+from fxckpt.solver.blocks.partition import Blocks
+from fxckpt.solver.blocks.ways import Way, ways_of_blocks
 from fxckpt.solver.cuts.saved_limits import exceeded
 from fxckpt.solver.cuts.staged_cut import Layout
 from fxckpt.solver.cuts.stages import StageBoundaries
@@ -19,14 +23,13 @@ from fxckpt.solver.exact.milp import Optimum, in_forward, optimum
 from fxckpt.solver.exact.path_bounds import PathBounds
 from fxckpt.solver.moves.evict import Evict
 from fxckpt.solver.moves.heuristics import Heuristics
-from fxckpt.solver.moves.nested import Nested
 from fxckpt.solver.moves.retain import Retain
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import Schedule, StageAssignment, emit, save_all, with_runs
 from fxckpt.solver.search.candidates import NEXT_BYTES, Candidate, SearchResult
 from fxckpt.solver.search.options import SearchOptions
 from fxckpt.solver.search.prices import between, price_range
-from fxckpt.solver.simulate import simulate
+from fxckpt.solver.simulate import Simulation, simulate
 from fxckpt.utils.progress import tick
 
 PRICE_STEP = 1.1
@@ -41,6 +44,9 @@ class LocalSearch:
         self.program = program
         self.boundaries = StageBoundaries(program)
         self.layouts: dict[int, Layout] = {}
+        self.chains: dict[tuple[int, bool], ChainProgram] = {}
+        """Dynamic programs over blocks by their greatest budgets, powers of two, and by whether
+        stages hold their inputs."""
         self.seen: dict[Schedule, Candidate] = {}
         self.legal: list[Candidate] = []
         """Candidates that save what may be saved; the uncheckpointed schedule may save more."""
@@ -60,6 +66,12 @@ class LocalSearch:
     def is_small(self) -> bool:
         """Whether there are so few ops that a search may take random restarts."""
         return len(self.program.ops) <= self.options.small_ops
+
+    @cached_property
+    def has_chain(self) -> bool:
+        """Whether schedules of a chain of blocks are tried."""
+        has_blocks = self.options.chain_blocks and self.program.ops and self.program.backward
+        return bool(has_blocks and self.heuristics.block_starts(self.options.chain_blocks))
 
     @cached_property
     def exact(self) -> DynamicProgram:
@@ -165,7 +177,7 @@ class LocalSearch:
         return min(self.legal, key=lambda c: c.rank)
 
     def least_peak(self) -> Candidate:
-        """Return the candidate of least peak: at high prices or nested, then evicted further.
+        """Return the candidate of least peak: at high prices or of blocks, then evicted further.
 
         There one sweep mostly has a lower peak than two.
         """
@@ -175,10 +187,21 @@ class LocalSearch:
                 self.cut(count, list(product(prices, self.options.least_peak_shares)), sweeps=1)
             )
         self._descend(self.lowest_peak(), self.options.descent)
-        if self.nested_held:
-            nested = self.evaluate(self.nested(self.nested_held[0]))
-            self._descend(nested, self.options.nested_descent)
+        lowest = self._lowest_of_chain()
+        if lowest is not None:
+            self._descend(lowest, self.options.chain_descent)
         return self.lowest_peak()
+
+    def _lowest_of_chain(self) -> Candidate | None:
+        """Return the candidate of least peak by the chain of blocks, if any is in question."""
+        most = self.lowest_peak().simulation.peak_bytes
+        is_near = most <= (1 + self.options.near_peak) * self.bounds.proven_peak_bytes
+        if is_near or not self.has_chain:
+            return None
+        chain = self.chain_program(most)
+        limit = chain.least_limit(self._most_seconds)
+        schedule = None if limit is None else chain.schedule(limit)
+        return None if schedule is None else self.evaluate(schedule)
 
     def lowest_reachable(self) -> Candidate:
         """Return the candidate of least peak: in small programs, that of the least limit kept.
@@ -210,29 +233,41 @@ class LocalSearch:
         for _ in range(self.options.descents):
             peak = candidate.simulation.peak_bytes
             evicted = self.evaluate(
-                Evict(
-                    max(self.bounds.peak_bytes, int(peak * share)), replaces=self.options.replaces
-                )(self.program, candidate.schedule, candidate.simulation)
+                Evict(max(self.bounds.peak_bytes, int(peak * share)))(
+                    self.program, candidate.schedule, candidate.simulation
+                )
             )
             if evicted.simulation.peak_bytes >= peak:
                 return
             candidate = evicted
 
-    @cached_property
-    def nested(self) -> Nested:
-        """Plans that recompute from few block boundaries."""
-        return self.heuristics.nested(self.options.nested_blocks)
+    def _chain(self, *, holds_inputs: bool) -> tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]:
+        """Return the programs of the blocks, and the ways of each."""
+        starts = self.heuristics.block_starts(self.options.chain_blocks)
+        programs = BlockPrograms(Blocks.of(self.program, starts, holds_inputs=holds_inputs))
+        return programs, ways_of_blocks(programs, partial(_search_block, self.options))
+
+    @property
+    def _most_seconds(self) -> float:
+        """Most extra time of a schedule of the chain."""
+        forward = self.program.tables.seconds[: len(self.program.ops)].sum()
+        return self.options.chain_recomputes * float(forward)
 
     @cached_property
-    def nested_held(self) -> tuple[int, ...]:
-        """Numbers of boundaries that nested plans hold: the least in question, and its doubles."""
-        count = len(self.nested.boundaries)
-        most = self.options.nested_recomputes * len(self.program.ops)
-        least = next((n for n in range(count + 1) if self.nested.recomputes(n) <= most), None)
-        if not count or least is None:
-            return ()
-        doubles = (least, *(max(least, 1) << i for i in range(1, count.bit_length())))
-        return tuple(sorted({n for n in doubles if n < count} | {count}))
+    def _chain_lowest(self) -> tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]:
+        return self._chain(holds_inputs=False)
+
+    @cached_property
+    def _chain_fastest(self) -> tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]:
+        return self._chain(holds_inputs=True)
+
+    def chain_program(self, limit: int, *, holds_inputs: bool = False) -> ChainProgram:
+        """Return the dynamic program over blocks for up to ``limit`` bytes."""
+        key = 1 << max(limit, 1).bit_length(), holds_inputs
+        if key not in self.chains:
+            chain = self._chain_fastest if holds_inputs else self._chain_lowest
+            self.chains[key] = ChainProgram(*chain, key[0], self.options.chain_parts)
+        return self.chains[key]
 
     def lowest_peak(self) -> Candidate:
         """Return the legal candidate of least peak seen so far."""
@@ -282,8 +317,8 @@ class LocalSearch:
             self._repair(candidate, limit, limit)
         self._perturb(limit, perturbations, target)
         if self.is_gap_wide(limit):
-            # After the perturbations, which so begin at the same schedule as without nested plans.
-            self._repair_nested(limit)
+            # After the perturbations, which so begin at the same schedule as without them.
+            self._repair_chains(limit)
             self._perturb(limit, self.options.wide_perturbations, target)
         if self.least_seconds(limit) <= target:
             return
@@ -310,12 +345,19 @@ class LocalSearch:
         wide = self.options.wide_gap * self.program.step_seconds
         return self.least_seconds(limit) - self.bound(limit).seconds > wide
 
-    def _repair_nested(self, limit: int) -> None:
-        """Repair the nested plans whose peaks are not far above ``limit`` bytes."""
-        for held in self.nested_held:
-            candidate = self.evaluate(self.nested(held))
-            if candidate.simulation.peak_bytes <= self.options.nested_peak * limit:
-                self._repair(candidate, limit, limit)
+    def _repair_chains(self, limit: int) -> None:
+        """Repair the schedules of the chain of blocks for about ``limit`` bytes."""
+        if not self.has_chain:
+            return
+        limits = [int(limit * factor) for factor in self.options.chain_limits]
+        for holds_inputs in (False, True):
+            chain = self.chain_program(max(limits), holds_inputs=holds_inputs)
+            found = (
+                chain.schedule(each) for each in limits if chain.seconds(each) <= self._most_seconds
+            )
+            for schedule in dict.fromkeys(found):
+                if schedule is not None:
+                    self._repair(self.evaluate(schedule), limit, limit)
 
     def evaluate_exact(self, limit: int) -> None:
         """Evaluate the schedule of the dynamic program.
@@ -431,3 +473,26 @@ class LocalSearch:
             ):
                 return candidate
             candidate = retained
+
+
+def _search_block(
+    options: SearchOptions, program: Program, kinds: int
+) -> Iterator[tuple[Schedule, Simulation]]:
+    """Yield schedules of a block's program from its least peak to its fastest.
+
+    There are fewer where many kinds of blocks are searched.
+    """
+    search = LocalSearch(
+        replace(options, restarts=0, exact_states=0, exact_size=0, path_rounds=0, chain_blocks=0),
+        program,
+    )
+    search.least_time()
+    low = search.least_peak().simulation.peak_bytes
+    high = search.baseline.simulation.peak_bytes
+    count = max(1, 8 * options.chain_prices // max(8, kinds))
+    limits = between(max(low, 1), high, 2 * count + 1)[1::2] if low < high else ()
+    for limit in (*map(int, limits), low):
+        search.fit(limit, options.factors_along)
+        search.refine(limit, options.refined_along, options.perturbations[:1], None)
+    for candidate in search.legal:
+        yield candidate.schedule, candidate.simulation

@@ -34,21 +34,26 @@ class SearchOptions:
     """Most evictions that lower the least peak further."""
     descent: float = 0.95
     """Share of the peak that each of them aims at."""
-    nested_descent: float = 0.7
-    """``descent`` from a nested plan, whose peak they lower by more."""
-    replaces: bool = False
-    """Whether inputs may take the place of a copy on the way to the least peak
-    (:mod:`~fxckpt.solver.moves.evict`): op by op it is lower, where kernels fuse it may not be."""
-    nested_blocks: int = 32
-    """Number of blocks that plans recompute from few of their boundaries."""
-    nested_recomputes: float = 5.0
-    """Most recomputes of such a plan before it is repaired, in multiples of the forward ops."""
+    near_peak: float = 0.02
+    """Distance of the least peak to its lower bound at which no chain is searched for it."""
+    chain_blocks: int = 64
+    """Number of blocks of a chain (:mod:`~fxckpt.solver.blocks.chain_program`); 0 leaves out its
+    schedules."""
+    chain_parts: int = 512
+    """Number of equal parts of a budget, rounded up to a power of two, in which a chain counts
+    bytes."""
+    chain_limits: tuple[float, ...] = (1.0, 1.1, 1.25)
+    """Limits of a chain's schedules, in multiples of the budget that they are then repaired for."""
+    chain_prices: int = 4
+    """Number of limits at which each kind of block is searched; fewer where there are many."""
+    chain_descent: float = 0.7
+    """``descent`` from a chain's schedule, whose peak evictions lower by more."""
+    chain_recomputes: float = 5.0
+    """Most extra time of a chain's schedule, in multiples of the time of the forward."""
     further_recomputes: float = 32.0
-    """``nested_recomputes`` where nothing else fits a budget."""
-    nested_peak: float = 2.0
-    """Greatest peak, in budgets, of such a plan that is repaired for a budget."""
+    """``chain_recomputes`` where nothing else fits a budget."""
     wide_gap: float = 0.03
-    """Distance to the lower bound, as a share of the step's time, that is wide: they are
+    """Distance to the lower bound, as a share of the step's time, at which a chain's schedules are
     repaired."""
     refined: int = 6
     """Number of schedules repaired for one budget."""
@@ -58,7 +63,7 @@ class SearchOptions:
     """Most points of a frontier that is searched as thoroughly as a single budget."""
     perturbations: tuple[float, ...] = (0.9, 0.9, 0.97, 0.98)
     """Shares of the budget that the best schedule is evicted to before it is repaired."""
-    wide_perturbations: tuple[float, ...] = (0.85, 0.8, 0.95, 0.9)
+    wide_perturbations: tuple[float, ...] = (0.85, 0.8, 0.95, 0.9, 0.9, 0.9, 0.97, 0.98)
     """Further ``perturbations`` where the distance to the lower bound is wide."""
     restarts: int = 200
     """Number of random restarts for small programs."""

@@ -6,13 +6,15 @@ stage. A few prices and shares around the price of the lower bound are cut at se
 stages. Cuts flip whole classes of identical layers at once, so the most promising schedules, over
 the budget or under it, are then repaired by single moves: :mod:`~fxckpt.solver.moves.evict` lowers
 the peak until it fits, :mod:`~fxckpt.solver.moves.retain` removes recomputes that the slack pays
-for. The best schedule is perturbed a few times: evicted to less than the budget and repaired. Small
-programs have random restarts too, and the smallest are solved exactly, by a dynamic program over
-sets of live values or by an integer program. The simulator evaluates every schedule. A program with
-limits on saved values is searched in parts, one for each choice of values within the limits
-(:mod:`~fxckpt.solver.search.limited`), and one with a link by values sent away as well
-(:mod:`~fxckpt.solver.search.offload_search`). The search ends after a fixed number of steps and
-reads neither a clock nor true randomness, so that the same graph always has the same plan.
+for. The best schedule is perturbed a few times: evicted to less than the budget and repaired. Far
+from the bound, schedules that run blocks several times are repaired too
+(:mod:`~fxckpt.solver.blocks.chain_program`). Small programs have random restarts too, and the
+smallest are solved exactly, by a dynamic program over sets of live values or by an integer program.
+The simulator evaluates every schedule. A program with limits on saved values is searched in parts,
+one for each choice of values within the limits (:mod:`~fxckpt.solver.search.limited`), and one with
+a link by values sent away as well (:mod:`~fxckpt.solver.search.offload_search`). The search ends
+after a fixed number of steps and reads neither a clock nor true randomness, so that the same graph
+always has the same plan.
 """
 
 from __future__ import annotations
@@ -62,12 +64,12 @@ class PriceSearch(SearchOptions):
     def further(self, program: Program, found: SearchResult) -> SearchResult:
         """Return ``found``, or the result of a search below its floor where nothing fits its limit.
 
-        There inputs take the place of values, and more of the forward is recomputed than any plan
-        above the floor does; where kernels fuse, such plans may take more memory than planned.
+        There more of the forward is recomputed than any plan above the floor does; where kernels
+        fuse, such plans may take more memory than planned.
         """
         if found.limit is None or found.best is not None:
             return found
-        options = replace(self, replaces=True, nested_recomputes=self.further_recomputes)
+        options = replace(self, chain_recomputes=self.further_recomputes)
         away = OffloadSearch(search_of(options, program))
         away.search.least_time()
         least_peak = away.least_peak(away.search.lowest_reachable())
