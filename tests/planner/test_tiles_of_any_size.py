@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -165,6 +165,50 @@ def test_gradients_go_ahead_at_any_size(shift: bool, reduction: str) -> None:
         assert_right(step, model, batch(*sizes))
     (plan,) = backend.plans
     assert plan.tiling is not None and plan.tiling.is_ahead and counter.frame_count == 1
+
+
+class Scored(nn.Module):
+    """A table, and a head over a vocabulary with a loss of its logits and tokens."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss = loss
+        self.table, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        # Both have one size then, which gather does not ask for.
+        target = tokens.where(target != IGNORED, target)
+        return self.loss(self.head(self.table(tokens)), target)
+
+
+def chosen(logits: Tensor, target: Tensor) -> Tensor:
+    """The log-probabilities of chosen tokens."""
+    return logits.log_softmax(-1).gather(2, target[..., None]).squeeze(2)
+
+
+def without_last(logits: Tensor, target: Tensor) -> Tensor:
+    return -chosen(logits[:, :-1], target[:, 1:]).mean()
+
+
+def without_first(logits: Tensor, target: Tensor) -> Tensor:
+    scores = chosen(logits[:, 1:], target[:, :-1])
+    return -scores[:, 0].sum() - scores.mean()
+
+
+def without_either(logits: Tensor, target: Tensor) -> Tensor:
+    flat = logits[:, 1:-1].reshape(-1, VOCABULARY).log_softmax(-1)
+    return -flat.gather(1, target[:, 2:].reshape(-1, 1)).mean()
+
+
+@pytest.mark.parametrize("loss", [without_last, without_first, without_either])
+def test_values_of_some_rows_are_joined(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A value without the first or the last position is joined without rows of zeros."""
+    model = Scored(loss)
+    step, backend, _ = compiled(model, dynamic=True)
+    for sizes in (LARGEST, (5, 17), (3, 5)):
+        assert_right(step, model, batch(*sizes))
+    assert tile_nodes(backend) == 4
 
 
 def test_sizes_that_depend_on_data_are_no_rows() -> None:
