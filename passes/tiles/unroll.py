@@ -24,7 +24,7 @@ from torch import fx
 from fxckpt.ops.kernels import accumulate_mm
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.meta import ACCUMULATES
-from fxckpt.passes.tiles.row_regions import RowRegion
+from fxckpt.passes.tiles.row_regions import RowRegion, is_size
 from fxckpt.passes.tiles.row_rules import MEAN, SUM, SUMMED, Rows, row_rule
 from fxckpt.torch_private import (
     Size,
@@ -34,7 +34,6 @@ from fxckpt.torch_private import (
     is_laid_out_whole,
     is_surely_contiguous,
     is_surely_equal,
-    is_symbolic,
     plain_size,
     storage_id,
     without_guards,
@@ -110,15 +109,22 @@ class _Unroller:
         return whole
 
     def _compute_sizes(self) -> None:
-        """Compute sizes that are read from members from those of the inputs."""
-        for node in self.region.members:
-            for reader in [user for user in node.users if is_symbolic(user)]:
-                size = self.sizes.node_of(plain_size(reader.meta["val"]))
-                for user in list(reader.users):
-                    given = {reader: size}
-                    user.args = _with_sizes(user.args, given)
-                    user.kwargs = _with_sizes(user.kwargs, given)
-                self.graph.erase_node(reader)
+        """Compute sizes that are read from what depends on members from those of the inputs.
+
+        Members that read them would wait for others of their half.
+        """
+        depends = set(self.region.members)
+        for node in list(self.graph.nodes):
+            if depends.isdisjoint(node.all_input_nodes):
+                continue
+            if not is_size(node):
+                depends.add(node)
+                continue
+            given = {node: self.sizes.node_of(plain_size(node.meta["val"]))}
+            for user in list(node.users):
+                user.args = _with_sizes(user.args, given)
+                user.kwargs = _with_sizes(user.kwargs, given)
+            self.graph.erase_node(node)
 
     def _make_room(self, half: Sequence[fx.Node]) -> fx.Node:
         """Move what the members of a half read in front of the first one, and return that."""

@@ -211,6 +211,19 @@ def test_values_of_some_rows_are_joined(loss: Callable[[Tensor, Tensor], Tensor]
     assert tile_nodes(backend) == 4
 
 
+def test_sizes_after_a_slice_are_computed() -> None:
+    """A size that the backward reads from what follows the head waits for no tile."""
+
+    def sliced_later(logits: Tensor, target: Tensor) -> Tensor:
+        return -logits.log_softmax(-1).gather(2, target[..., None])[:, :-1].sum()
+
+    model = Scored(sliced_later)
+    step, backend, _ = compiled(model, dynamic=True)
+    for sizes in (LARGEST, (5, 17), (2, 3)):
+        assert_right(step, model, batch(*sizes))
+    assert tile_nodes(backend) == 4
+
+
 def test_sizes_that_depend_on_data_are_no_rows() -> None:
     """A head on selected rows is left whole: how many there are is not known before it runs."""
     head = nn.Linear(WIDTH, VOCABULARY)
