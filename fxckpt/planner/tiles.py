@@ -10,7 +10,7 @@ the best plan. The untiled graph is a variant too, so that tiles are chosen only
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -123,26 +123,35 @@ def tiled(
     if groups is None:
         groups = _groups_named(joint.module.graph, tiling.regions)
     module = copied(joint.module)
-    chosen = [
+    chosen = _apart(
         way.moved_to(module.graph)
         for group in groups[: tiling.groups]
         for ways in group
         if (way := next((w for w in ways if w.divides(tiling.count)), None)) is not None
-    ]
+    )
     if tiling.is_ahead:
         if not run_ahead(module.graph, chosen[0]):
             return None
-        # The others may read what is now scaled.
+        # The others may read what is now scaled, and the first one what lay behind it.
         again = [way.grown_again() for way in chosen]
-        if again[0] is None:
+        if again[0] is None or not again[0].divides(tiling.count):
             return None
-        chosen = [way for way in again if way is not None]
+        chosen = _apart(way for way in again if way is not None and way.divides(tiling.count))
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     chosen.sort(key=lambda way: order[way.forward[0]])
     unroll(module.graph, chosen, tiling.count)
     module.graph.lint()
     names = tuple(way.name for way in chosen)
     return Joint(module, joint.num_fwd_outputs), replace(tiling, regions=names)
+
+
+def _apart(regions: Iterable[RowRegion]) -> list[RowRegion]:
+    """Return regions without those that share an op with one before."""
+    kept: list[RowRegion] = []
+    for region in regions:
+        if all(region.members.isdisjoint(other.members) for other in kept):
+            kept.append(region)
+    return kept
 
 
 def tiled_as(joint: Joint, plan: Plan) -> Joint | None:

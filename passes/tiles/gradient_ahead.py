@@ -150,8 +150,11 @@ def _scale(
     while len(node.users) == 1 and bare_name(view := next(iter(node.users))) in VIEWS:
         node = view
     readers = [user for user in node.users if user not in members]
-    if len(readers) == 1 and readers[0].target is aten.add.Tensor:
-        if _add_scaled(graph, node, tangent, readers[0]):
+    if len(readers) == 1 and (total := readers[0]).target is aten.add.Tensor:
+        added = _add_scaled(graph, node, tangent, total)
+        if added is not None:
+            # It may read another value that leaves the region.
+            order[added] = order[total]
             return
     with graph.inserting_before(min(readers, key=lambda user: order[user])):
         scaled = emit_call(graph, aten.mul.Tensor, (node, tangent), {}, node)
@@ -160,19 +163,22 @@ def _scale(
     )
 
 
-def _add_scaled(graph: fx.Graph, node: fx.Node, tangent: fx.Node, total: fx.Node) -> bool:
-    """Scale a value in the sum that reads it, so that it is not copied; return whether it can."""
+def _add_scaled(graph: fx.Graph, node: fx.Node, tangent: fx.Node, total: fx.Node) -> fx.Node | None:
+    """Scale a value in the sum that reads it, so that it is not copied.
+
+    Return what replaces the sum, or None where it cannot be.
+    """
     others = [n for n in total.args[:2] if n is not node]
     if len(others) != 1 or not isinstance(others[0], fx.Node) or total.kwargs:
-        return False
+        return None
     value, *values = (n.meta["val"] for n in (node, others[0], total))
     for other in values:
         if other.dim() != value.dim() or other.dtype != value.dtype:
-            return False
+            return None
         if not all(map(is_surely_equal, other.shape, value.shape)):
-            return False
+            return None
     with graph.inserting_before(total):
         new = emit_call(graph, aten.addcmul.default, (others[0], node, tangent), {}, total)
     total.replace_all_uses_with(new)
     graph.erase_node(total)
-    return True
+    return new

@@ -178,10 +178,11 @@ def _is_known(node: fx.Node) -> bool:
     return all(is_computed(size) for t in tensors(node.meta.get("val")) for size in t.shape)
 
 
-def _is_size(node: fx.Node) -> bool:
+def is_size(node: fx.Node) -> bool:
     """Return whether a node computes a size that is known without it."""
     value = node.meta.get("val")
-    return isinstance(value, torch.SymInt) and is_computed(value)
+    is_number = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    return is_number and is_computed(value)
 
 
 def _elements(node: fx.Node) -> int:
@@ -325,7 +326,7 @@ class _Growth:
         place = self.places[node]
         if isinstance(place, tuple) or (isinstance(place, Rows) and self._is_wide(node)):
             for user in node.users:
-                if not _is_size(user):
+                if not is_size(user):
                     self._add(user)
 
     def _between(self, *, backward: bool) -> list[fx.Node]:
@@ -337,7 +338,7 @@ class _Growth:
         while stack:
             for arg in stack.pop().all_input_nodes:
                 is_near = self.order[arg] > first and (arg in self.closure) == backward
-                if is_near and not _is_size(arg) and arg not in members and arg not in before:
+                if is_near and not is_size(arg) and arg not in members and arg not in before:
                     before.add(arg)
                     stack.append(arg)
         after: set[fx.Node] = set()

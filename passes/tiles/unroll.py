@@ -24,7 +24,7 @@ from torch import fx
 from fxckpt.ops.kernels import accumulate_mm
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.meta import ACCUMULATES
-from fxckpt.passes.tiles.row_regions import RowRegion
+from fxckpt.passes.tiles.row_regions import RowRegion, is_size
 from fxckpt.passes.tiles.row_rules import MEAN, SUM, SUMMED, Rows, row_rule
 from fxckpt.torch_private import (
     Size,
@@ -34,7 +34,6 @@ from fxckpt.torch_private import (
     is_laid_out_whole,
     is_surely_contiguous,
     is_surely_equal,
-    is_symbolic,
     plain_size,
     storage_id,
     without_guards,
@@ -110,15 +109,22 @@ class _Unroller:
         return whole
 
     def _compute_sizes(self) -> None:
-        """Compute sizes that are read from members from those of the inputs."""
-        for node in self.region.members:
-            for reader in [user for user in node.users if is_symbolic(user)]:
-                size = self.sizes.node_of(plain_size(reader.meta["val"]))
-                for user in list(reader.users):
-                    given = {reader: size}
-                    user.args = _with_sizes(user.args, given)
-                    user.kwargs = _with_sizes(user.kwargs, given)
-                self.graph.erase_node(reader)
+        """Compute sizes that are read from what depends on members from those of the inputs.
+
+        Members that read them would wait for others of their half.
+        """
+        depends = set(self.region.members)
+        for node in list(self.graph.nodes):
+            if depends.isdisjoint(node.all_input_nodes):
+                continue
+            if not is_size(node):
+                depends.add(node)
+                continue
+            given = {node: self.sizes.node_of(plain_size(node.meta["val"]))}
+            for user in list(node.users):
+                user.args = _with_sizes(user.args, given)
+                user.kwargs = _with_sizes(user.kwargs, given)
+            self.graph.erase_node(node)
 
     def _make_room(self, half: Sequence[fx.Node]) -> fx.Node:
         """Move what the members of a half read in front of the first one, and return that."""
@@ -318,7 +324,9 @@ class _Unroller:
         pieces = [self.pieces[node, tile] for tile in range(len(tiles))]
         parts = [rows.part(*tile) for tile in tiles]
         first, last = self.region.used
-        before, after = rows.part(0, first), rows.part(last, self.region.length)
+        # The value need not have the first and the last rows of the region.
+        end = plain_size(rows.start + rows.length)
+        before, after = rows.part(rows.start, first), rows.part(last, end)
         if not is_surely_equal(before.length, 0):
             pieces.insert(0, self._zeros(node, before))
             parts.insert(0, before)
@@ -331,7 +339,7 @@ class _Unroller:
             joined = self._call(
                 aten.cat.default, (pieces, rows.dim), {}, node, f"{node.name}_whole"
             )
-            return self._all_of(joined, rows.dim, rows.size)
+            return self._all_of(joined, rows.dim, rows.size, rows.inner)
         shape = tuple(node.meta["val"].shape)
         apart = []
         for piece, part in zip(pieces, parts, strict=True):
@@ -339,12 +347,21 @@ class _Unroller:
             dims = (*shape[: rows.dim], rows.outer, size, *shape[rows.dim + 1 :])
             apart.append(self._viewed(piece, dims, node))
         joined = self._call(aten.cat.default, (apart, rows.dim + 1), {}, node)
-        joined = self._all_of(joined, rows.dim + 1, plain_size(rows.length * rows.inner))
+        size = plain_size(rows.length * rows.inner)
+        joined = self._all_of(joined, rows.dim + 1, size, rows.inner)
         return self._viewed(joined, shape, node, f"{node.name}_whole")
 
-    def _all_of(self, joined: fx.Node, dim: int, size: Size) -> fx.Node:
+    def _all_of(self, joined: fx.Node, dim: int, size: Size, inner: Size) -> fx.Node:
         """Return joined rows, of a value that has as many as the tiles have together."""
         value = joined.meta["val"]
+        if not isinstance(size, int):
+            # Only for a given number can it be seen that the rows of the tiles add up to all.
+            first, last = self.region.used
+            tiled = sum(end - begin for begin, end in self.region.tiles(self.count))
+            found = plain_size(value.shape[dim] + (last - first - tiled) * inner)
+        else:
+            found = value.shape[dim]
+        assert is_surely_equal(found, size), f"{joined.name} has {found} rows in place of {size}"
         if not isinstance(size, int):
             shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
             joined.meta["val"] = fake_like(value, shape, value.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,8 @@ from torch.nn import functional as F
 import fxckpt
 from fxckpt.planner.capture import capture_joint
 from fxckpt.planner.pipeline import prepare
-from fxckpt.planner.tiles import groups_of
+from fxckpt.planner.tiles import groups_of, tiled
+from fxckpt.plans.types import Tiling
 
 VOCABULARY, WIDTH, IGNORED = 512, 16, 5
 LARGEST = (6, 40)
@@ -54,7 +55,7 @@ def batch(rows: int, length: int, dims: Sequence[int] = (0, 1)) -> tuple[Tensor,
     return tokens, target
 
 
-def result(step: Any, model: nn.Module, given: tuple[Tensor, Tensor]) -> list[Tensor]:
+def result(step: Any, model: nn.Module, given: tuple[Tensor, ...]) -> list[Tensor]:
     """The loss, and the gradients of the parameters, which are left without."""
     model.zero_grad()
     loss = step(*given)
@@ -64,10 +65,11 @@ def result(step: Any, model: nn.Module, given: tuple[Tensor, Tensor]) -> list[Te
     return found
 
 
-def assert_right(step: Any, model: nn.Module, given: tuple[Tensor, Tensor]) -> None:
+def assert_right(step: Any, model: nn.Module, given: tuple[Tensor, ...]) -> None:
     """Compare with the model in float64."""
     exact = copy.deepcopy(model).double()
-    pairs = zip(result(step, model, given), result(exact, exact, given), strict=True)
+    doubled = tuple(value.double() if value.is_floating_point() else value for value in given)
+    pairs = zip(result(step, model, given), result(exact, exact, doubled), strict=True)
     for found, expected in pairs:
         torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-6)
 
@@ -165,6 +167,94 @@ def test_gradients_go_ahead_at_any_size(shift: bool, reduction: str) -> None:
         assert_right(step, model, batch(*sizes))
     (plan,) = backend.plans
     assert plan.tiling is not None and plan.tiling.is_ahead and counter.frame_count == 1
+
+
+class Scored(nn.Module):
+    """A table, and a head over a vocabulary with a loss of its logits and tokens."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss = loss
+        self.table, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        # Both have one size then, which gather does not ask for.
+        target = tokens.where(target != IGNORED, target)
+        return self.loss(self.head(self.table(tokens)), target)
+
+
+def chosen(logits: Tensor, target: Tensor) -> Tensor:
+    """The log-probabilities of chosen tokens."""
+    return logits.log_softmax(-1).gather(2, target[..., None]).squeeze(2)
+
+
+def without_last(logits: Tensor, target: Tensor) -> Tensor:
+    return -chosen(logits[:, :-1], target[:, 1:]).mean()
+
+
+def without_first(logits: Tensor, target: Tensor) -> Tensor:
+    scores = chosen(logits[:, 1:], target[:, :-1])
+    return -scores[:, 0].sum() - scores.mean()
+
+
+def without_either(logits: Tensor, target: Tensor) -> Tensor:
+    flat = logits[:, 1:-1].reshape(-1, VOCABULARY).log_softmax(-1)
+    return -flat.gather(1, target[:, 2:].reshape(-1, 1)).mean()
+
+
+@pytest.mark.parametrize("loss", [without_last, without_first, without_either])
+def test_values_of_some_rows_are_joined(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A value without the first or the last position is joined without rows of zeros."""
+    model = Scored(loss)
+    step, backend, _ = compiled(model, dynamic=True)
+    for sizes in (LARGEST, (5, 17), (3, 5)):
+        assert_right(step, model, batch(*sizes))
+    assert tile_nodes(backend) == 4
+
+
+def test_sizes_after_a_slice_are_computed() -> None:
+    """A size that the backward reads from what follows the head waits for no tile."""
+
+    def sliced_later(logits: Tensor, target: Tensor) -> Tensor:
+        return -logits.log_softmax(-1).gather(2, target[..., None])[:, :-1].sum()
+
+    model = Scored(sliced_later)
+    step, backend, _ = compiled(model, dynamic=True)
+    for sizes in (LARGEST, (5, 17), (2, 3)):
+        assert_right(step, model, batch(*sizes))
+    assert tile_nodes(backend) == 4
+
+
+class Towers(nn.Module):
+    """Two MLPs of other widths, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.ModuleList(nn.Linear(WIDTH, width * WIDTH) for width in (10, 8))
+        self.down = nn.ModuleList(nn.Linear(width * WIDTH, WIDTH) for width in (10, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(F.silu(up(x)))
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_regions_that_grow_together_are_one(dynamic: bool) -> None:
+    """A region whose gradients go ahead takes in the one behind it, which is no other then."""
+    model = Towers()
+    step, backend, _ = compiled(model, dynamic=dynamic)
+    for sizes in (LARGEST, (5, 17), (2, 3)) if dynamic else (LARGEST,):
+        assert_right(step, model, (torch.randn(*sizes, WIDTH, requires_grad=True),))
+    assert tile_nodes(backend) == 4
+    joint = capture_joint(model, (torch.randn(*LARGEST, WIDTH),), {})
+    prepare(joint)
+    groups = groups_of(joint.module.graph)
+    assert len(groups) == 2
+    found = tiled(joint, Tiling(4, 2, is_ahead=True), groups)
+    assert found is not None and len(found[1].regions) == 1
 
 
 def test_sizes_that_depend_on_data_are_no_rows() -> None:

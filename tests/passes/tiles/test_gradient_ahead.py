@@ -136,6 +136,21 @@ def test_heads_with_their_losses(name: str) -> None:
     assert_near(outputs(module, given), exact(function, given), 2e-6)
 
 
+def test_gradients_that_are_added_are_each_scaled() -> None:
+    """Two of a region, added up outside, are scaled one in the sum and one before it."""
+    given = values(ROWS, WIDTH), values(WIDTH, INNER), values(WIDTH, INNER)
+
+    def gated(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return (torch.sigmoid(x @ w) * (x @ v)).sum()
+
+    module = joint_of(gated, *given)
+    assert run_ahead(module.graph, divided(module, 3))
+    module.graph.lint()
+    assert text_of(module.graph).count(" = addcmul(") == 1
+    unroll(module.graph, [divided(module, 3)], 3)
+    assert_near(outputs(module, given), exact(gated, given), 2e-6)
+
+
 def test_gradient_stays_where_it_is_not_linear() -> None:
     """A backward that reads the gradient of the loss twice, or of many values, cannot go ahead."""
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from fxckpt.passes.tiles.row_regions import row_regions
+from fxckpt.passes.tiles.row_rules import Rows
 from fxckpt.passes.tiles.unroll import emit_call, unroll
 from tests.passes.graphs import text_of, traced
 
@@ -146,6 +150,18 @@ def test_last_tile_may_be_smaller() -> None:
     assert shapes == [(2, 9), (2, 9), (2, 9)]
     loss, *_ = module(*inputs())
     torch.testing.assert_close(loss, head(*inputs())[0])
+
+
+def test_rows_that_do_not_add_up_are_refused() -> None:
+    """Tiles of a value with more rows than its place says are joined to no value."""
+    module = traced(small, torch.ones(6, 2), torch.ones(2, 9), torch.tensor(0.5))
+    ((region,),) = row_regions(module.graph)
+    places = {
+        node: replace(place, length=5) if isinstance(place, Rows) and node.name == "mm_1" else place
+        for node, place in region.places.items()
+    }
+    with pytest.raises(AssertionError, match="6 rows in place of 5"):
+        unroll(module.graph, [replace(region, places=places)], 2)
 
 
 def test_values_of_a_size_are_fake() -> None:
