@@ -20,7 +20,7 @@ always has the same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fxckpt.solver.program import Program
@@ -67,7 +67,12 @@ class PriceSearch(SearchOptions):
         There more of the forward is recomputed than any plan above the floor does; where kernels
         fuse, such plans may take more memory than planned.
         """
-        if found.limit is None or found.best is not None:
+        near = (1 + self.near_peak) * found.peak_bound_bytes
+        if (
+            found.limit is None
+            or found.best is not None
+            or found.least_peak.simulation.peak_bytes <= near
+        ):
             return found
         options = replace(self, chain_recomputes=self.further_recomputes)
         away = OffloadSearch(search_of(options, program))
@@ -150,7 +155,7 @@ class PriceSearch(SearchOptions):
                 away.fit(limit)
             tick()
         found = (away.result(limit, least_peak) for limit in chosen)
-        return tuple(self.further(program, each) for each in found)
+        return never_slower(self.further(program, each) for each in found)
 
 
 def search_of(options: SearchOptions, program: Program) -> LocalSearch:
@@ -158,6 +163,21 @@ def search_of(options: SearchOptions, program: Program) -> LocalSearch:
     nbytes = program.tables.bytes
     can_exceed = any(nbytes[list(limit.storages)].sum() > limit.bytes for limit in program.limits)
     return (LimitedSearch if can_exceed else LocalSearch)(options, program)
+
+
+def never_slower(results: Iterable[SearchResult]) -> tuple[SearchResult, ...]:
+    """Return results at ascending limits, each with the best schedule of those up to its own.
+
+    Searches below the floor (:meth:`PriceSearch.further`) are searches of their own.
+    """
+    found: list[SearchResult] = []
+    best: Candidate | None = None
+    for result in results:
+        if best is not None and (result.best is None or best.rank < result.best.rank):
+            result = replace(result, best=best)
+        best = result.best
+        found.append(result)
+    return tuple(found)
 
 
 def evenly_spaced(count: int, least_peak: Candidate, baseline: Candidate) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from fxckpt.solver.cuts.stages import StageBoundaries
 from fxckpt.solver.moves.heuristics import Heuristics
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import save_all
-from fxckpt.solver.search.price_search import PriceSearch, evenly_spaced
+from fxckpt.solver.search.price_search import PriceSearch, evenly_spaced, never_slower
 from tests.solver.programs import QUICK_SEARCH, blocks, interpret, programs
 
 
@@ -101,6 +102,16 @@ def test_time_falls_along_a_frontier(program: Program, points: int) -> None:
         for a, b in itertools.pairwise(found)
     )
     assert all(f.bound.seconds <= f.best.simulation.extra_seconds + 1e-6 for f in frontier)
+
+
+def test_schedules_of_lower_limits_are_taken() -> None:
+    """Of results that were searched apart, a slower one takes the schedule of a lower limit."""
+    program = blocks(6, crossing=10, inner=20)
+    low, middle, high = QUICK_SEARCH.frontier(program, lambda least, baseline: [90, 120, 150])
+    slow, none = replace(middle, best=low.best), replace(high, best=None)
+    found = never_slower([replace(low, best=middle.best), slow, none, high])
+    assert [f.best for f in found] == [middle.best, middle.best, middle.best, high.best]
+    assert [f.limit for f in found] == [90, 120, 150, 150]
 
 
 def test_same_plan_in_any_process() -> None:
