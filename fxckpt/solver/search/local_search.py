@@ -34,6 +34,8 @@ from fxckpt.utils.progress import tick
 
 PRICE_STEP = 1.1
 """Ratio of neighboring prices in the grid of prices tried."""
+MOST_CHAINS = 4
+"""Most dynamic programs over blocks that are held at once: each may take 50 MB."""
 
 
 class LocalSearch:
@@ -265,6 +267,8 @@ class LocalSearch:
         """Return the dynamic program over blocks for up to ``limit`` bytes."""
         key = 1 << max(limit, 1).bit_length(), holds_inputs
         if key not in self.chains:
+            if len(self.chains) == MOST_CHAINS:
+                del self.chains[next(iter(self.chains))]
             chain = self._chain_fastest if holds_inputs else self._chain_lowest
             self.chains[key] = ChainProgram(*chain, key[0], self.options.chain_parts)
         return self.chains[key]
