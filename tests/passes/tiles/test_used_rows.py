@@ -57,7 +57,7 @@ def with_z_loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
 
 def with_bias(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
     """All rows of a value that is not sliced are added up in the backward."""
-    return shifted(x, w + x.sum(), target)
+    return shifted(x, w + x.mean(), target)
 
 
 def in_two_parts(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
