@@ -1,6 +1,7 @@
 """The planner at given budgets, beside plans made by hand and torch's default partitioner.
 
-All plan the same graphs and are evaluated with the same liveness and the same costs.
+All plan the same graphs and are evaluated with the same liveness and the same costs. Peers write
+nothing in place, so that the table of such plans is without them.
 
     python bench/targets.py
 """

@@ -13,7 +13,7 @@ left for the rest. It is the least of these::
 The first forward is run anyway: W0(0, n, m) has the same terms without the seconds of the forward's
 ops. It is the program of rotor (Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal
 checkpointing for heterogeneous chains", 2019) with several ways for each block, as in HiRemate
-(Beaumont et al., 2024), over bytes in equal parts. What is held is held until its stage.
+(Gusak et al., ICML 2025), over bytes in equal parts. What is held is held until its stage.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class ChainProgram:
 
     @property
     def _blocks(self) -> Blocks:
+        """The blocks of the chain."""
         return self.programs.blocks
 
     @property

@@ -74,6 +74,7 @@ class Blocks:
 
     @cached_property
     def _crossed(self) -> dict[int, range]:
+        """Boundaries that each value crosses."""
         return _crossed(self.program, self.of_op)
 
     @cached_property

@@ -46,6 +46,8 @@ class LocalSearch:
         self.program = program
         self.boundaries = StageBoundaries(program)
         self.layouts: dict[int, Layout] = {}
+        self.ways: dict[bool, tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]] = {}
+        """Programs of the blocks, and the ways of each, by whether stages hold their inputs."""
         self.chains: dict[tuple[int, bool], ChainProgram] = {}
         """Dynamic programs over blocks by their greatest budgets, powers of two, and by whether
         stages hold their inputs."""
@@ -245,9 +247,12 @@ class LocalSearch:
 
     def _chain(self, *, holds_inputs: bool) -> tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]:
         """Return the programs of the blocks, and the ways of each."""
-        starts = self.heuristics.block_starts(self.options.chain_blocks)
-        programs = BlockPrograms(Blocks.of(self.program, starts, holds_inputs=holds_inputs))
-        return programs, ways_of_blocks(programs, partial(_search_block, self.options))
+        if holds_inputs not in self.ways:
+            starts = self.heuristics.block_starts(self.options.chain_blocks)
+            programs = BlockPrograms(Blocks.of(self.program, starts, holds_inputs=holds_inputs))
+            ways = ways_of_blocks(programs, partial(_search_block, self.options))
+            self.ways[holds_inputs] = programs, ways
+        return self.ways[holds_inputs]
 
     @property
     def _most_seconds(self) -> float:
@@ -255,21 +260,13 @@ class LocalSearch:
         forward = self.program.tables.seconds[: len(self.program.ops)].sum()
         return self.options.chain_recomputes * float(forward)
 
-    @cached_property
-    def _chain_lowest(self) -> tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]:
-        return self._chain(holds_inputs=False)
-
-    @cached_property
-    def _chain_fastest(self) -> tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]:
-        return self._chain(holds_inputs=True)
-
     def chain_program(self, limit: int, *, holds_inputs: bool = False) -> ChainProgram:
         """Return the dynamic program over blocks for up to ``limit`` bytes."""
         key = 1 << max(limit, 1).bit_length(), holds_inputs
         if key not in self.chains:
             if len(self.chains) == MOST_CHAINS:
                 del self.chains[next(iter(self.chains))]
-            chain = self._chain_fastest if holds_inputs else self._chain_lowest
+            chain = self._chain(holds_inputs=holds_inputs)
             self.chains[key] = ChainProgram(*chain, key[0], self.options.chain_parts)
         return self.chains[key]
 
