@@ -33,6 +33,7 @@ class Reason(enum.StrEnum):
     RNG_STATE = "generator state for the replay of a random op"
     MUTATED_INPUT = "reads an input that is written later"
     EFFECT = "its op has effects or is unknown"
+    HELD = "an eager region holds it, as its op cannot run again"
     COLLECTIVE = "a collective"
     STREAM = "it runs on a stream of its own, or is read on one"
     DECISION = "it decides (chooses, sorts, counts): its choice is kept"

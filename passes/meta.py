@@ -8,6 +8,15 @@ UNTRACKED = "fxckpt_untracked"
 CALL = "fxckpt_call"
 """Under ``meta["custom"]``: holds the number of the node's call on the tape."""
 
+HELD = "fxckpt_held"
+"""Marks the ops of a call whose results an eager region holds, as it cannot run again."""
+
+HELD_TO = "fxckpt_held_to"
+"""Holds the last call during which each result of a call was live, and its bytes, by its path."""
+
+HAS_STATE = "fxckpt_has_state"
+"""Marks a random op before which an eager region keeps the generator's state."""
+
 NAME = "fxckpt_name"
 """Holds the user's names of the value of an op or an input, a tuple of strings."""
 

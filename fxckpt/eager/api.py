@@ -231,18 +231,25 @@ def checkpoint(
         warnings.warn(TRANSFORMED, stacklevel=2)
         return function(*args, **kwargs)
     contexts, selective = _contexts_of(context_fn, planner)
+    # A traced graph cannot hold the state of a generator.
+    keep_draws = not preserve_rng_state or is_traced()
     recording = _Recording(
         planner,
         selective,
         replay_context=contexts[1],
-        # A traced graph cannot hold the state of a generator.
-        keep_draws=not preserve_rng_state or is_traced(),
+        keep_draws=keep_draws,
         hooks_see_chosen=respect_saved_tensors_hooks is not False,
         matcher=(
             None
             if planner is None
             else RegionMatcher(
-                CACHE.plans(function, budget, planner.policy, sends=planner.offload is not None)
+                CACHE.plans(
+                    function,
+                    budget,
+                    planner.policy,
+                    sends=planner.offload is not None,
+                    keeps_draws=keep_draws,
+                )
             )
         ),
         tier=tier,
@@ -299,6 +306,7 @@ class _Recording:
             keep_draws=self.keep_draws,
             check_versions=selective is None or not selective.allows_writes,
             tier=self.tier,
+            is_unplanned=None if self.matcher is None else self.matcher.is_lost,
             replay_context=self.replay_context,
         )
 

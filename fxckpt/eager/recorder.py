@@ -23,6 +23,7 @@ from fxckpt.eager.replay import kept_tensor
 from fxckpt.eager.tape import (
     Call,
     Detail,
+    ForwardHolds,
     Handle,
     MetaArg,
     Pack,
@@ -47,6 +48,7 @@ from fxckpt.torch_private import (
     forget_storage,
     holds_wrapper,
     is_faking,
+    is_freed,
     is_wrapper,
     not_compiled,
     only_waits,
@@ -73,6 +75,7 @@ Called after the op, with the number of its call, the op, its arguments and its 
 NOTHING_AROUND: AbstractContextManager[None] = nullcontext()
 """Hooks around a region that is in none."""
 Hooks = tuple[Pack, Unpack]
+DETACH = torch.ops.aten.detach.default
 TRANSPARENT = Opacity.TRANSPARENT
 """A global, as every op looks it up."""
 
@@ -80,7 +83,7 @@ TRANSPARENT = Opacity.TRANSPARENT
 class StorageState:
     """State of a storage during the recording."""
 
-    __slots__ = ("is_external", "number", "opacity", "snapshot", "versions", "writes")
+    __slots__ = ("is_external", "nbytes", "number", "opacity", "snapshot", "versions", "writes")
 
     def __init__(self, number: int, *, is_external: bool, opacity: Opacity) -> None:
         self.number = number
@@ -91,6 +94,8 @@ class StorageState:
         self.writes: list[Call] = []
         """Calls that wrote the storage."""
         self.snapshot: Snapshot | None = None
+        self.nbytes = 0
+        """Its bytes when it was made, in a region that is planned."""
 
 
 class Recorder(TorchDispatchMode):
@@ -101,7 +106,8 @@ class Recorder(TorchDispatchMode):
     them; without ``hooks_see_chosen``, results kept by choice do not. ``keep_draws`` keeps random
     results in place of the generator's state. With ``check_versions``, a write to a tensor that the
     tape holds is an error at the replay. ``locate`` returns the line and module of an op. What is
-    kept is sent to the ``tier`` when the region ends.
+    kept is sent to the ``tier`` when the region ends. ``is_unplanned`` returns whether the region
+    will be planned, for which the lifetimes of its storages are noted.
     """
 
     supports_higher_order_operators = True
@@ -116,6 +122,7 @@ class Recorder(TorchDispatchMode):
         check_versions: bool = True,
         locate: Callable[[], tuple[str, str]] | None = None,
         tier: Tier | None = None,
+        is_unplanned: Callable[[], bool] | None = None,
         replay_context: AbstractContextManager[Any] = NOTHING_AROUND,
     ) -> None:
         self.tape = Tape(replay_context)
@@ -130,6 +137,14 @@ class Recorder(TorchDispatchMode):
         self._check_versions = check_versions
         self._locate = locate
         self._tier = tier
+        self._is_unplanned = is_unplanned
+        self._alive: dict[int, int] = {}
+        """Numbers of the storages that the region made and that are not known to be freed, by
+        address."""
+        self._is_noting = False
+        """Whether calls since the last one have noted what was freed."""
+        self._freed: dict[int, int] = {}
+        """Number of the last call during which each storage was alive, of those freed since."""
         self._named: dict[int, frozenset[int]] = {}
         """Positions of the results that a policy sends away, by the numbers of their calls."""
         self._storages: dict[int, StorageState] = {}
@@ -185,6 +200,11 @@ class Recorder(TorchDispatchMode):
                 self.has_wrappers |= not only_waits(types)
                 return NotImplemented
             return func(*args, **(kwargs or {}))
+        if self._is_unplanned is not None and self._is_unplanned():
+            self._note_freed()
+        if func is DETACH and not args[0].requires_grad:
+            # Torch detaches what a factory returns where something shares it, such as a kept value.
+            return func(*args)
         known = traits_of(func)
         if not known.is_plain or kwargs:
             return self._run(known, func, args, kwargs or {})
@@ -291,6 +311,14 @@ class Recorder(TorchDispatchMode):
             return False
         return self._was_faking or not any(issubclass(kind, FakeTensor) for kind in types)
 
+    def _note_freed(self) -> None:
+        """Note the storages that were freed since the last call."""
+        for key in [key for key in self._alive if is_freed(key)]:
+            number = self._alive.pop(key)
+            if self._is_noting:
+                self._freed[number] = self.count - 1
+        self._is_noting = True
+
     def _move_handles(self, filled: Tensor, *, since: int) -> None:
         """Point handles of a tensor's storage to its new versions.
 
@@ -340,7 +368,9 @@ class Recorder(TorchDispatchMode):
         for i, (version, tensor) in enumerate(zip(versions, tensors_in(out), strict=True)):
             if (where if isinstance(where, Kept) else i in where) and version.kept is None:
                 self._hold(version, tensor)
-                version.is_chosen = True
+                # The tape could not recompute a result of an op that must not run twice.
+                storage = self._storages[storage_key(tensor)]
+                version.is_chosen = storage.opacity < Opacity.OPAQUE
                 if where is Kept.ON_CPU and self._tier is None:
                     keep_on_cpu(version)
                 elif where is Kept.ON_CPU:
@@ -349,6 +379,32 @@ class Recorder(TorchDispatchMode):
     def versions_of(self, tensors: Iterable[Tensor]) -> list[TensorVersion]:
         """Return the versions of tensors that the region computed or read."""
         return [self._version_of(tensor, reads=False) for tensor in tensors]
+
+    def held(self) -> ForwardHolds:
+        """Return what the forward held: of necessity, and by references of the region's Python."""
+        own = {s.number: s for s in self._storages.values() if not s.is_external}
+        kept = [version for version in self._held if version.kept is not None]
+        calls = frozenset(
+            version.call.number
+            for version in kept
+            if version.call is not None
+            and not (version.is_chosen or version.is_view or version.storage not in own)
+        )
+        chosen = {version.storage for version in kept if version.is_chosen}
+        ends = dict.fromkeys(self._alive.values() if self._is_noting else (), self.count)
+        ends |= self._freed
+        results: dict[tuple[int, int], tuple[int, int]] = {}
+        for call in self.calls:
+            for i, ref in enumerate(call.outputs):
+                version = ref()
+                if version is None or version.storage not in own:
+                    continue
+                # What several calls write is the result of the last of them.
+                writes = own[version.storage].writes
+                if call is writes[-1] if writes else not version.is_view:
+                    last = -1 if version.storage in chosen else ends.get(version.storage, -1)
+                    results[call.number, i] = (last, own[version.storage].nbytes)
+        return ForwardHolds(calls, results)
 
     def latest(self, kept: Mapping[int, frozenset[int]]) -> set[TensorVersion]:
         """Return the latest versions of the kept results, given by call and position."""
@@ -405,9 +461,15 @@ class Recorder(TorchDispatchMode):
         if region_plan is not None:
             written = frozenset(number for call in self.calls for number in call.writes)
             tape.replay = PlannedReplay(region_plan, tape.live(), self.calls, written)
+        last_uses = {} if region_plan is None else region_plan.last_uses
         for version in self._held:
-            if version.kept is not None:
+            if version.kept is None:
+                continue
+            base = base_of(version)
+            if base.call is None or base.call.number not in last_uses:
                 version.call = version.carried = None
+            elif version.is_view:
+                version.free()  # It would hold its base, which is freed before it is recomputed.
         self.calls.clear()
         self._held.clear()
         for storage in self._storages.values():
@@ -447,6 +509,9 @@ class Recorder(TorchDispatchMode):
             is_external=is_external,
             opacity=opacity if key > 0 else Opacity.OPAQUE,
         )
+        if self._is_unplanned is not None and key > 0 and not is_external:
+            self._alive[key] = storage.number
+            storage.nbytes = int(tensor.untyped_storage().nbytes())
         return storage
 
     def _version_of(self, tensor: Tensor, reads: bool = True) -> TensorVersion:

@@ -17,7 +17,7 @@ from fxckpt.eager.recorder import Kept, Recorder
 from fxckpt.eager.region_plan import CallKey, RegionPlan, call_key, unplanned
 from fxckpt.eager.region_planning import region_plan_of
 from fxckpt.eager.replay import recomputed
-from fxckpt.eager.tape import Call, TensorVersion
+from fxckpt.eager.tape import Call, TensorVersion, slice_of
 from fxckpt.errors import CaptureError
 from fxckpt.planner.planner import Planner
 from fxckpt.policies.base import Policy
@@ -57,11 +57,15 @@ class RegionMatcher:
     ) -> Kept | frozenset[int]:
         """Return the results of a call to keep."""
         at = len(self.keys)
-        self.keys.append(call_key(op, out))
+        self.keys.append(call_key(op, args, out))
         self._left = [
             plan for plan in self._left if at < len(plan.keys) and plan.keys[at] == self.keys[at]
         ]
         return self._left[0].kept.get(number, frozenset()) if self._left else Kept.NOWHERE
+
+    def is_lost(self) -> bool:
+        """Return whether no cached plan matches the calls so far."""
+        return not self._left
 
     def plan(self, packed: tuple[int, ...]) -> RegionPlan | None:
         """Return the plan that matches the whole region, saved tensors included, or None."""
@@ -86,16 +90,23 @@ class RegionCache:
         )
 
     def plans(
-        self, function: Callable[..., Any], budget: Budget, policy: Policy | None, *, sends: bool
+        self,
+        function: Callable[..., Any],
+        budget: Budget,
+        policy: Policy | None,
+        *,
+        sends: bool,
+        keeps_draws: bool,
     ) -> CachedPlans:
         """Return the plans of a function; all modules of a class share them.
 
-        ``sends`` says whether a policy has a place to send values to.
+        ``sends`` says whether a policy has a place to send values to, ``keeps_draws`` whether the
+        results of random ops are kept.
         """
         with self.lock:
             by_key = self._of.setdefault(_kind(function), {})
             # A budget of 1 (byte) differs from 1.0 (a share of the peak).
-            key = (type(budget), budget, _identity(policy), sends)
+            key = (type(budget), budget, _identity(policy), sends, keeps_draws)
             found = by_key.setdefault(key, CachedPlans())
             while len(by_key) > MAX_KEYS:
                 del by_key[next(iter(by_key))]
@@ -127,7 +138,9 @@ def plan_of_region(
                 "which only a compiled model can plan: torch.compile(model, backend='fxckpt')"
             )
         with CACHE.lock:
-            region_plan = region_plan_of(recorder.calls, outputs, matcher.keys, packed, planner)
+            region_plan = region_plan_of(
+                recorder.calls, outputs, matcher.keys, packed, planner, recorder.held()
+            )
     except CaptureError as error:
         if planner.budget is not None:
             raise CaptureError(
@@ -141,7 +154,9 @@ def plan_of_region(
         )
         region_plan = unplanned(matcher.keys, packed)
     matcher.plans.add(region_plan)
-    recorder.keep_only(recomputed(recorder.tape, recorder.latest(region_plan.kept)))
+    kept = recorder.latest(region_plan.kept)
+    later, _ = slice_of((handle.version for handle in recorder.tape.live()), kept)
+    recorder.keep_only(recomputed(recorder.tape, kept, later=later))
     return region_plan
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fxckpt.plans.types import Plan
 
-CallKey = tuple[Any, tuple[int, ...] | None, torch.dtype | None]
-"""An op with the shape and dtype of its first result."""
+CallKey = tuple[Any, tuple[int, ...] | None, torch.dtype | None, bool]
+"""An op with the shape and dtype of its first result, and whether an argument has a gradient."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,16 @@ class RegionRecompute:
     """Index of the last recompute that reads its results; its own index if none does."""
     until: int
     """Position of the next recompute of the call, where its results stop being used."""
+
+
+@dataclass(frozen=True)
+class LastUse:
+    """Last use of the saved results of a call that is recomputed after it."""
+
+    recompute: int
+    """Index of the last recompute that reads them; -1 if none does."""
+    position: int
+    """Index of the last backward op that reads them; -1 if none does."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,8 @@ class RegionPlan:
     """Recomputes in the order of the backward."""
     consumers: Mapping[int, Consumer]
     """Backward ops of each call that has a gradient."""
+    last_uses: Mapping[int, LastUse]
+    """Last use of the results of each call that are saved, and recomputed when they are freed."""
     end: int
     """Number of ops in the backward."""
 
@@ -82,11 +94,22 @@ def unplanned(keys: Sequence[CallKey], packed: tuple[int, ...]) -> RegionPlan:
         away={},
         recomputes=(),
         consumers={},
+        last_uses={},
         end=0,
     )
 
 
-def call_key(op: Any, out: Any) -> CallKey:
+def call_key(op: Any, args: Sequence[Any], out: Any) -> CallKey:
     """Return the key of a call."""
     first = out[0] if isinstance(out, (tuple, list)) and out else out
-    return (op, tuple(first.shape), first.dtype) if isinstance(first, Tensor) else (op, None, None)
+    has_gradient = any(map(_has_gradient, args))
+    if isinstance(first, Tensor):
+        return (op, tuple(first.shape), first.dtype, has_gradient)
+    return (op, None, None, has_gradient)
+
+
+def _has_gradient(arg: Any) -> bool:
+    """Return whether an argument has a gradient, or a tensor in its list."""
+    if type(arg) is list:
+        return any(map(_has_gradient, arg))
+    return isinstance(arg, Tensor) and arg.requires_grad

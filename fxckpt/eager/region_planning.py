@@ -15,14 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxckpt.eager.region_plan import CallKey, Consumer, RegionPlan, RegionRecompute, unplanned
-from fxckpt.eager.tape import Call, TensorVersion
-from fxckpt.eager.tape_to_fx import graph_of
+from fxckpt.eager.region_plan import (
+    CallKey,
+    Consumer,
+    LastUse,
+    RegionPlan,
+    RegionRecompute,
+    unplanned,
+)
+from fxckpt.eager.tape import Call, ForwardHolds, TensorVersion
+from fxckpt.eager.tape_to_fx import INDICES, graph_of
 from fxckpt.errors import CaptureError
+from fxckpt.ops.properties import is_random
+from fxckpt.ops.unseen import unseen
+from fxckpt.passes.analysis.eager_liveness import call_of
 from fxckpt.passes.analysis.joint import Facts
 from fxckpt.passes.graphs import Joint
-from fxckpt.passes.meta import CALL, UNTRACKED
-from fxckpt.planner.pipeline import prepare
+from fxckpt.passes.meta import HAS_STATE, HELD, HELD_TO, UNTRACKED
+from fxckpt.planner.pipeline import PREPARE_EAGER, prepare
 from fxckpt.planner.planner import Planner
 from fxckpt.plans.types import Plan
 from fxckpt.reason import Decision
@@ -36,8 +46,11 @@ def region_plan_of(
     keys: Sequence[CallKey],
     packed: tuple[int, ...],
     planner: Planner,
+    held: ForwardHolds,
 ) -> RegionPlan:
     """Return the plan of a region with the given calls; an empty one if nothing has a gradient.
+
+    ``held`` is what the recorded forward held beside what its ops read.
 
     Raises :class:`CaptureError`, and the errors of planning (:class:`BudgetInfeasible`,
     :class:`PolicyConflict`, ...).
@@ -58,10 +71,11 @@ def region_plan_of(
     if not found:
         return unplanned(keys, packed)
     joint, num_fwd_outputs = found[0]
+    _mark_held(joint.graph, held, calls)
     if planner.budget is not None:
         bind_to_autograd(joint.graph)
         planner = replace(planner, is_eager=True)
-    given = prepare(Joint(joint, num_fwd_outputs))
+    given = prepare(Joint(joint, num_fwd_outputs), PREPARE_EAGER)
     facts, plan = planner.plan(given)
     return RegionPlan(
         plan=plan,
@@ -71,6 +85,7 @@ def region_plan_of(
         away=_kept(facts, plan, calls, (Decision.OFFLOADED,)),
         recomputes=_recomputes(facts, plan),
         consumers=_consumers(facts),
+        last_uses=_last_uses(facts, plan),
         end=len(facts.program.backward),
     )
 
@@ -81,6 +96,25 @@ def bind_to_autograd(graph: fx.Graph) -> None:
         if is_traced_in_backward(node):
             tag_side(node, backward=True)
             node.meta["ac_graph_id"] = "autograd"
+
+
+def _mark_held(graph: fx.Graph, held: ForwardHolds, calls: Sequence[Call]) -> None:
+    """Mark the forward's ops whose results or generator states are held, and how long."""
+    by_number = {call.number: call for call in calls}
+    for node in graph.nodes:
+        call = by_number.get(call_of(node))
+        if call is None or is_traced_in_backward(node):
+            continue
+        if call.number in held.calls:
+            node.meta[HELD] = True
+        if call.draw is not None and is_random(node):
+            node.meta[HAS_STATE] = True
+        paths = () if call.detail is None else call.detail.paths
+        node.meta[HELD_TO] = {
+            path: held.results[call.number, i]
+            for i, path in enumerate(paths)
+            if (call.number, i) in held.results
+        }
 
 
 def _calling(module: fx.GraphModule, inputs: int) -> fx.GraphModule:
@@ -107,16 +141,14 @@ class _Interpreter(fx.Interpreter):
             return super().run_node(n)
 
 
-def _number(node: fx.Node) -> int:
-    """Return the number of the call that a node belongs to, or -1."""
-    number = node.meta.get("custom", {}).get(CALL, -1)
-    return number if isinstance(number, int) else -1
-
-
 def _kept(
     facts: Facts, plan: Plan, calls: Sequence[Call], decisions: Sequence[Decision]
 ) -> dict[int, frozenset[int]]:
-    """Return the results of some decisions; of values of the backward, those that they read."""
+    """Return the results of some decisions, without those that the recorder keeps of necessity.
+
+    Values that no call returned stand for what they are computed from: those of the backward, and
+    the indices of a mask.
+    """
     program, by_number = facts.program, {call.number: call for call in calls}
     reads = {program.storages[w].name: op.reads for op in program.ops for w in op.writes}
     names = [row.name for row in plan.rows if row.decision in decisions and row.name in facts.owner]
@@ -124,14 +156,17 @@ def _kept(
     while names:
         name = names.pop()
         node = facts.owner[name]
-        if is_traced_in_backward(node):
+        is_indices = node.target is unseen and node.args[0] == INDICES
+        if is_traced_in_backward(node) or is_indices:
             names += [
                 program.storages[s].name
                 for s in reads.get(name, ())
                 if program.storages[s].name in facts.owner
             ]
             continue
-        call = by_number.get(_number(node))
+        if HELD in node.meta:
+            continue  # It is kept in any case, and is not free to be a choice.
+        call = by_number.get(call_of(node))
         if call is not None:
             path = (node.args[1],) if node.target is operator.getitem else ()
             paths = () if call.detail is None else call.detail.paths
@@ -144,10 +179,9 @@ def _kept(
 def _recomputes(facts: Facts, plan: Plan) -> tuple[RegionRecompute, ...]:
     """Return the recomputes of a plan by call number, each with its place and its last reader."""
     program = facts.program
-    position = {op.name: i for i, op in enumerate(program.backward)}
     op_of = {op.name: op for op in program.ops}
     end = len(program.backward)
-    starts = [position.get(run.before, end) for run in plan.schedule]
+    starts = _starts(facts, plan)
     last_reader = list(range(len(starts)))
     until = [end] * len(starts)
     latest: dict[str, int] = {}
@@ -159,8 +193,34 @@ def _recomputes(facts: Facts, plan: Plan) -> tuple[RegionRecompute, ...]:
         if run.name in latest:
             until[latest[run.name]] = starts[i]
         latest[run.name] = i
-    numbers = [_number(facts.op_node[run.name]) for run in plan.schedule]
+    numbers = [call_of(facts.op_node[run.name]) for run in plan.schedule]
     return tuple(map(RegionRecompute, numbers, starts, last_reader, until))
+
+
+def _starts(facts: Facts, plan: Plan) -> list[int]:
+    """Return the position of the backward op before which each recompute of a plan runs."""
+    position = {op.name: i for i, op in enumerate(facts.program.backward)}
+    return [position.get(run.before, len(position)) for run in plan.schedule]
+
+
+def _last_uses(facts: Facts, plan: Plan) -> dict[int, LastUse]:
+    """Return the last use of saved results that are recomputed later, by call number."""
+    program, starts = facts.program, _starts(facts, plan)
+    op_of = {op.name: op for op in program.ops}
+    first_run: dict[str, int] = {}
+    for i, run in enumerate(plan.schedule):
+        first_run.setdefault(run.name, i)
+    saved = {s for s, storage in enumerate(program.storages) if storage.name in plan.saved}
+    found: dict[int, LastUse] = {}
+    for name, first in first_run.items():
+        results = saved.intersection(op_of[name].writes)
+        if not results:
+            continue
+        recomputes = (i for i in range(first) if results & {*op_of[plan.schedule[i].name].reads})
+        positions = (j for j in range(starts[first]) if results & {*program.backward[j].reads})
+        last = LastUse(max(recomputes, default=-1), max(positions, default=-1))
+        found[call_of(facts.op_node[name])] = last
+    return found
 
 
 def _consumers(facts: Facts) -> dict[int, Consumer]:
@@ -170,11 +230,11 @@ def _consumers(facts: Facts) -> dict[int, Consumer]:
     position: dict[int, int] = {}
     roots: dict[int, set[int]] = {}
     for i, op in enumerate(program.backward):
-        number = _number(nodes[op.name]) if op.name in nodes else -1
+        number = call_of(nodes[op.name]) if op.name in nodes else -1
         producers = [program.storages[s].producer for s in op.reads]
         position[number] = i
         roots.setdefault(number, set()).update(
-            _number(facts.op_node[program.ops[p].name]) for p in producers if p >= 0
+            call_of(facts.op_node[program.ops[p].name]) for p in producers if p >= 0
         )
     return {
         number: Consumer(position[number], frozenset(roots[number]))

@@ -35,6 +35,7 @@ from fxckpt.torch_private import (
     after_backward,
     below_autograd,
     current_backward,
+    keeps_graph,
     laid_out,
     not_compiled,
     put_together,
@@ -176,12 +177,41 @@ def advance(tape: Tape, plan: PlannedReplay, here: int) -> None:
         and recompute.position <= plan.positions[h] < recompute.until
     ]
     held = _read_later(plan, due.values())
-    made = recomputed(tape, {*held, *(h.version for h in asked)}, plan.made)
+    is_last = not keeps_graph()
+    ending = {version for version, last in plan.held_until.items() if last < plan.done}
+    freed = _freed(plan, here) if is_last else set()
+    wanted = {*held, *(h.version for h in asked)}
+    made = recomputed(tape, wanted, plan.made, spent=ending | freed)
+    for version in freed:
+        version.free()
+    for version in ending:
+        plan.made.pop(version, None)
+        del plan.held_until[version]
     cache_in_handles(asked, made)
+    for handle in asked if is_last else ():
+        # Its node ends with this request. Nothing holds what the tensor was computed from.
+        handle.version = _leaf(handle.version, made[handle.version])
     plan.held_until.update(held)
     plan.made.update((version, made[version]) for version in held)
-    for version in [version for version, last in plan.held_until.items() if last < plan.done]:
-        del plan.made[version], plan.held_until[version]
+
+
+def _freed(plan: PlannedReplay, here: int) -> set[TensorVersion]:
+    """Return the results kept by choice that the plan frees here, and recomputes later."""
+    found = set()
+    for number, last in plan.region_plan.last_uses.items():
+        call = plan.calls[number]() if last.recompute < plan.done and last.position < here else None
+        for ref in () if call is None else call.outputs:
+            version = ref()
+            if version is not None and version.is_chosen and version.unpack is None:
+                found.add(version)
+    return found
+
+
+def _leaf(version: TensorVersion, tensor: Tensor) -> TensorVersion:
+    """Return a version that holds its recomputed tensor."""
+    leaf = TensorVersion(version.storage, version.geometry, None)
+    leaf.kept = tensor
+    return leaf
 
 
 def _read_later(plan: PlannedReplay, due: Iterable[RegionRecompute]) -> dict[TensorVersion, int]:
@@ -214,9 +244,19 @@ def release(tape: Tape) -> None:
 
 
 def recomputed(
-    tape: Tape, wanted: Iterable[TensorVersion], available: Mapping[TensorVersion, Tensor] = NOTHING
+    tape: Tape,
+    wanted: Iterable[TensorVersion],
+    available: dict[TensorVersion, Tensor] | None = None,
+    *,
+    later: Container[Call] | None = None,
+    spent: Container[TensorVersion] = (),
 ) -> dict[TensorVersion, Tensor]:
-    """Return the tensors of ``wanted``; recompute those not ``available``, below autograd."""
+    """Return the tensors of ``wanted``; recompute those not ``available``, below autograd.
+
+    Where the calls of ``later`` replays are known, generator states that no other call draws from
+    are freed one by one. So are the versions ``spent``, kept or available.
+    """
+    available = {} if available is None else available
     todo = replay_program(wanted, available)
     values: dict[TensorVersion, Tensor] = {}
     copies: dict[Snapshot, Tensor] = {}
@@ -259,15 +299,31 @@ def recomputed(
                     and asked.carried is None
                 ):
                     made_now(asked, result)
+            if later is not None and call not in later:
+                call.draw = None
             # Otherwise the last result would stay live during the next call.
             result = None
             results = ()
             for version in step.carries:
                 assert version.carried is not None
                 made_now(version, tensor_of(version.carried))
-            for version in step.frees:
-                values.pop(version, None)
+            _free(step.frees, values, available, spent)
     return made
+
+
+def _free(
+    versions: Iterable[TensorVersion],
+    values: dict[TensorVersion, Tensor],
+    available: dict[TensorVersion, Tensor],
+    spent: Container[TensorVersion],
+) -> None:
+    """Free versions that a replay has read for the last time; of others than its own, the spent."""
+    for version in versions:
+        values.pop(version, None)
+        if version in spent:
+            available.pop(version, None)
+            if version.kept is not None:
+                version.free()
 
 
 def _run_call(call: Call, tensor_of: Callable[[TensorVersion], Tensor]) -> tuple[Tensor, ...]:

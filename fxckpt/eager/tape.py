@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -208,6 +208,17 @@ def _versions(given: Any) -> Iterator[TensorVersion]:
             yield item
         elif type(item) in (tuple, list):
             yield from _versions(item)
+
+
+@dataclass(frozen=True)
+class ForwardHolds:
+    """What the forward of a region holds beside what its ops read."""
+
+    calls: frozenset[int] = frozenset()
+    """Numbers of the calls whose results the recorder keeps of necessity."""
+    results: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """Number of the last call during which each result was live, -1 if it is not known, and its
+    bytes; by its call and position."""
 
 
 class Handle:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fxckpt.ops.kernels import OWN
 from fxckpt.ops.registry import registered
+from fxckpt.ops.unseen import unseen
 from fxckpt.torch_private import OpOverload, has_effect, parts_of
 
 UNINITIALIZED = frozenset(
@@ -144,7 +145,7 @@ def is_torchs_own(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, OpOverload):
         return False
-    return node.target.namespace in TORCHS or node.target in OWN
+    return node.target.namespace in TORCHS or node.target in OWN or node.target is unseen
 
 
 def is_known_pure(node: fx.Node) -> bool:

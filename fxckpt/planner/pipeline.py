@@ -1,7 +1,8 @@
 """Pipeline: every pass of a compile, in order.
 
 A joint graph is prepared (:data:`PREPARE`), planned (:mod:`fxckpt.planner.planner`), and emitted as
-a forward and a backward half that follow the plan (:data:`EMIT`). With Inductor as the inner
+a forward and a backward half that follow the plan (:data:`EMIT`). An eager region's graph is
+planned as it runs (:data:`PREPARE_EAGER`), and nothing is emitted. With Inductor as the inner
 compiler the tuples are :data:`PREPARE_INDUCTOR` and :data:`EMIT_INDUCTOR`, and :data:`FREE_EARLY`
 once its lowering is known. A graph that is planned for another device is first put there
 (:class:`Place`). A pass is a frozen value with a ``name`` that maps one state to the next:
@@ -289,6 +290,13 @@ PREPARE: tuple[Pass[Joint], ...] = (
     OnJoint(join_loss_backward),
 )
 """From AOTAutograd's joint graph to the graph that is planned."""
+
+PREPARE_EAGER: tuple[Pass[Joint], ...] = (
+    OnJoint(unwrap_syncs),
+    OnJoint(take_names),
+    OnJoint(raise_getitems),
+)
+"""As :data:`PREPARE`, for a graph whose ops run in Python and in autograd's nodes as they are."""
 
 PREPARE_INDUCTOR: tuple[Pass[Joint], ...] = (
     OnJoint(unwrap_syncs),

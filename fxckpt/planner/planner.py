@@ -19,13 +19,13 @@ from fxckpt.costs.models import CostModel, FlopCost, checked, resolve
 from fxckpt.costs.workspace import MeasuredWorkspace, stated_workspace
 from fxckpt.errors import BudgetInfeasible, InvalidBudget, InvalidOption
 from fxckpt.ops.properties import tensors
-from fxckpt.passes.analysis.autograd_liveness import held_by_nodes
 from fxckpt.passes.analysis.budget_regions import (
     BudgetRegion,
     budget_regions,
     saved_limits,
     without_regions,
 )
+from fxckpt.passes.analysis.eager_liveness import held_by_nodes, held_by_region
 from fxckpt.passes.analysis.fingerprint import fingerprint, refuse_another_graph, refuse_unknown_ops
 from fxckpt.passes.analysis.graph_memory import inner_bytes
 from fxckpt.passes.analysis.graph_snapshot import snapshot_of
@@ -393,6 +393,7 @@ class Planner:
             in_place=self._writes_in_place,
         )
         if self.is_eager:
+            facts = replace(facts, program=held_by_region(facts))
             facts = replace(facts, program=held_by_nodes(facts))
         sending = OFFLOAD if bind_preferences else (CheckpointPolicy.MUST_CPU_OFFLOAD,)
         asked = {**_region_answers(joint.module.graph), **_given(decided)}

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from fxckpt.solver.positions import backward_order, last_accesses
+from fxckpt.solver.positions import backward_order, last_in_forward
 from fxckpt.solver.program import FloatArray, IntArray, Link, Program
 from fxckpt.solver.schedule import Schedule, forward_ops
 
@@ -53,7 +53,7 @@ class Movable:
         position[order] = np.arange(len(order))
         read = _first(*tables.reads.rows(backward), len(program.storages))
         written = _first(*tables.writes.rows(backward), len(program.storages))
-        used = last_accesses(tables, order)
+        used = last_in_forward(tables, order)
         saved = np.asarray([s for s in schedule.saved if s in link.storages], dtype=np.int64)
         made = position[tables.producer[saved]]
         # A recompute that came first would make the saved value one that nothing reads.

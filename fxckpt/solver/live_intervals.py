@@ -7,6 +7,7 @@ profile, byte for byte. It serves reports, not the search: one pass over the ops
 from __future__ import annotations
 
 import enum
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -77,10 +78,12 @@ def live_intervals(program: Program, schedule: Schedule) -> list[LiveInterval]:
     backward_at = sum(moment.is_forward for moment in order)
     written, temporary = _written_intervals(program, schedule, order, backward_at)
     away = {storage: (first, end) for storage, first, end in schedule.away}
+    forward = forward_ops(program, schedule.saved)
+    held_to = [bisect_right(forward, storage.held_to) - 1 for storage in program.storages]
     extended = [
         part
         for interval in written
-        for part in _on_device(_extended(interval, backward_at - 1, len(order) - 1), away)
+        for part in _on_device(_extended(interval, held_to, backward_at - 1, len(order) - 1), away)
     ]
     return sorted([*extended, *temporary], key=lambda i: (i.first, i.storage, i.last))
 
@@ -105,8 +108,9 @@ def _written_intervals(
             if s in open_ and not (program.storages[s].is_output and at >= backward_at):
                 open_[s] = open_[s]._replace(last=at)
         written = list(op.writes)
-        if is_forward and op.rng_state in saved:
-            written.append(op.rng_state)
+        if is_forward and op.rng_state is not None:
+            state = program.storages[op.rng_state]
+            written += [op.rng_state] * (op.rng_state in saved or state.held_to >= 0)
         if (taken := int(taken_by[at])) >= 0:
             # Its bytes count as the result's from here on.
             closed.append(open_.pop(taken)._replace(last=at - 1))
@@ -136,13 +140,20 @@ def _on_device(interval: LiveInterval, away: dict[int, tuple[int, int]]) -> Iter
     yield interval._replace(first=last + 1)
 
 
-def _extended(interval: LiveInterval, end_of_forward: int, last: int) -> LiveInterval:
-    """Extend an output to the end of the step, and a saved value at least to the backward."""
+def _extended(
+    interval: LiveInterval, held_to: Sequence[int], end_of_forward: int, last: int
+) -> LiveInterval:
+    """Extend an output to the end of the step, and a value of the forward to where it is held.
+
+    A saved value is held to the backward at least. ``held_to`` has a position for each storage.
+    """
     if interval.holder is Holder.OUTPUT:
         return interval._replace(last=last)
     if interval.holder is Holder.SAVED:
         return interval._replace(last=max(interval.last, end_of_forward))
-    return interval
+    if interval.first > end_of_forward:
+        return interval
+    return interval._replace(last=max(interval.last, held_to[interval.storage]))
 
 
 def _holder(

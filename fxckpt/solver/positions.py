@@ -18,6 +18,19 @@ def last_accesses(tables: Tables, order: IntArray) -> IntArray:
     return last
 
 
+def last_in_forward(tables: Tables, order: IntArray) -> IntArray:
+    """Return the last position in a forward that holds each storage if no plan saves it, or -1.
+
+    It is that of the last access, or of the op that the storage is held to; ``order`` ascends.
+    """
+    last = last_accesses(tables, order)
+    states = tables.rng_state[order]
+    made = last >= 0
+    made[states[states >= 0]] = True
+    held_to = np.searchsorted(order, tables.held_to, side="right") - 1
+    return np.where(made, np.maximum(last, held_to), last)
+
+
 def backward_order(
     tables: Tables, runs: IntArray, before: IntArray, length: int
 ) -> tuple[IntArray, IntArray, IntArray]:

@@ -63,6 +63,11 @@ class Storage:
     """Whether a forward output holds the storage, which is then live to the end under any plan."""
     is_savable: bool = True
     """Whether a plan may save the storage."""
+    held_to: int = -1
+    """Index of the last forward op during which the storage is live under any plan.
+
+    It is -1 where only readers and plans hold the storage. A generator state has it too.
+    """
     sized: SizedBytes | None = field(default=None, compare=False, repr=False)
     """Bytes at other sizes of the graph's inputs; None where they are the same."""
 
@@ -303,6 +308,8 @@ class Tables:
     """:attr:`Storage.is_output` of each storage."""
     is_savable: BoolArray
     """:attr:`Storage.is_savable` of each storage."""
+    held_to: IntArray
+    """:attr:`Storage.held_to` of each storage."""
 
     @classmethod
     def of(cls, program: Program) -> Tables:
@@ -333,6 +340,7 @@ class Tables:
             producer=np.asarray(program.producers, dtype=np.int64),
             is_output=_mask(s.is_output for s in storages),
             is_savable=_mask(s.is_savable for s in storages),
+            held_to=np.asarray([s.held_to for s in storages], dtype=np.int64),
         )
 
 

@@ -5,7 +5,8 @@ a later reader are free. Forward outputs live to the end, for the user holds the
 reads them there: a copy of one that a recompute writes beside other results is dead at once.
 Incoming gradients live from the start of the backward to their last read; parameters and inputs are
 not counted. A recomputed value is a new version of its storage, live from its recompute to its last
-read.
+read. What an eager region's recorder or its Python holds lives longer in the forward
+(:attr:`~fxckpt.solver.program.Storage.held_to`).
 
 An op that may take an operand's memory (:attr:`~fxckpt.solver.program.Op.takes`) runs in place
 where that operand dies, and its result needs no bytes of its own beside it.
@@ -19,7 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from fxckpt.solver.link_use import Movable, stall_seconds
-from fxckpt.solver.positions import backward_order, last_accesses
+from fxckpt.solver.positions import backward_order, last_accesses, last_in_forward
 from fxckpt.solver.program import IN_BACKWARD, BoolArray, IntArray, Program, Tables
 from fxckpt.solver.schedule import Schedule, forward_ops
 
@@ -111,15 +112,16 @@ def _forward_profile(
     tables: Tables, order: IntArray, held: BoolArray
 ) -> tuple[IntArray, IntArray, int]:
     """Return the live bytes during each op of ``order``, what each takes, and the bytes left."""
-    last = last_accesses(tables, order)
+    last = last_in_forward(tables, order)
     state = tables.rng_state[order]
-    saves_state = (state >= 0) & np.append(held, False)[state]
-    born = tables.written_bytes[order] + np.where(saves_state, tables.state_bytes[order], 0)
+    has_state = (state >= 0) & np.append(held | (tables.held_to >= 0), False)[state]
+    born = tables.written_bytes[order] + np.where(has_state, tables.state_bytes[order], 0)
     dying = np.flatnonzero((last >= 0) & ~held)
     died = _sum_at(last[dying], tables.bytes[dying], len(order))
     after = np.cumsum(born - died)
     wanted, at = tables.takes.rows(order)
-    taken = _taken(wanted, at, (last[wanted] == at) & ~held[wanted], len(order))
+    dies = (last[wanted] == at) & ~held[wanted] & (tables.held_to[wanted] < order[at])
+    taken = _taken(wanted, at, dies, len(order))
     live = after + died + tables.workspace_bytes[order] - _bytes_taken(tables, taken)
     return live, taken, int(after[-1]) if len(after) else 0
 

@@ -25,6 +25,7 @@ from fxckpt.ops.properties import (
 from fxckpt.ops.registry import registered
 from fxckpt.passes.analysis.discrete_ops import discrete_results
 from fxckpt.passes.analysis.placement import JointPlacement, has_streams, readers_through_views
+from fxckpt.passes.meta import HELD
 from fxckpt.reason import Reason
 from fxckpt.torch_private import storage_id, stream_of
 
@@ -98,6 +99,8 @@ class RecomputeRules:
 
     def _never(self, node: fx.Node) -> Reason | None:
         """Return why recomputing an op would be wrong."""
+        if HELD in node.meta:
+            return Reason.HELD
         if not self.placement.pure_targets.only_computes(node) and (
             is_mutating(node)
             or has_hidden_effect(node)

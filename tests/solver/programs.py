@@ -72,13 +72,18 @@ def _forward_ops(
                     storages[takes[0]].bytes if takes else draw(st.integers(0, 20)),
                     i,
                     is_output=draw(st.integers(0, 9)) == 0,
+                    held_to=draw(st.integers(0, max_ops)) if draw(st.integers(0, 9)) == 0 else -1,
                 )
             )
         state = None
         no_recompute = Reason.EFFECT if draw(st.integers(0, 9)) == 0 else None
-        if no_recompute is None and draw(st.integers(0, 5)) == 0:
+        if draw(st.integers(0, 5)) == 0:
             state = len(storages)
-            storages.append(Storage(f"v{writes[0]}.rng_state", STATE_BYTES, FORWARD_ONLY))
+            stays = draw(st.booleans()) if no_recompute is None else True
+            held_to = draw(st.integers(i, max_ops)) if stays else -1
+            storages.append(
+                Storage(f"v{writes[0]}.rng_state", STATE_BYTES, FORWARD_ONLY, held_to=held_to)
+            )
         seconds = float(draw(st.integers(0, 9)))
         workspace = draw(st.sampled_from([0, 0, 5]))
         ops.append(
@@ -264,11 +269,17 @@ def interpret(program: Program, schedule: Schedule) -> Outcome:
     order = _forward_order(program, schedule)
     times = Counter(order)
     kept = outputs | set(schedule.saved)
+    staying = {i for i, s in enumerate(program.storages) if s.held_to >= 0}
     forward: list[Event] = []
     for i in order:
         op = program.ops[i]
         forward.append(
-            (set(op.reads), set(op.writes) | ({op.rng_state} & kept), op.workspace_bytes, op.takes)
+            (
+                set(op.reads),
+                set(op.writes) | ({op.rng_state} & (kept | staying)),
+                op.workspace_bytes,
+                op.takes,
+            )
         )
     backward: list[Event] = []
     for j, op in enumerate(program.backward):
@@ -287,8 +298,10 @@ def interpret(program: Program, schedule: Schedule) -> Outcome:
                 )
             )
         backward.append((set(op.reads), set(op.writes), op.workspace_bytes, op.takes))
-    first, live = _play(program, forward, set(), kept, set(), 0)
-    second, _ = _play(program, backward, live - outputs | set(program.tangents), set(), outputs, 0)
+    held_to = {s: sum(o <= program.storages[s].held_to for o in order) - 1 for s in staying}
+    first, live = _play(program, forward, set(), kept, set(), 0, held_to)
+    live = live - outputs | set(program.tangents)
+    second, _ = _play(program, backward, live, set(), outputs, 0, {})
     return Outcome(
         first + second, sum((n - 1) * program.ops[o].seconds for o, n in times.items() if n > 1)
     )
@@ -306,12 +319,19 @@ def _forward_order(program: Program, schedule: Schedule) -> list[int]:
 
 
 def _play(
-    program: Program, events: list[Event], live: set[int], kept: set[int], held: set[int], base: int
+    program: Program,
+    events: list[Event],
+    live: set[int],
+    kept: set[int],
+    held: set[int],
+    base: int,
+    held_to: dict[int, int],
 ) -> tuple[list[int], set[int]]:
     """Return the profile of events, and the storages live after them.
 
-    The storages ``kept`` never die; ``held`` are live from the start, beside ``live``, and are read
-    where they are, so that copies of them are dead at once.
+    The storages ``kept`` never die, and those of ``held_to`` not before an event; ``held`` are live
+    from the start, beside ``live``, and are read where they are, so that copies of them are dead
+    at once.
     """
     size = [s.bytes for s in program.storages]
     base += sum(size[s] for s in held)
@@ -321,13 +341,21 @@ def _play(
     for at, (reads, writes, workspace, takes) in enumerate(events):
         assert reads <= live | held, f"event {at} reads {reads - live - held}, which is dead"
         is_own = live - untouched - kept
-        taken = [s for s in takes if s in is_own and not _read_later(s, events[at + 1 :])]
+        taken = [
+            s
+            for s in takes
+            if s in is_own and not _read_later(s, events[at + 1 :]) and held_to.get(s, -1) < at
+        ]
         live |= writes
         untouched -= writes
         profile.append(
             base + workspace + sum(size[s] for s in live) - sum(size[s] for s in taken[:1])
         )
-        live = {s for s in live if s in kept or _read_later(s, events[at + 1 :])} - held
+        live = {
+            s
+            for s in live
+            if s in kept or _read_later(s, events[at + 1 :]) or held_to.get(s, -1) > at
+        } - held
     return profile, live
 
 

@@ -114,6 +114,7 @@ class BlockPrograms:
             bytes=0 if is_carried else storage.bytes,
             producer=producer,
             is_output=False,
+            held_to=-1,
             is_savable=storage.is_savable or storage.is_output or producer == 0,
             sized=None,
         )

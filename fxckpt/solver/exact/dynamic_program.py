@@ -217,6 +217,7 @@ class DynamicProgram:
         """Return the cost of each set at the end of the forward: 0, or infinite if it is none."""
         program, tables = self.program, self.program.tables
         last = last_uses((*op.reads, *op.writes) for op in program.ops)
+        held_to = tables.held_to.tolist()
         unsavable = self._set_of(tuple(s for s in self._bit if not tables.is_savable[s]))
         fits = (self._sets & unsavable) == 0
         written: set[int] = set()
@@ -224,9 +225,14 @@ class DynamicProgram:
             written.update(op.writes, () if op.rng_state is None else (op.rng_state,))
             live = int(tables.workspace_bytes[k])
             saved = 0
-            free = [s for s in op.takes if last[s] == k and not tables.is_output[s]][:1]
+            is_dying = (last[s] == k and held_to[s] < k for s in op.takes)
+            free = [
+                s
+                for s, dies in zip(op.takes, is_dying, strict=True)
+                if dies and not tables.is_output[s]
+            ][:1]
             for s in written:
-                if tables.is_output[s] or last.get(s, -1) >= k:
+                if tables.is_output[s] or max(last.get(s, -1), held_to[s]) >= k:
                     live += int(tables.bytes[s])
                 else:
                     saved |= self._bit.get(s, 0)

@@ -168,6 +168,7 @@ class _Model:
         """Add the memory of every forward op: its live values, and those saved before."""
         program, tables = self.program, self.program.tables
         last = {s: k for k, op in enumerate(program.ops) for s in (*op.reads, *op.writes)}
+        held_to = tables.held_to.tolist()
         for k in range(len(program.ops)):
             saved = {}
             live = int(tables.workspace_bytes[k])
@@ -176,11 +177,15 @@ class _Model:
                 for o in program.ops[: k + 1]
                 for s in (*o.writes, *(() if o.rng_state is None else (o.rng_state,)))
             }:
-                if tables.is_output[s] or last.get(s, -1) >= k:
+                if tables.is_output[s] or max(last.get(s, -1), held_to[s]) >= k:
                     live += int(tables.bytes[s])
                 else:
                     saved[self.present(-1, s)] = float(tables.bytes[s])
-            free = (s for s in program.ops[k].takes if last[s] == k and not tables.is_output[s])
+            free = (
+                s
+                for s in program.ops[k].takes
+                if last[s] == k and held_to[s] < k and not tables.is_output[s]
+            )
             if (taken := next(free, None)) is not None:
                 # The result has the memory of the operand, unless that is saved.
                 live -= int(tables.bytes[taken])

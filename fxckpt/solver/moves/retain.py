@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxckpt.solver.cuts.saved_limits import SavedRooms
-from fxckpt.solver.positions import last_accesses
+from fxckpt.solver.positions import last_in_forward
 from fxckpt.solver.program import FloatArray, IntArray, Program
 from fxckpt.solver.schedule import Schedule, forward_ops, with_runs
 from fxckpt.solver.simulate import Simulation
@@ -83,7 +83,7 @@ class _Copies:
         table = _CopyTable.of(program, schedule, simulation.forward_ops, at, len(self.profile))
         storage, run = table.storage, table.run
         last = np.where(
-            run == FORWARD, last_accesses(tables, in_forward)[storage], at[run] if len(at) else 0
+            run == FORWARD, last_in_forward(tables, in_forward)[storage], at[run] if len(at) else 0
         )
         np.maximum.at(last, table.read, table.read_at)
         self.run: list[int] = run.tolist()

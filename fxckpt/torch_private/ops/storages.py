@@ -93,6 +93,11 @@ def remember_storage(tensor: torch.Tensor) -> int:
     return int(reference)
 
 
+def is_freed(remembered: int) -> bool:
+    """Return whether a storage whose address is reserved has been freed."""
+    return bool(torch.UntypedStorage._expired(remembered))
+
+
 def forget_storage(remembered: list[int]) -> None:
     """Release addresses reserved by :func:`remember_storage` and empty the list."""
     for reference in remembered:
