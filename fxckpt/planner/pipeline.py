@@ -39,6 +39,7 @@ from fxckpt.passes.invariants import verify
 from fxckpt.passes.losses.loss_backward import join_loss_backward
 from fxckpt.passes.losses.loss_storages import hold_loss_elements
 from fxckpt.passes.transforms.bind_sizes import bind_sizes
+from fxckpt.passes.transforms.drop_statistics import drop_statistics
 from fxckpt.passes.transforms.in_place import write_in_place
 from fxckpt.passes.transforms.merge_common_subexpressions import merge_common_subexpressions
 from fxckpt.passes.transforms.offload_ops import insert_offload_ops
@@ -282,6 +283,7 @@ class OnHalf:
 PREPARE: tuple[Pass[Joint], ...] = (
     OnJoint(unwrap_syncs),
     OnJoint(take_names),
+    OnJoint(drop_statistics),
     OnJoint(fx.Graph.eliminate_dead_code),
     OnJoint(merge_common_subexpressions),
     OnJoint(raise_getitems),
@@ -294,6 +296,7 @@ PREPARE: tuple[Pass[Joint], ...] = (
 PREPARE_EAGER: tuple[Pass[Joint], ...] = (
     OnJoint(unwrap_syncs),
     OnJoint(take_names),
+    OnJoint(drop_statistics),
     OnJoint(raise_getitems),
 )
 """As :data:`PREPARE`, for a graph whose ops run in Python and in autograd's nodes as they are."""

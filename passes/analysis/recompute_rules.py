@@ -22,6 +22,7 @@ from fxckpt.ops.properties import (
     is_seed,
     tensors,
 )
+from fxckpt.ops.recompute_forms import recompute_form
 from fxckpt.ops.registry import registered
 from fxckpt.passes.analysis.discrete_ops import discrete_results
 from fxckpt.passes.analysis.placement import JointPlacement, has_streams, readers_through_views
@@ -115,10 +116,10 @@ class RecomputeRules:
         ):
             return Reason.STREAM
         mutated = self.placement.mutated
+        form = recompute_form(node) if mutated else None
+        read = node.all_input_nodes if form is None else form.operands
         if mutated and any(
-            storage_id(t) in mutated
-            for arg in node.all_input_nodes
-            for t in tensors(arg.meta.get("val"))
+            storage_id(t) in mutated for arg in read for t in tensors(arg.meta.get("val"))
         ):
             return Reason.MUTATED_INPUT
         return None

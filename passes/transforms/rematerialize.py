@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from fxckpt.ops.properties import is_random, tensors
+from fxckpt.ops.recompute_forms import recompute_form
 from fxckpt.passes.analysis.joint import Facts
 from fxckpt.passes.meta import FIRST_RUN_OF, IS_RECOMPUTE, NEVER_STORED, RECOMPUTE_OF
 from fxckpt.plans.types import Plan, Recompute
@@ -178,11 +179,12 @@ class _Rewriter:
     def _copy(self, node: fx.Node, consumer: fx.Node) -> fx.Node:
         """Copy a node in front of ``consumer``."""
         is_inlined = node in self.inlined
+        form = recompute_form(node)
         with self.graph.inserting_before(consumer):
             copied = self.graph.create_node(
                 node.op,
-                node.target,
-                fx.map_arg(node.args, self._resolve),
+                node.target if form is None else form.target,
+                fx.map_arg(node.args if form is None else form.args, self._resolve),
                 fx.map_arg(node.kwargs, self._resolve),
                 name=node.name if is_inlined else f"{node.name}_recompute",
             )
@@ -191,6 +193,8 @@ class _Rewriter:
             tag_side(copied, backward=True)
         else:
             _mark_copy(copied, node)
+        if form is not None:
+            copied.meta["val"] = node.meta["val"][: form.results]
         if node in self.facts.never_stored:
             copied.meta[NEVER_STORED] = True
         return copied
@@ -204,6 +208,8 @@ class _Rewriter:
         copied = self.latest[op] = copy_op(op, consumer)
         copied.meta[IS_RECOMPUTE] = True
         items = [u for u in op.users if u.target is operator.getitem and u not in self.facts.views]
+        if (form := recompute_form(op)) is not None:
+            items = [item for item in items if item.args[1] < form.results]  # type: ignore[operator]
         for item in (i for i in items if i not in self.outputs):
             with self.graph.inserting_before(consumer):
                 self.latest[item] = self.graph.create_node(
