@@ -28,6 +28,10 @@ class RecomputeForm:
     results: int
     """Number of results, which are the first of the node's own."""
 
+    def items(self, node: fx.Node) -> list[fx.Node]:
+        """Return the items of the node's tuple that it gives."""
+        return [item for item in node.users if item.args[1] < self.results]  # type: ignore[operator]
+
     @property
     def operands(self) -> list[fx.Node]:
         """Nodes that it reads."""
@@ -46,8 +50,10 @@ def recompute_form(node: fx.Node) -> RecomputeForm | None:
     source, weight, bias, mean, var, *rest = node.args
     if not all(isinstance(n, fx.Node) and n.op == "placeholder" for n in (mean, var)):
         return None
-    updated = [item for item in node.users if item.args[1] > 2]  # type: ignore[operator]
-    if any(user.op != "output" and not is_mutating(user) for item in updated for user in item.users):
+    form = RecomputeForm(aten._native_batch_norm_legit.no_stats, (source, weight, bias, *rest), 3)
+    updated = set(node.users).difference(form.items(node))
+    if any(
+        user.op != "output" and not is_mutating(user) for item in updated for user in item.users
+    ):
         return None
-    target = aten._native_batch_norm_legit.no_stats
-    return RecomputeForm(target, (source, weight, bias, *rest), 3)
+    return form

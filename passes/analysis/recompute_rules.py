@@ -192,9 +192,11 @@ class RecomputeRules:
         return leaves or not binds
 
     def _is_left_by(self, node: fx.Node) -> bool:
-        """Return whether a value leaves its checkpoint region."""
+        """Return whether a value leaves its checkpoint region, but for updates of statistics."""
         region = node.meta.get("ac_graph_id")
+        form = recompute_form(node)
         return node.meta.get("recompute") in RECOMPUTED and any(
             u in self.placement.required_forward and u.meta.get("ac_graph_id") != region
-            for u in readers_through_views(node)
+            for value in ([node] if form is None else form.items(node))
+            for u in readers_through_views(value)
         )

@@ -127,7 +127,9 @@ def checked(value: Any, expected: Tensor, description: str) -> Any:
 
     Raises :class:`~fxckpt.errors.RecomputeMismatch` if it differs; ``description`` is of the op.
     """
-    if not torch.equal(checksum(value), expected):
+    found = checksum(value)
+    # A recompute may leave out the last results (fxckpt.ops.recompute_forms).
+    if not torch.equal(found, expected[: len(found)]):
         raise RecomputeMismatch(
             f"{description} gave other values in the backward than in the forward: the gradients "
             "would be wrong. All ops recomputed before it gave the same values, so it is this op "

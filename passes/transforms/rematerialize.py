@@ -209,7 +209,7 @@ class _Rewriter:
         copied.meta[IS_RECOMPUTE] = True
         items = [u for u in op.users if u.target is operator.getitem and u not in self.facts.views]
         if (form := recompute_form(op)) is not None:
-            items = [item for item in items if item.args[1] < form.results]  # type: ignore[operator]
+            items = [item for item in items if item in form.items(op)]
         for item in (i for i in items if i not in self.outputs):
             with self.graph.inserting_before(consumer):
                 self.latest[item] = self.graph.create_node(
