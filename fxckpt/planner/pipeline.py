@@ -304,6 +304,7 @@ PREPARE_EAGER: tuple[Pass[Joint], ...] = (
 PREPARE_INDUCTOR: tuple[Pass[Joint], ...] = (
     OnJoint(unwrap_syncs),
     OnJoint(take_names),
+    OnJoint(drop_statistics),
     OnJoint(fx.Graph.eliminate_dead_code),
     OnJoint(rejoin_views),
     OnJoint(merge_common_subexpressions),

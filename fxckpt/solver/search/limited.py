@@ -107,6 +107,12 @@ class LimitedSearch(LocalSearch):
         if exact_states is not None:
             self._solve_if_small(limit)
 
+    def repair_chains(self, limit: int) -> None:
+        """Repair the schedules of the chains of each part."""
+        for part in self.parts.values():
+            part.repair_chains(limit)
+        self._gather()
+
     def _solve_if_small(self, limit: int) -> None:
         """Evaluate the schedule of an exact solver; both know the limits."""
         options, target = self.options, (1 + self.options.tolerance) * self.bound(limit).seconds

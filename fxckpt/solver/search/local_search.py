@@ -53,7 +53,8 @@ class LocalSearch:
         stages hold their inputs."""
         self.seen: dict[Schedule, Candidate] = {}
         self.legal: list[Candidate] = []
-        """Candidates that save what may be saved; the uncheckpointed schedule may save more."""
+        """Candidates that save what may be saved, and recompute no more than may be; the
+        uncheckpointed schedule may save more."""
         self.sending: list[Candidate] = []
         """Legal candidates with values sent away (:mod:`~fxckpt.solver.search.offload_search`)."""
         self.low, self.high = price_range(program)
@@ -90,8 +91,18 @@ class LocalSearch:
             if self.program.tables.is_savable[list(schedule.saved)].all() and not exceeded(
                 self.program, schedule.saved
             ):
-                self.legal.append(candidate)
+                if not self._is_too_slow(candidate):
+                    self.legal.append(candidate)
         return self.seen[schedule]
+
+    def _is_too_slow(self, candidate: Candidate) -> bool:
+        """Return whether a candidate recomputes too much; the first and small ones never do.
+
+        Evictions from schedules of chains would otherwise go far beyond what chains may recompute.
+        """
+        is_any = self.is_small or not self.legal
+        most = self.options.evicted_recomputes * self._most_seconds
+        return not is_any and candidate.simulation.extra_seconds > most
 
     def within(self, limit: int) -> Iterator[Candidate]:
         """Yield the legal candidates within ``limit`` bytes."""
@@ -191,32 +202,43 @@ class LocalSearch:
                 self.cut(count, list(product(prices, self.options.least_peak_shares)), sweeps=1)
             )
         self._descend(self.lowest_peak(), self.options.descent)
-        lowest = self._lowest_of_chain()
-        if lowest is not None:
+        for lowest in self._lowest_of_chains():
             self._descend(lowest, self.options.chain_descent)
         return self.lowest_peak()
 
-    def _lowest_of_chain(self) -> Candidate | None:
-        """Return the candidate of least peak by the chain of blocks, if any is in question."""
-        most = self.lowest_peak().simulation.peak_bytes
-        is_near = most <= (1 + self.options.near_peak) * self.bounds.proven_peak_bytes
-        if is_near or not self.has_chain:
-            return None
-        chain = self.chain_program(most)
-        limit = chain.least_limit(self._most_seconds)
-        schedule = None if limit is None else chain.schedule(limit)
-        return None if schedule is None else self.evaluate(schedule)
+    def _lowest_of_chains(self) -> list[Candidate]:
+        """Return the candidates of least peak by chains of blocks, if any are in question.
 
-    def lowest_reachable(self) -> Candidate:
-        """Return the candidate of least peak: in small programs, that of the least limit kept.
+        Which form of blocks has the lower one depends on the program, and a peak may be above what
+        the chain counts: only the simulator tells.
+        """
+        most = self.lowest_peak().simulation.peak_bytes
+        found: list[Candidate] = []
+        for holds_inputs in self.chain_forms:
+            if self.is_near_bound:
+                break
+            chain = self.chain_program(most, holds_inputs=holds_inputs)
+            limit = chain.least_limit(self._most_seconds)
+            schedule = None if limit is None else chain.schedule(limit)
+            if schedule is not None:
+                found.append(self.evaluate(schedule))
+        return found
+
+    @property
+    def is_near_bound(self) -> bool:
+        """Whether the least peak seen so far is near its lower bound."""
+        near = (1 + self.options.near_peak) * self.bounds.proven_peak_bytes
+        return self.lowest_peak().simulation.peak_bytes <= near
+
+    def lowest_reachable(self, lowest: Candidate) -> Candidate:
+        """Return the candidate of least peak, also of searches within limits below ``lowest``.
 
         A search within one limit repairs, restarts and solves exactly, and so goes below the peak
-        of moves at high prices. Limits are tried from the bound on, then halfway to the lowest
-        peak.
+        of moves at high prices. In small programs limits are tried from the bound on, then halfway
+        to the lowest peak; in others schedules of chains are repaired for limits between the two.
         """
-        lowest = self.least_peak()
         if not self.is_small:
-            return lowest
+            return self._probed()
         limit = self.bounds.peak_bytes
         for _ in range(self.options.bisections):
             if limit >= lowest.simulation.peak_bytes:
@@ -232,6 +254,18 @@ class LocalSearch:
             limit = max(limit + 1, (limit + lowest.simulation.peak_bytes) // 2)
         return lowest
 
+    def _probed(self) -> Candidate:
+        """Return the candidate of least peak after repairs for a few limits below it."""
+        low = self.bounds.proven_peak_bytes  # a bound, or the greatest limit that nothing fitted
+        for _ in range(self.options.probes):
+            limit = (low + self.lowest_peak().simulation.peak_bytes) // 2
+            if self.is_near_bound or limit <= low:
+                break
+            self.repair_chains(limit)
+            if self.lowest_peak().simulation.peak_bytes > limit:
+                low = limit
+        return self.lowest_peak()
+
     def _descend(self, candidate: Candidate, share: float) -> None:
         """Evict a candidate to a share of its peak, step by step, until that falls no more."""
         for _ in range(self.options.descents):
@@ -245,6 +279,15 @@ class LocalSearch:
                 return
             candidate = evicted
 
+    @cached_property
+    def chain_forms(self) -> tuple[bool, ...]:
+        """Whether stages hold their inputs, in each form of blocks that differs."""
+        if not self.has_chain:
+            return ()
+        starts = self.heuristics.block_starts(self.options.chain_blocks)
+        forms = {Blocks.of(self.program, starts, holds_inputs=h).stages: h for h in (True, False)}
+        return tuple(sorted(forms.values()))
+
     def _chain(self, *, holds_inputs: bool) -> tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]:
         """Return the programs of the blocks, and the ways of each."""
         if holds_inputs not in self.ways:
@@ -254,7 +297,7 @@ class LocalSearch:
             self.ways[holds_inputs] = programs, ways
         return self.ways[holds_inputs]
 
-    @property
+    @cached_property
     def _most_seconds(self) -> float:
         """Most extra time of a schedule of the chain."""
         forward = self.program.tables.seconds[: len(self.program.ops)].sum()
@@ -319,7 +362,7 @@ class LocalSearch:
         self._perturb(limit, perturbations, target)
         if self.is_gap_wide(limit):
             # After the perturbations, which so begin at the same schedule as without them.
-            self._repair_chains(limit)
+            self.repair_chains(limit)
             self._perturb(limit, self.options.wide_perturbations, target)
         if self.least_seconds(limit) <= target:
             return
@@ -346,12 +389,10 @@ class LocalSearch:
         wide = self.options.wide_gap * self.program.step_seconds
         return self.least_seconds(limit) - self.bound(limit).seconds > wide
 
-    def _repair_chains(self, limit: int) -> None:
+    def repair_chains(self, limit: int) -> None:
         """Repair the schedules of the chain of blocks for about ``limit`` bytes."""
-        if not self.has_chain:
-            return
         limits = [int(limit * factor) for factor in self.options.chain_limits]
-        for holds_inputs in (False, True):
+        for holds_inputs in self.chain_forms:
             chain = self.chain_program(max(limits), holds_inputs=holds_inputs)
             found = (
                 chain.schedule(each) for each in limits if chain.seconds(each) <= self._most_seconds

@@ -50,6 +50,8 @@ class SearchOptions:
     """``descent`` from a chain's schedule, whose peak evictions lower by more."""
     chain_recomputes: float = 5.0
     """Most extra time of a chain's schedule, in multiples of the time of the forward."""
+    evicted_recomputes: float = 2.0
+    """Most extra time of any schedule of a program that is not small, in multiples of that."""
     further_recomputes: float = 32.0
     """``chain_recomputes`` where nothing else fits a budget."""
     wide_gap: float = 0.03
@@ -92,6 +94,8 @@ class SearchOptions:
     """Whether values are fetched as early as the peak allows, not as late as the link does."""
     bisections: int = 10
     """Most limits tried for the least peak within a given time."""
+    probes: int = 4
+    """Most limits tried below the least peak of a program that is not small."""
     path_rounds: int = 0
     """Rounds of a search for tighter bounds (:mod:`~fxckpt.solver.exact.path_bounds`),
     which takes seconds; 0 leaves it out."""

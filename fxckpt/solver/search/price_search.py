@@ -48,18 +48,13 @@ class PriceSearch(SearchOptions):
         # The least peak is searched before the budget's schedules and without the budget, so that a
         # budget of exactly that peak always succeeds; the search may find a lower one too.
         least_peak = search.least_peak()
-        if limit is not None and search.bounds.peak_bytes <= limit < fastest.simulation.peak_bytes:
+        if limit is not None and limit < least_peak.simulation.peak_bytes:
+            # Near its bound, what is named to a budget below that bound is low enough.
+            if limit >= search.bounds.peak_bytes or search.is_small or not search.is_near_bound:
+                return self._least(away, least_peak, limit)
+        elif limit is not None and limit < fastest.simulation.peak_bytes:
             self._search_for(away, limit)
-        found = away.result(limit, away.least_peak(least_peak))
-        if limit is None or found.best is not None or not search.is_small:
-            return found
-        # Begun anew, so that a budget of the floor named in an error ends at the same schedules.
-        away = OffloadSearch(search_of(self, program))
-        away.search.least_time()
-        least_peak = away.least_peak(away.search.lowest_reachable())
-        if least_peak.simulation.peak_bytes <= limit:
-            self._search_for(away, limit)
-        return away.result(limit, least_peak)
+        return away.result(limit, away.least_peak(least_peak))
 
     def further(self, program: Program, found: SearchResult) -> SearchResult:
         """Return ``found``, or the result of a search below its floor where nothing fits its limit.
@@ -77,12 +72,28 @@ class PriceSearch(SearchOptions):
         options = replace(self, chain_recomputes=self.further_recomputes)
         away = OffloadSearch(search_of(options, program))
         away.search.least_time()
-        least_peak = away.least_peak(away.search.lowest_reachable())
+        least_peak = away.least_peak(away.search.lowest_reachable(away.search.least_peak()))
         if least_peak.simulation.peak_bytes >= found.least_peak.simulation.peak_bytes:
             return found
         if least_peak.simulation.peak_bytes <= found.limit:
             options._search_for(away, found.limit)
         return away.result(found.limit, least_peak)
+
+    def _least(self, away: OffloadSearch, least_peak: Candidate, limit: int | None) -> SearchResult:
+        """Return the best schedule within ``limit`` bytes after a search for the least peak.
+
+        The limit is below ``least_peak``, which moves at high prices reach; None is the least peak.
+        A limit below the lowest one reached is not searched for, so that no budget fits by luck
+        which is below the least peak that others are told.
+        """
+        least_peak = away.least_peak(away.search.lowest_reachable(least_peak))
+        least = least_peak.simulation.peak_bytes
+        self._search_for(away, least if limit is None else max(limit, least))
+        # A search within the least peak may find a lower one.
+        least_peak = min(
+            least_peak, away.search.lowest_peak(), key=lambda c: c.simulation.peak_bytes
+        )
+        return away.result(least_peak.simulation.peak_bytes if limit is None else limit, least_peak)
 
     def _search_for(self, away: OffloadSearch, limit: int) -> None:
         """Search as thoroughly as for a single budget."""
@@ -99,12 +110,9 @@ class PriceSearch(SearchOptions):
         search = search_of(self, program)
         away = OffloadSearch(search)
         fastest = search.least_time()
-        if math.isinf(most_seconds):  # as a limit of the least peak is searched
-            least_peak = away.least_peak(search.lowest_reachable())
-            limit = least_peak.simulation.peak_bytes
-            self._search_for(away, limit)
-            return away.result(limit, least_peak)
         least_peak = search.least_peak()
+        if math.isinf(most_seconds):
+            return self._least(away, least_peak, None)
         low = search.bounds.peak_bytes - 1  # the greatest limit known, or found, to take too long
         limit = away.least_peak(least_peak).simulation.peak_bytes
         for _ in range(self.bisections):
@@ -140,7 +148,7 @@ class PriceSearch(SearchOptions):
         search = search_of(self, program)
         away = OffloadSearch(search)
         search.least_time()
-        least_peak = away.least_peak(search.lowest_reachable())
+        least_peak = away.least_peak(search.lowest_reachable(search.least_peak()))
         chosen = sorted(limits(least_peak, search.baseline))
         # The plan of one limit is a good start for the next.
         refined, perturbations, factors = self.refined, self.perturbations, self.factors

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fxckpt.solver.cuts.stages import StageBoundaries
 from fxckpt.solver.moves.heuristics import Heuristics
-from fxckpt.solver.program import Program
+from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.search.price_search import PriceSearch, evenly_spaced, never_slower
 from tests.solver.programs import QUICK_SEARCH, blocks, interpret, programs
@@ -74,6 +74,54 @@ def test_the_further_floor_is_feasible(program: Program) -> None:
     found = QUICK_SEARCH.further(program, QUICK_SEARCH(program, lambda baseline: least))
     assert found.best is not None
     assert max(interpret(program, found.best.schedule).profile) <= least
+
+
+def inputs_read_first(count: int) -> Program:
+    """Return blocks whose stages read what crosses into them first, as beside adapters."""
+    ops: list[Op] = []
+    storages: list[Storage] = []
+    reads: list[int] = []
+
+    def value(nbytes: int, *inputs: int) -> int:
+        ops.append(Op("", Side.FORWARD, 1.0, 1, inputs, (len(storages),)))
+        storages.append(Storage("", nbytes, len(ops) - 1))
+        return len(storages) - 1
+
+    x = value(10)
+    for block in range(count):
+        norm = value(10, x)
+        wide = value(30, norm)
+        activation = value(30, wide)
+        out = value(10, activation)
+        low = value(1, x)
+        adapted = value(10, low)
+        added = value(10, x, out)
+        reads += [x, norm, wide, activation] if block % 3 == 0 else [x, wide]
+        reads += [x, low]
+        x = value(10, added, adapted)
+    backward: list[Op] = []
+    for s in reversed(reads):
+        gradient = (len(storages) - 1,) if backward else ()
+        backward.append(Op("", Side.BACKWARD, 1.0, 1, (s, *gradient), (len(storages),)))
+        storages.append(Storage("", 10, IN_BACKWARD))
+    return Program(tuple(ops), tuple(backward), tuple(storages), ())
+
+
+def test_both_forms_of_blocks_lower_the_least_peak() -> None:
+    """Where stages read inputs first, blocks that hold them reach the least peak, and it is named.
+
+    It is found within the rule on recomputes, and no budget below it fits before it is told.
+    """
+    program, search = inputs_read_first(16), PriceSearch(small_ops=0)
+    found = search.least_memory(program, math.inf)
+    assert found.limit == found.least_peak.simulation.peak_bytes == 80
+    assert found.best is not None
+    ran = interpret(program, found.best.schedule)
+    assert max(ran.profile) <= 80 and ran.seconds <= 2 * search.chain_recomputes * len(program.ops)
+    for limit in (79, 80, 81, 95):
+        best = search(program, functools.partial(lambda limit, baseline: limit, limit))
+        assert (best.best is None) == (limit < 80)
+        assert best.best is not None or best.least_peak.simulation.peak_bytes == 80
 
 
 def test_budgets_below_the_floor_are_searched_further() -> None:
