@@ -213,13 +213,13 @@ def _last_uses(facts: Facts, plan: Plan) -> dict[int, LastUse]:
     saved = {s for s, storage in enumerate(program.storages) if storage.name in plan.saved}
     found: dict[int, LastUse] = {}
     for name, first in first_run.items():
-        results = saved.intersection(op_of[name].writes)
-        if not results:
+        results, number = saved.intersection(op_of[name].writes), call_of(facts.op_node[name])
+        if not results or number < 0:
             continue
         recomputes = (i for i in range(first) if results & {*op_of[plan.schedule[i].name].reads})
         positions = (j for j in range(starts[first]) if results & {*program.backward[j].reads})
         last = LastUse(max(recomputes, default=-1), max(positions, default=-1))
-        found[call_of(facts.op_node[name])] = last
+        found[number] = last
     return found
 
 
