@@ -50,6 +50,8 @@ def recompute_form(node: fx.Node) -> RecomputeForm | None:
     source, weight, bias, mean, var, *rest = node.args
     if not all(isinstance(n, fx.Node) and n.op == "placeholder" for n in (mean, var)):
         return None
+    if weight is None and bias is None and mean.meta["val"].dtype != source.meta["val"].dtype:
+        return None  # The kernel computes in the type of the first that is given of all these.
     form = RecomputeForm(aten._native_batch_norm_legit.no_stats, (source, weight, bias, *rest), 3)
     updated = set(node.users).difference(form.items(node))
     if any(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, fx
 
@@ -39,3 +40,20 @@ def test_statistics_that_are_read_forbid_it() -> None:
 def test_evaluation_has_no_other_form() -> None:
     _, node = found(lambda x, mean: norm(x, None, None, mean, mean, False, 0.1, 1e-5)[:3])
     assert recompute_form(node) is None
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_half_precision_keeps_its_bits(affine: bool) -> None:
+    """Without a weight, the statistics alone have the kernel compute in their type."""
+    x, mean, one = torch.randn(4, 3, 5, dtype=torch.bfloat16), torch.rand(3), torch.ones(3)
+
+    def run(x: Tensor, mean: Tensor, one: Tensor) -> tuple[Tensor, ...]:
+        weight = one if affine else None
+        return norm(x, weight, weight, mean, mean, True, 0.1, 1e-5)[:3]  # type: ignore[no-any-return]
+
+    (node,) = traced(run, x, mean, one).graph.find_nodes(op="call_function", target=norm)
+    form = recompute_form(node)
+    assert (form is not None) == affine
+    if form is not None:
+        again = form.target(x, one, one, *form.args[3:])
+        assert all(map(torch.equal, run(x, mean, one), again))
