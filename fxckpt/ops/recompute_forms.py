@@ -47,7 +47,8 @@ def recompute_form(node: fx.Node) -> RecomputeForm | None:
         return None
     if argument(node, "training") is not True or node.kwargs:
         return None
-    source, weight, bias, mean, var, *rest = node.args
+    args: tuple[Any, ...] = node.args
+    source, weight, bias, mean, var, *rest = args
     if not all(isinstance(n, fx.Node) and n.op == "placeholder" for n in (mean, var)):
         return None
     if weight is None and bias is None and mean.meta["val"].dtype != source.meta["val"].dtype:
