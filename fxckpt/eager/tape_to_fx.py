@@ -72,8 +72,8 @@ class _GraphWriter:
         self.graph = fx.Graph()
         self.nodes: dict[TensorVersion, fx.Node] = {}
         self.inputs: list[TensorVersion] = []
-        self.indices: dict[TensorVersion, tuple[fx.Node, ...]] = {}
-        """Nodes that each mask is read as."""
+        self.indices: dict[tuple[TensorVersion, bool], tuple[fx.Node, ...]] = {}
+        """Nodes that each mask is read as, by whether it is of a tensor of one dimension then."""
         self.first = self.graph.call_function(torch.tensor, (0,))
         """Placeholders go in front of this."""
 
@@ -186,18 +186,19 @@ class _GraphWriter:
             if mask is None or mask.geometry is None or mask.geometry[3] not in MASKS:
                 indices.append(None if mask is None else self.node_of(mask))
                 continue
-            if mask not in self.indices:
-                if count is None:
+            if (mask, is_flat) not in self.indices:
+                # One value may be written to any number of elements.
+                if count is None or (call.op in INDEX_PUTS and count == 1):
                     return None
                 like = ([count], [1], torch.int64, _device(selected))
                 numbers = range(1 if is_flat else len(mask.geometry[1]))
                 reads = [self.node_of(mask)]
                 first = call.number * MOST_DIMS + len(indices)
-                self.indices[mask] = tuple(
+                self.indices[mask, is_flat] = tuple(
                     self.graph.call_function(unseen, (INDICES, first + i, reads, *like))
                     for i in numbers
                 )
-            indices += self.indices[mask]
+            indices += self.indices[mask, is_flat]
         return indices
 
     def _filled(self, given: Any) -> Any:

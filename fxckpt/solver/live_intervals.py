@@ -108,9 +108,9 @@ def _written_intervals(
             if s in open_ and not (program.storages[s].is_output and at >= backward_at):
                 open_[s] = open_[s]._replace(last=at)
         written = list(op.writes)
-        if is_forward and op.rng_state is not None:
-            state = program.storages[op.rng_state]
-            written += [op.rng_state] * (op.rng_state in saved or state.held_to >= 0)
+        state = op.rng_state if is_forward else None
+        if state is not None and (state in saved or program.storages[state].held_to >= 0):
+            written.append(state)
         if (taken := int(taken_by[at])) >= 0:
             # Its bytes count as the result's from here on.
             closed.append(open_.pop(taken)._replace(last=at - 1))

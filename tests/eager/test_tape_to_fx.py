@@ -67,6 +67,57 @@ output: output mul_tensor""",
     )
 
 
+def flat_and_whole(x: Tensor) -> Tensor:
+    mask = x.detach() > -9
+    return torch.masked_select(x, mask) * x[mask]
+
+
+def test_graph_of_a_mask_read_twice() -> None:
+    """``masked_select`` has one index an element, and ``x[mask]`` one a dimension."""
+    assert_expected_inline(
+        ops(flat_and_whole, torch.randn(2, 2, requires_grad=True)),
+        """\
+input_0: input_0
+detach_default: aten.detach.default input_0
+gt_scalar: aten.gt.Scalar input_0
+unseen_default: fxckpt.unseen.default gt_scalar
+reshape_default: aten.reshape.default input_0
+index_tensor: aten.index.Tensor reshape_default unseen_default
+unseen_default_1: fxckpt.unseen.default gt_scalar
+unseen_default_2: fxckpt.unseen.default gt_scalar
+index_tensor_1: aten.index.Tensor input_0 unseen_default_1 unseen_default_2
+mul_tensor: aten.mul.Tensor index_tensor index_tensor_1
+output: output mul_tensor""",
+    )
+
+
+def one_value(x: Tensor) -> Tensor:
+    mask = x.detach() > -9
+    out = x * 1
+    out[mask] = 2.0
+    return out + x[mask].sum()
+
+
+def test_graph_of_one_masked_value() -> None:
+    """One value does not tell how many elements it is written to."""
+    assert_expected_inline(
+        ops(one_value, torch.randn(4, requires_grad=True)),
+        """\
+input_0: input_0
+input_1: input_1
+detach_default: aten.detach.default input_0
+gt_scalar: aten.gt.Scalar input_0
+mul_tensor: aten.mul.Tensor input_0
+lift_fresh_default: aten.lift_fresh.default input_1
+index_put__default: aten.index_put_.default mul_tensor gt_scalar input_1
+unseen_default: fxckpt.unseen.default gt_scalar
+index_tensor: aten.index.Tensor input_0 unseen_default
+sum_default: aten.sum.default index_tensor
+add_tensor: aten.add.Tensor mul_tensor sum_default
+output: output add_tensor""",
+    )
+
+
 def test_graph_of_a_position() -> None:
     region = lambda x: x[(x.detach() > -9).nonzero().squeeze(-1)].sin()  # noqa: E731
     assert_expected_inline(

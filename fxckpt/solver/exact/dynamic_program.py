@@ -225,11 +225,8 @@ class DynamicProgram:
             written.update(op.writes, () if op.rng_state is None else (op.rng_state,))
             live = int(tables.workspace_bytes[k])
             saved = 0
-            is_dying = (last[s] == k and held_to[s] < k for s in op.takes)
             free = [
-                s
-                for s, dies in zip(op.takes, is_dying, strict=True)
-                if dies and not tables.is_output[s]
+                s for s in op.takes if last[s] == k and held_to[s] < k and not tables.is_output[s]
             ][:1]
             for s in written:
                 if tables.is_output[s] or max(last.get(s, -1), held_to[s]) >= k:

@@ -88,11 +88,12 @@ class LocalSearch:
         if schedule not in self.seen:
             tick()
             candidate = self.seen[schedule] = Candidate(schedule, simulate(self.program, schedule))
-            if self.program.tables.is_savable[list(schedule.saved)].all() and not exceeded(
-                self.program, schedule.saved
+            if (
+                self.program.tables.is_savable[list(schedule.saved)].all()
+                and not exceeded(self.program, schedule.saved)
+                and not self._is_too_slow(candidate)
             ):
-                if not self._is_too_slow(candidate):
-                    self.legal.append(candidate)
+                self.legal.append(candidate)
         return self.seen[schedule]
 
     def _is_too_slow(self, candidate: Candidate) -> bool:
