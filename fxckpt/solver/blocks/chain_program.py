@@ -72,7 +72,7 @@ class ChainProgram:
         """Return the schedule of least extra time within ``limit`` bytes, None if none is.
 
         Its peak may be above the limit by what the program does not see: values that stages read
-        from afar.
+        from afar, and what is lost in rounding.
         """
         if math.isinf(self.seconds(limit)):
             return None
@@ -97,9 +97,12 @@ class ChainProgram:
         """Return the whole parts in some bytes."""
         return min(max(limit, 0) // self._unit, self.parts)
 
-    def _up(self, nbytes: float) -> int:
-        """Return the parts that some bytes take, at most one more than there are."""
-        return min(math.ceil(nbytes / self._unit), self.parts + 1)
+    def _nearest(self, nbytes: int) -> int:
+        """Return the number of parts nearest to some bytes, at most one more than there are.
+
+        Rounded up, the vectors beside each value held would take the room of a further one.
+        """
+        return min((nbytes + self._unit // 2) // self._unit, self.parts + 1)
 
     @cached_property
     def _crossing_bytes(self) -> list[int]:
@@ -110,7 +113,7 @@ class ChainProgram:
     @cached_property
     def _crossing_parts(self) -> list[int]:
         """Parts that cross into each block."""
-        return [self._up(nbytes) for nbytes in self._crossing_bytes]
+        return [self._nearest(nbytes) for nbytes in self._crossing_bytes]
 
     @cached_property
     def _advance_seconds(self) -> FloatArray:
@@ -133,7 +136,8 @@ class ChainProgram:
         """
         held = [0, *[self._crossing_bytes[first]] * (end - first - 2)]
         taken = np.asarray(self._forward_bytes[first : end - 1]) + held + live
-        return -(-np.maximum.accumulate(taken) // self._unit)
+        nearest: IntArray = (np.maximum.accumulate(taken) + self._unit // 2) // self._unit
+        return nearest
 
     @cached_property
     def _all(self) -> tuple[FloatArray, Choices]:
@@ -189,12 +193,12 @@ class ChainProgram:
             seconds, held, rest = way.extra_seconds, 0, np.zeros(size)
             taken_bytes = max(way.stage_bytes, way.forward_bytes + live)
             if end - first > 1:
-                held, rest = self._up(way.held_bytes), later[first + 1]
+                held, rest = self._nearest(way.held_bytes), later[first + 1]
                 seconds += 0.0 if is_forward else way.pass_seconds
             elif not is_forward:
                 seconds += way.run_seconds
                 taken_bytes = way.run_bytes
-            begin = max(held, self._up(taken_bytes))
+            begin = max(held, self._nearest(taken_bytes))
             if begin >= size:
                 continue
             found = rest[begin - held : size - held] + seconds
@@ -228,7 +232,7 @@ class ChainProgram:
                 todo.append(way)
                 passed = [(first, frozenset(way.saved))]
                 if end - first > 1:
-                    left = span.parts - self._up(way.held_bytes)
+                    left = span.parts - self._nearest(way.held_bytes)
                     todo.append(Span(first + 1, end, left, span.is_forward))
                     passed = [(first, blocks.crossing[first + 1].union(way.saved))]
             if not span.is_forward:
