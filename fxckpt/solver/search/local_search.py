@@ -402,6 +402,25 @@ class LocalSearch:
                 if schedule is not None:
                     self._repair(self.evaluate(schedule), limit, limit)
 
+    def approach(self, limit: int) -> None:
+        """Search within more than the limit, and repair what is found for the limit itself.
+
+        Only where the gap to the bound is still wide, of programs that are not small.
+        """
+        options = self.options
+        if self.is_small or not self.is_gap_wide(limit):
+            return
+        above = int(limit * options.approached)
+        self.fit(above, options.factors_along)
+        self.refine(
+            above, options.refined_along, options.perturbations[:1], options.exact_states_along
+        )
+        for candidate in (self.best(above), *self._promising(limit, options.refined)):
+            if candidate is not None:
+                self._repair(candidate, limit, limit)
+        target = (1 + options.tolerance) * self.bound(limit).seconds
+        self._perturb(limit, options.perturbations, target)
+
     def evaluate_exact(self, limit: int) -> None:
         """Evaluate the schedule of the dynamic program.
 

@@ -67,6 +67,8 @@ class SearchOptions:
     """Shares of the budget that the best schedule is evicted to before it is repaired."""
     wide_perturbations: tuple[float, ...] = (0.85, 0.8, 0.95, 0.9, 0.9, 0.9, 0.97, 0.98)
     """Further ``perturbations`` where the distance to the lower bound is wide."""
+    approached: float = 1.12
+    """Limit searched last, in multiples of a single budget, where that distance is still wide."""
     restarts: int = 200
     """Number of random restarts for small programs."""
     restart_ops: int = 1500

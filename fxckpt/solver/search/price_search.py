@@ -99,6 +99,7 @@ class PriceSearch(SearchOptions):
         """Search as thoroughly as for a single budget."""
         away.search.fit(limit, self.factors)
         away.search.refine(limit, self.refined, self.perturbations, self.exact_states)
+        away.search.approach(limit)
         away.fit(limit)
 
     def least_memory(self, program: Program, most_seconds: float) -> SearchResult:
