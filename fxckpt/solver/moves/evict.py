@@ -9,6 +9,7 @@ its inputs that are not available there.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class Evict:
     limit: int
     seconds: Sequence[float] | None = None
     """Seconds of each op in place of the program's, as a perturbation."""
+    most_seconds: float = math.inf
+    """Most extra time; evictions end beyond it.
+
+    Each makes those that follow dearer, so that they could go on to hundreds of forwards.
+    """
 
     def __call__(self, program: Program, schedule: Schedule, simulation: Simulation) -> Schedule:
         """Return ``schedule`` with a lower peak, as far as evictions reach.
@@ -43,10 +49,12 @@ class Evict:
         result.
         """
         evictions = _Evictions(program, schedule, simulation, self.limit)
-        for span in evictions.cheapest_first(
+        for span, remat in evictions.cheapest_first(
             program.tables.seconds.tolist() if self.seconds is None else self.seconds
         ):
-            evictions.evict_range(span)
+            evictions.evict_range(span, remat)
+            if evictions.extra_seconds > self.most_seconds:
+                break
         return evictions.schedule()
 
 
@@ -101,6 +109,8 @@ class _Evictions:
         """Accesses of the storages seen so far, ascending."""
         self.inserted: dict[int, list[int]] = {}
         """Ops to recompute before each position."""
+        self.extra_seconds = simulation.extra_seconds
+        """Extra time, without what later evictions made dead."""
 
     def _access_table(self, schedule: Schedule) -> tuple[IntArray, Ragged]:
         """Return the op at each position of the profile, and the accesses of each storage.
@@ -143,10 +153,13 @@ class _Evictions:
             accesses = self.accesses[s] = self.by_storage.items[starts[s] : starts[s + 1]].tolist()
         return accesses
 
-    def cheapest_first(self, seconds: Sequence[float]) -> Iterator[_LiveRange]:
+    def cheapest_first(
+        self, seconds: Sequence[float]
+    ) -> Iterator[tuple[_LiveRange, _Rematerialization | None]]:
         """Yield live ranges by seconds per byte above the limit, the longest first among equals.
 
-        The price of a range is that at its turn, after the evictions before it.
+        The price of a range is that at its turn, after the evictions before it. With it comes what
+        its eviction needs, where that was found at this turn.
         """
         queue: list[tuple[float, int, int, int, float, _LiveRange]] = []
         for span in self._ranges():
@@ -167,6 +180,7 @@ class _Evictions:
             excess = self._excess(span)
             if excess <= 0:
                 continue
+            remat = None
             if cost < 0:  # the queued price has only the op's own seconds
                 remat = self._rematerialization(span)
                 if remat is None:
@@ -175,7 +189,7 @@ class _Evictions:
             if queue and cost / excess > queue[0][0] and cost / excess > price * STALE:
                 heappush(queue, (cost / excess, length, s, begin, cost, span))
             else:
-                yield span
+                yield span, remat
                 if _peak(self.profile) <= self.limit:
                     return
 
@@ -207,9 +221,11 @@ class _Evictions:
 
     def _rematerialization(self, span: _LiveRange) -> _Rematerialization | None:
         """Return the recomputes for the eviction of a range, or None if it is impossible."""
-        all_ops, producers = self.program.ops, self.producers
+        all_ops, producers, end = self.program.ops, self.producers, span.end
         ops: set[int] = set()
         extended: list[tuple[int, int]] = []
+        # Position over which no copy of so many bytes can be held until the end of the range.
+        blocked: dict[int, int] = {}
         todo = [producers[span.s]]
         while todo:
             o = todo.pop()
@@ -220,10 +236,10 @@ class _Evictions:
             if len(ops) > LONGEST or op.no_recompute is not None:
                 return None
             for u in op.needs:
-                last = None if u == span.s or self.is_output[u] else self._last_access(u, span.end)
+                last = None if u == span.s or self.is_output[u] else self._last_access(u, end)
                 if last is None:
                     continue
-                if last != NOT_HELD and self._fits(u, last, span.end):
+                if last != NOT_HELD and self._fits(u, last, end, blocked):
                     extended.append((u, last))
                 elif producers[u] >= 0:
                     todo.append(producers[u])
@@ -243,17 +259,30 @@ class _Evictions:
         last = accesses[i - 1] // 2 if i else NOT_HELD
         return last if self.is_savable[s] or last >= self.first_backward else NOT_HELD
 
-    def _fits(self, s: int, last: int, end: int) -> bool:
-        """Return whether a copy held after its last access, until ``end``, fits the limit."""
-        window = self.profile[self._held_from(s, last) : end + 1]
-        return _peak(window) + self.bytes[s] <= self.limit
+    def _fits(self, s: int, last: int, end: int, blocked: dict[int, int]) -> bool:
+        """Return whether a copy held after its last access, until ``end``, fits the limit.
+
+        ``blocked`` has, by bytes, a position before ``end`` over which none can be held.
+        """
+        nbytes, begin = self.bytes[s], self._held_from(s, last)
+        if begin <= blocked.get(nbytes, NOT_HELD):
+            return False
+        window = self.profile[begin : end + 1]
+        highest = int(window.argmax())
+        if window.item(highest) + nbytes <= self.limit:
+            return True
+        blocked[nbytes] = begin + highest
+        return False
 
     def _held_from(self, s: int, last: int) -> int:
         """Return the first position with more live bytes if a copy is held after an access."""
         return last if self.taken[last] == s else last + 1
 
-    def evict_range(self, span: _LiveRange) -> None:
-        """Evict a range and recompute its op before the end, unless that only moves the peak."""
+    def evict_range(self, span: _LiveRange, remat: _Rematerialization | None) -> None:
+        """Evict a range and recompute its op before the end, unless that only moves the peak.
+
+        ``remat`` is what the eviction needs, None where it is not known.
+        """
         accesses = self._accesses_of(span.s)
         i = bisect_left(accesses, 2 * span.end)
         if accesses[i] == 2 * span.end:
@@ -264,7 +293,7 @@ class _Evictions:
         before = _peak(window)
         if before <= self.limit:
             return
-        remat = self._rematerialization(span)
+        remat = remat or self._rematerialization(span)
         if remat is None:
             return
         held = sum([self.bytes[s] for s, _ in remat.extended])
@@ -282,7 +311,10 @@ class _Evictions:
             self._insert_access(s, 2 * span.end + 1)
         for s in written:
             self._insert_access(s, 2 * span.end)
-        self.inserted[span.end] = sorted({*self.inserted.get(span.end, ()), *remat.ops})
+        present = self.inserted.get(span.end, ())
+        more = set(remat.ops).difference(present)
+        self.inserted[span.end] = sorted((*present, *more))
+        self.extra_seconds += sum([self.program.ops[o].seconds for o in more])
 
     def _peak_at_end(self, span: _LiveRange, remat: _Rematerialization) -> int:
         """Return the peak from the first recomputed op to the end of the range.

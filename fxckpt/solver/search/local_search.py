@@ -101,9 +101,14 @@ class LocalSearch:
 
         Evictions from schedules of chains would otherwise go far beyond what chains may recompute.
         """
-        is_any = self.is_small or not self.legal
+        is_first = not self.legal
+        return not is_first and candidate.simulation.extra_seconds > self._most_evicted_seconds
+
+    @cached_property
+    def _most_evicted_seconds(self) -> float:
+        """Most extra time of a candidate; of a small program's there is none."""
         most = self.options.evicted_recomputes * self._most_seconds
-        return not is_any and candidate.simulation.extra_seconds > most
+        return math.inf if self.is_small else most
 
     def within(self, limit: int) -> Iterator[Candidate]:
         """Yield the legal candidates within ``limit`` bytes."""
@@ -271,12 +276,8 @@ class LocalSearch:
         """Evict a candidate to a share of its peak, step by step, until that falls no more."""
         for _ in range(self.options.descents):
             peak = candidate.simulation.peak_bytes
-            evicted = self.evaluate(
-                Evict(max(self.bounds.peak_bytes, int(peak * share)))(
-                    self.program, candidate.schedule, candidate.simulation
-                )
-            )
-            if evicted.simulation.peak_bytes >= peak:
+            evicted = self._evicted(candidate, max(self.bounds.peak_bytes, int(peak * share)))
+            if evicted.simulation.peak_bytes >= peak or self._is_too_slow(evicted):
                 return
             candidate = evicted
 
@@ -509,11 +510,8 @@ class LocalSearch:
 
         ``seconds`` perturbs the order of the moves; the last pass retains by the true seconds.
         """
-        program = self.program
-        while candidate.simulation.peak_bytes > low:
-            evicted = self.evaluate(
-                Evict(low, seconds)(program, candidate.schedule, candidate.simulation)
-            )
+        while candidate.simulation.peak_bytes > low and not self._is_too_slow(candidate):
+            evicted = self._evicted(candidate, low, seconds)
             if evicted.simulation.peak_bytes >= candidate.simulation.peak_bytes:
                 break
             candidate = evicted
@@ -521,6 +519,13 @@ class LocalSearch:
             candidate = self.retained(candidate, limit, seconds)
         if candidate.simulation.peak_bytes <= limit:
             self.retained(candidate, limit, None)
+
+    def _evicted(
+        self, candidate: Candidate, limit: int, seconds: Sequence[float] | None = None
+    ) -> Candidate:
+        """Return a candidate evicted to ``limit`` bytes, or until it recomputes too much."""
+        evict = Evict(limit, seconds, self._most_evicted_seconds)
+        return self.evaluate(evict(self.program, candidate.schedule, candidate.simulation))
 
     def retained(
         self, candidate: Candidate, limit: int, seconds: Sequence[float] | None

@@ -9,7 +9,7 @@ from fxckpt.solver.moves.evict import Evict
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import emit, save_all
 from fxckpt.solver.simulate import simulate
-from tests.solver.programs import assignments, interpret, programs, two_values
+from tests.solver.programs import assignments, chain, interpret, programs, two_values
 
 
 @given(data=st.data(), program=programs(), share=st.floats(0.0, 1.0))
@@ -31,3 +31,14 @@ def test_evicts_the_cheapest_to_recompute() -> None:
     assert evicted.runs == (0,)
     assert evicted.before == (1,)
     assert simulate(program, evicted).peak_bytes <= 12
+
+
+def test_ends_beyond_the_most_extra_time() -> None:
+    """Evictions of values of one second each go on to 31 seconds, or end with the eleventh."""
+    program = chain(60)
+    everything = save_all(program)
+    before = simulate(program, everything)
+    evicted = Evict(200)(program, everything, before)
+    assert simulate(program, evicted).extra_seconds == 31
+    evicted = Evict(200, most_seconds=10)(program, everything, before)
+    assert simulate(program, evicted).extra_seconds == 11
