@@ -76,6 +76,20 @@ def test_chains_are_reversed_in_fewest_ops(limit: int) -> None:
     assert ran.seconds == found.seconds(limit) == exact.seconds
 
 
+def test_rounding_leaves_room_for_every_value() -> None:
+    """Four values of 99 bytes fit 396 bytes in parts of 7, of which each takes little over 14."""
+    small = pebbles(12)
+    storages = tuple(replace(s, bytes=99 * s.bytes) for s in small.storages)
+    programs = BlockPrograms(
+        Blocks.of(replace(small, storages=storages), range(1, 12), holds_inputs=True)
+    )
+    found = ChainProgram(programs, ways_of_blocks(programs, _every_schedule), 396, 64)
+    assert found.seconds(396) == DynamicProgram(in_forward(small)).optimum(4).seconds
+    schedule = found.schedule(396)
+    assert schedule is not None
+    assert max(interpret(programs.blocks.program, schedule).profile) <= 396
+
+
 @pytest.mark.parametrize("limit", [40, 70, 80, 90, 100, 120])
 def test_stacks_are_as_fast_as_the_optimum(limit: int) -> None:
     """Of five blocks the schedule takes no longer than that of the integer program.
