@@ -5,12 +5,14 @@ some number of tiles. It is a graph like any other, planned by the same planner.
 screened by a lower bound on the time of any plan within the budget, which is also the order in
 which they are planned; the search ends where the bound of the next one is no less than the time of
 the best plan. The untiled graph is a variant too, so that tiles are chosen only if they gain.
+A variant that fails is left out, with a warning, unless its tiles were asked for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -28,6 +30,7 @@ from fxckpt.passes.graphs import Joint
 from fxckpt.passes.tiles.gradient_ahead import run_ahead
 from fxckpt.passes.tiles.row_regions import RowRegion, row_regions
 from fxckpt.passes.tiles.unroll import unroll
+from fxckpt.planner.refusals import leaving_out
 from fxckpt.plans.types import Plan, Tiling
 from fxckpt.policies.base import TilePattern
 from fxckpt.policies.selectors import matched_module, nearest_modules
@@ -46,6 +49,9 @@ GROUPS = 2
 """Most groups of regions that are tiled, the widest first."""
 PLANNED = 3
 """Most variants that are planned beside the untiled graph."""
+
+ALL = "all of this graph"
+"""Text for the tiles of no one variant."""
 
 WORTH = 0.95
 """Share of the floor that tiles must reach to be offered."""
@@ -66,6 +72,11 @@ def check_tile(tile: int | str | None) -> None:
             f"tile={tile!r} is no way to tile. Use 'auto', which tries none and up to {COUNTS[-1]} "
             "tiles, a number of tiles from 2, or None."
         )
+
+
+def asks_for_tiles(tile: int | str | None, patterns: Sequence[TilePattern]) -> bool:
+    """Return whether tiles were asked for, by their number or for modules, and not left open."""
+    return tile != "auto" or not all(pattern.may_miss for pattern in patterns)
 
 
 def groups_of(graph: fx.Graph) -> Groups:
@@ -225,7 +236,13 @@ class TilePricer:
 
         Raises :class:`BudgetInfeasible` where none is within the budget.
         """
-        groups = self.groups(joint)
+        return self.chosen(joint, self.groups(joint))
+
+    def chosen(self, joint: Joint, groups: Groups) -> Choice:
+        """Return the best variant and its plan, with tiles of some groups of regions.
+
+        Raises :class:`BudgetInfeasible` where none is within the budget.
+        """
         untiled: Choice | None = None
         limit: int | None = None
         error: BudgetInfeasible | None = None
@@ -244,7 +261,7 @@ class TilePricer:
         if best is not None and best.seconds <= best.plan.step_seconds:
             return best
         bounded = sorted(self._screened(joint, groups, names, limit), key=lambda v: v.seconds)
-        best, floors = self._fastest(best, bounded[:PLANNED], limit)
+        best, floors = self._fastest(best, bounded, limit)
         if best is not None:
             return best
         assert error is not None
@@ -255,8 +272,18 @@ class TilePricer:
 
         Raises :class:`PolicyMatchesNothing` for a pattern without a region.
         """
-        found = groups_of(joint.module.graph)
+        found: Groups = []
+        with self.trying():
+            found = groups_of(joint.module.graph)
         return groups_within(found, self.patterns) if self.patterns else found
+
+    def trying(self, tiling: Tiling | None = None) -> AbstractContextManager[None]:
+        """Return a context that leaves out tiles which fail in it, unless they were asked for.
+
+        Without a tiling they are all tiles of the graph.
+        """
+        is_asked = asks_for_tiles(self.tile, self.patterns)
+        return leaving_out(ALL if tiling is None else str(tiling), is_asked=is_asked)
 
     def _fastest(
         self, best: Choice | None, variants: Sequence[Variant], limit: int | None
@@ -266,33 +293,44 @@ class TilePricer:
         With it come the least peaks of the variants that are not within the limit.
         """
         floors = []
+        planned = 0
         for variant in variants:
-            if best is not None and variant.seconds >= best.seconds:
+            if planned == PLANNED or (best is not None and variant.seconds >= best.seconds):
                 break
-            try:
-                facts, plan = self.plan(variant.joint, limit)
-            except BudgetInfeasible as found:
-                floors.append(found.floor_bytes)
-                continue
-            choice = Choice(variant.joint, facts, replace(plan, tiling=variant.tiling))
-            if best is None or choice.seconds < best.seconds:
-                best = choice
+            with self.trying(variant.tiling):
+                try:
+                    choice = variant.chosen(self.plan(variant.joint, limit))
+                    if best is None or choice.seconds < best.seconds:
+                        best = choice
+                except BudgetInfeasible as found:
+                    floors.append(found.floor_bytes)
+                planned += 1
         return best, floors
 
     def _screened(
         self, joint: Joint, groups: Groups, names: Sequence[Tiling], limit: int | None
-    ) -> Iterator[Variant]:
-        """Yield the variants that the budget does not rule out, each with its bound."""
+    ) -> list[Variant]:
+        """Return the variants that the budget does not rule out, each with its bound."""
+        found = []
         for name in names:
-            if (found := tiled(joint, name, groups)) is None:
-                continue
-            graph, tiling = found
-            program = self.read(graph)
-            bounds = LowerBounds(program, *price_range(program))
-            if limit is not None and bounds.peak_bytes > limit:
-                continue
-            extra = 0.0 if limit is None else bounds.seconds(limit).seconds
-            yield Variant(graph, tiling, program.step_seconds + extra)
+            with self.trying(named(name, groups)):
+                if (variant := self._bounded(joint, groups, name, limit)) is not None:
+                    found.append(variant)
+        return found
+
+    def _bounded(
+        self, joint: Joint, groups: Groups, name: Tiling, limit: int | None
+    ) -> Variant | None:
+        """Return a variant with its bound, or None if there is none within the budget."""
+        if (found := tiled(joint, name, groups)) is None:
+            return None
+        graph, tiling = found
+        program = self.read(graph)
+        bounds = LowerBounds(program, *price_range(program))
+        if limit is not None and bounds.peak_bytes > limit:
+            return None
+        extra = 0.0 if limit is None else bounds.seconds(limit).seconds
+        return Variant(graph, tiling, program.step_seconds + extra)
 
     def _least_memory(
         self,
@@ -312,13 +350,10 @@ class TilePricer:
             if slack < 0:
                 continue
             within = goal if math.isinf(slack) else budgets.LeastMemory(slack)
-            try:
-                facts, plan = self.plan(variant.joint, within)
-            except SlowdownInfeasible:
-                continue
-            choice = Choice(variant.joint, facts, replace(plan, tiling=variant.tiling))
-            if best is None or choice.plan.peak_bytes < best.plan.peak_bytes:
-                best = choice
+            with self.trying(variant.tiling), suppress(SlowdownInfeasible):
+                choice = variant.chosen(self.plan(variant.joint, within))
+                if best is None or choice.plan.peak_bytes < best.plan.peak_bytes:
+                    best = choice
         return untiled if best is None else best
 
 
@@ -329,6 +364,17 @@ class Variant:
     joint: Joint
     tiling: Tiling
     seconds: float
+
+    def chosen(self, planned: tuple[Facts, Plan]) -> Choice:
+        """Return the graph with its plan."""
+        facts, plan = planned
+        return Choice(self.joint, facts, replace(plan, tiling=self.tiling))
+
+
+def named(tiling: Tiling, groups: Groups) -> Tiling:
+    """Return a tiling with the names of the regions that it is of."""
+    names = (ways[0].name for group in groups[: tiling.groups] for ways in group)
+    return replace(tiling, regions=tuple(names))
 
 
 def finest(
@@ -343,13 +389,15 @@ def finest(
 
 def reach(joint: Joint, plan: PlanWithin, error: BudgetInfeasible) -> int | None:
     """Return the least peak of a tiled graph, or None if tiles lower it by nothing much."""
-    found = finest(joint, groups_of(joint.module.graph), "auto", error.budget_bytes)
-    if found is None:
-        return None
-    try:
-        floor = plan(found[0], error.budget_bytes)[1].floor_bytes
-    except BudgetInfeasible as below:
-        floor = below.floor_bytes
+    floor = error.floor_bytes
+    with leaving_out(ALL, is_asked=False):
+        found = finest(joint, groups_of(joint.module.graph), "auto", error.budget_bytes)
+        if found is None:
+            return None
+        try:
+            floor = plan(found[0], error.budget_bytes)[1].floor_bytes
+        except BudgetInfeasible as below:
+            floor = below.floor_bytes
     return floor if floor < WORTH * error.floor_bytes else None
 
 

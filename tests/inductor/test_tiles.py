@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxckpt
+from fxckpt.inductor.planner import InductorPlanner
+from fxckpt.passes.graphs import Joint
 
 X = torch.randint(0, 2000, (512,))
 
@@ -141,3 +143,29 @@ def test_sums_in_half_precision_are_kept_apart() -> None:
     (plan,) = backend.plans
     assert plan.tiling is not None and plan.tiling.count == 4
     assert measured(model, backend) == plan.compiled_peak_bytes
+
+
+@pytest.mark.parametrize("error", [fxckpt.PlanningFailed("no kernel"), ValueError("no kernel")])
+def test_variant_that_is_not_lowered_is_left_out(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning has its name and the reason, and the untiled graph is compiled."""
+    monkeypatch.setenv("FXCKPT_STRICT", "0")
+    search = InductorPlanner._halves_by_search
+
+    def broken(planner: InductorPlanner, joint: Joint, *given: Any) -> Any:
+        if any("_tile_" in node.name for node in joint.module.graph.nodes):
+            raise error
+        return search(planner, joint, *given)
+
+    monkeypatch.setattr(InductorPlanner, "_halves_by_search", broken)
+    model = Head()
+    backend = fxckpt.Backend("min", inner="inductor", cost="flops", scope="graph", tile="auto")
+    with pytest.warns(UserWarning, match="left out, .*head.*no kernel"):
+        found = gradients(model, backend)
+    torch.testing.assert_close(found, gradients(model, "inductor"), rtol=1e-4, atol=1e-7)
+    assert backend.plans[0].tiling is None
+    asked = fxckpt.Backend("min", inner="inductor", cost="flops", scope="graph", tile=4)
+    monkeypatch.setenv("FXCKPT_STRICT", "1")
+    with pytest.raises(fxckpt.PlanningFailed, match="no kernel"):
+        gradients(model, asked)
