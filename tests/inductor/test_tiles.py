@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -107,6 +108,38 @@ def test_one_graph_for_sizes_that_vary() -> None:
     model.zero_grad()
     peak = fxckpt.measure_peak(lambda: step(X).backward())
     assert peak == plan.compiled_peak_bytes
+
+
+class ShiftedHead(Head):
+    """A head whose loss leaves out the last position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(self.up(self.table(x)).sin())[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_shifted_heads_are_tiled(dynamic: bool) -> None:
+    """Loss and gradients are those in float64, and the peak is the compiled one."""
+    model = ShiftedHead()
+    backend = fxckpt.Backend("min", inner="inductor", cost="flops", scope="graph", tile=3)
+    step = torch.compile(model, backend=backend, dynamic=dynamic)
+    exact = copy.deepcopy(model).double()
+    for shape in ((8, 64), (5, 41), (3, 7)) if dynamic else ((8, 64),):
+        found, given = [], X[: shape[0] * shape[1]].clone().view(shape)
+        for each, run in ((model, step), (exact, exact)):
+            each.zero_grad()
+            run(given).backward()
+            found.append([p.grad.float() for p in each.parameters() if p.grad is not None])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
+    (plan,) = backend.plans
+    assert plan.tiling is not None and plan.tiling.count == 3
+    assert any("head" in name for name in plan.tiling.regions)
+    model.zero_grad()
+    given = X.view(8, 64)
+    peak = fxckpt.measure_peak(lambda: step(given).backward())
+    assert peak == plan.compiled_peak_bytes
+    assert peak < given.numel() * 2000 * 4  # The logits.
 
 
 @pytest.mark.sweep
