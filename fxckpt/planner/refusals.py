@@ -98,6 +98,15 @@ def warn_of_unbounded_sizes(graph: fx.Graph, budget: budgets.Budget) -> None:
         )
 
 
+def warn_of_no_tiles(tile: int | str, reason: str) -> None:
+    """Warn of a number of tiles that was asked for, in a graph that cannot have them."""
+    warnings.warn(
+        f"tile={tile!r}: the graph has no region of independent rows that could be divided so, and "
+        f"is planned whole. {reason}".rstrip(),
+        stacklevel=2,
+    )
+
+
 @contextlib.contextmanager
 def leaving_out(tiles: str, *, is_asked: bool) -> Iterator[None]:
     """Leave out tiles that fail within, with a warning that has the reason.

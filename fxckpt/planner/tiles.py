@@ -27,10 +27,11 @@ from fxckpt.errors import (
 from fxckpt.passes.analysis.graph_snapshot import module_path
 from fxckpt.passes.analysis.joint import Facts
 from fxckpt.passes.graphs import Joint
+from fxckpt.passes.tiles.equal_sizes import guard_gathers
 from fxckpt.passes.tiles.gradient_ahead import run_ahead
-from fxckpt.passes.tiles.row_regions import RowRegion, row_regions
+from fxckpt.passes.tiles.row_regions import RowRegion, obstacles, row_regions
 from fxckpt.passes.tiles.unroll import unroll
-from fxckpt.planner.refusals import leaving_out
+from fxckpt.planner.refusals import leaving_out, warn_of_no_tiles
 from fxckpt.plans.types import Plan, Tiling
 from fxckpt.policies.base import TilePattern
 from fxckpt.policies.selectors import matched_module, nearest_modules
@@ -82,8 +83,9 @@ def asks_for_tiles(tile: int | str | None, patterns: Sequence[TilePattern]) -> b
 def groups_of(graph: fx.Graph) -> Groups:
     """Return the regions of a graph by group, the widest group first.
 
-    Regions of one group have as many ops and as wide values as one another.
+    Regions of one group have as many ops and as wide values as one another. Sizes may be guarded.
     """
+    guard_gathers(graph)
     groups: dict[tuple[int, int, int], list[tuple[RowRegion, ...]]] = {}
     for ways in row_regions(graph):
         first = ways[0]
@@ -92,7 +94,17 @@ def groups_of(graph: fx.Graph) -> Groups:
     return [groups[key] for key in sorted(groups, reverse=True)]
 
 
-def groups_within(groups: Groups, patterns: Sequence[TilePattern]) -> Groups:
+def kept_whole(graph: fx.Graph, pattern: str = "**") -> str:
+    """Return what keeps matmuls whose results are wide, in modules that fit, from being tiled."""
+    texts = [
+        f"The matmul of {module_path(seed) or seed.name} is kept whole by {obstacle}."
+        for seed, obstacle in obstacles(graph).items()
+        if pattern == "**" or matched_module(module_path(seed), pattern) is not None
+    ]
+    return " ".join(texts[:3])
+
+
+def groups_within(graph: fx.Graph, groups: Groups, patterns: Sequence[TilePattern]) -> Groups:
     """Return the groups with the regions that begin in modules which fit one of the patterns.
 
     Raises :class:`PolicyMatchesNothing` for a pattern without a region.
@@ -104,7 +116,7 @@ def groups_within(groups: Groups, patterns: Sequence[TilePattern]) -> Groups:
             near = nearest_modules(tile.pattern, paths) if any(paths) else "There is no region."
             raise PolicyMatchesNothing(
                 f"tile({tile.pattern!r}): no region of independent rows that could be tiled begins "
-                f"in such a module. {near}"
+                f"in such a module. {kept_whole(graph, tile.pattern) or near}"
             )
 
     def fits(ways: tuple[RowRegion, ...]) -> bool:
@@ -254,6 +266,8 @@ class TilePricer:
         goal = budgets.parse(self.budget)
         is_least = isinstance(goal, budgets.LeastMemory)
         names = tilings(groups, self.tile, None if is_least else limit)
+        if not names and self.tile != "auto":
+            warn_of_no_tiles(self.tile, kept_whole(joint.module.graph))
         if isinstance(goal, budgets.LeastMemory):
             assert untiled is not None
             return self._least_memory(joint, groups, untiled, goal, names)
@@ -275,7 +289,8 @@ class TilePricer:
         found: Groups = []
         with self.trying():
             found = groups_of(joint.module.graph)
-        return groups_within(found, self.patterns) if self.patterns else found
+        graph = joint.module.graph
+        return groups_within(graph, found, self.patterns) if self.patterns else found
 
     def trying(self, tiling: Tiling | None = None) -> AbstractContextManager[None]:
         """Return a context that leaves out tiles which fail in it, unless they were asked for.

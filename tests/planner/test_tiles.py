@@ -314,3 +314,20 @@ def test_tiles_that_were_asked_for_fail(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("FXCKPT_STRICT", "1")
     with pytest.raises(Broken):
         fxckpt.plan(model, x, target, budget="min", cost="flops", tile="auto")
+
+
+def test_asking_for_tiles_of_nothing_is_told() -> None:
+    """A number of tiles without a region is a warning, and so is what keeps a head whole."""
+    model, x, _ = made()
+
+    def scored(x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model.head(x)
+        return logits.logsumexp(-1).sum(), logits
+
+    x.requires_grad_()
+    with pytest.warns(UserWarning, match=r"tile=4: .* is planned whole\. .* by output\."):
+        plan = fxckpt.plan(scored, x, budget="min", tile=4, cost="flops")
+    assert plan.tiling is None
+    policy = fxckpt.policies.tile("**")
+    with pytest.raises(fxckpt.PolicyMatchesNothing, match=r"is kept whole by output\."):
+        fxckpt.plan(scored, x, budget="min", policy=policy, cost="flops")

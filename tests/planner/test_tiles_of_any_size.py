@@ -213,6 +213,36 @@ def test_values_of_some_rows_are_joined(loss: Callable[[Tensor, Tensor], Tensor]
     assert tile_nodes(backend) == 4
 
 
+class Apart(Scored):
+    """A head whose tokens and targets have sizes of their own."""
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        return self.loss(self.head(self.table(tokens)), target)
+
+
+def of_chosen(logits: Tensor, target: Tensor) -> Tensor:
+    return -chosen(logits, target).mean()
+
+
+@pytest.mark.parametrize("loss", [of_chosen, without_last, without_either])
+def test_sizes_of_two_inputs_are_guarded(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A gather of as many rows as there are is in a region, and other sizes are compiled anew."""
+    model = Apart(loss)
+    step, backend, _ = compiled(model, dynamic=True)
+    for sizes in (LARGEST, (5, 17), (3, 6)):
+        assert_right(step, model, batch(*sizes))
+        assert len(backend.plans) == 1
+    assert tile_nodes(backend) == 4
+    if loss is of_chosen:
+        tokens, target = batch(5, 17)
+        given = tokens, target[:, :9].clone()
+        for dim in (0, 1):
+            torch._dynamo.mark_dynamic(given[1], dim)
+        with pytest.warns(UserWarning, match="head is kept whole by gather"):
+            assert_right(step, model, given)
+        assert [plan.tiling is None for plan in backend.plans] == [False, True]
+
+
 def test_sizes_after_a_slice_are_computed() -> None:
     """A size that the backward reads from what follows the head waits for no tile."""
 
