@@ -28,6 +28,7 @@ from fxckpt.passes.analysis.graph_snapshot import module_path
 from fxckpt.passes.analysis.joint import Facts
 from fxckpt.passes.graphs import Joint
 from fxckpt.passes.tiles.equal_sizes import guard_gathers
+from fxckpt.passes.tiles.fixed_sizes import at_planned_sizes
 from fxckpt.passes.tiles.gradient_ahead import run_ahead
 from fxckpt.passes.tiles.row_regions import RowRegion, obstacles, row_regions
 from fxckpt.passes.tiles.unroll import unroll
@@ -136,21 +137,23 @@ def _groups_named(graph: fx.Graph, names: Sequence[str]) -> Groups:
 
 
 def tiled(
-    joint: Joint, tiling: Tiling, groups: Groups | None = None
+    joint: Joint, tiling: Tiling, groups: Groups | None = None, *, is_fixed: bool = False
 ) -> tuple[Joint, Tiling] | None:
     """Return a copy of a joint graph that is tiled, and the tiling with the regions' names.
 
-    ``groups`` are those of the graph, if they are known. None where the gradients of its widest
-    region cannot be computed with its forward.
+    ``groups`` are those of the graph, if they are known, or of the one whose sizes vary where those
+    of this one are fixed. None where the gradients of its widest region cannot be computed with its
+    forward.
     """
     if groups is None:
         groups = _groups_named(joint.module.graph, tiling.regions)
     module = copied(joint.module)
     chosen = _apart(
-        way.moved_to(module.graph)
+        moved.at_planned_sizes() if is_fixed else moved
         for group in groups[: tiling.groups]
         for ways in group
         if (way := next((w for w in ways if w.divides(tiling.count)), None)) is not None
+        for moved in (way.moved_to(module.graph),)
     )
     if tiling.is_ahead:
         if not run_ahead(module.graph, chosen[0]):
@@ -275,7 +278,7 @@ class TilePricer:
         if best is not None and best.seconds <= best.plan.step_seconds:
             return best
         bounded = sorted(self._screened(joint, groups, names, limit), key=lambda v: v.seconds)
-        best, floors = self._fastest(best, bounded, limit)
+        best, floors = self._fastest(best, joint, groups, bounded, limit)
         if best is not None:
             return best
         assert error is not None
@@ -301,7 +304,12 @@ class TilePricer:
         return leaving_out(ALL if tiling is None else str(tiling), is_asked=is_asked)
 
     def _fastest(
-        self, best: Choice | None, variants: Sequence[Variant], limit: int | None
+        self,
+        best: Choice | None,
+        joint: Joint,
+        groups: Groups,
+        variants: Sequence[Variant],
+        limit: int | None,
     ) -> tuple[Choice | None, list[int]]:
         """Return the fastest of ``best`` and the plans of variants, by increasing bounds.
 
@@ -314,38 +322,50 @@ class TilePricer:
                 break
             with self.trying(variant.tiling):
                 try:
-                    choice = variant.chosen(self.plan(variant.joint, limit))
-                    if best is None or choice.seconds < best.seconds:
+                    choice = self._planned(variant, joint, groups, limit)
+                    if choice is not None and (best is None or choice.seconds < best.seconds):
                         best = choice
                 except BudgetInfeasible as found:
                     floors.append(found.floor_bytes)
                 planned += 1
         return best, floors
 
+    def _planned(
+        self, variant: Variant, joint: Joint, groups: Groups, budget: budgets.Budget
+    ) -> Choice | None:
+        """Return a variant of a graph with its plan; None where its sizes allow none."""
+        found = tiled(joint, variant.tiling, groups)
+        if found is None:
+            return None
+        facts, plan = self.plan(found[0], budget)
+        return Choice(found[0], facts, replace(plan, tiling=found[1]))
+
     def _screened(
         self, joint: Joint, groups: Groups, names: Sequence[Tiling], limit: int | None
     ) -> list[Variant]:
-        """Return the variants that the budget does not rule out, each with its bound."""
-        found = []
-        for name in names:
-            with self.trying(named(name, groups)):
-                if (variant := self._bounded(joint, groups, name, limit)) is not None:
-                    found.append(variant)
+        """Return the variants that the budget does not rule out, each with its bound.
+
+        Sizes that vary are fixed for it.
+        """
+        found: list[Variant] = []
+        with self.trying():
+            fixed = at_planned_sizes(joint) if names else None
+            for name in names:
+                with self.trying(named(name, groups)):
+                    graph = tiled(fixed or joint, name, groups, is_fixed=fixed is not None)
+                    variant = None if graph is None else self._bounded(*graph, limit)
+                    if variant is not None:
+                        found.append(variant)
         return found
 
-    def _bounded(
-        self, joint: Joint, groups: Groups, name: Tiling, limit: int | None
-    ) -> Variant | None:
-        """Return a variant with its bound, or None if there is none within the budget."""
-        if (found := tiled(joint, name, groups)) is None:
-            return None
-        graph, tiling = found
+    def _bounded(self, graph: Joint, tiling: Tiling, limit: int | None) -> Variant | None:
+        """Return a variant with its bound, or None if it is not within the budget."""
         program = self.read(graph)
         bounds = LowerBounds(program, *price_range(program))
         if limit is not None and bounds.peak_bytes > limit:
             return None
         extra = 0.0 if limit is None else bounds.seconds(limit).seconds
-        return Variant(graph, tiling, program.step_seconds + extra)
+        return Variant(tiling, program.step_seconds + extra)
 
     def _least_memory(
         self,
@@ -366,24 +386,19 @@ class TilePricer:
                 continue
             within = goal if math.isinf(slack) else budgets.LeastMemory(slack)
             with self.trying(variant.tiling), suppress(SlowdownInfeasible):
-                choice = variant.chosen(self.plan(variant.joint, within))
-                if best is None or choice.plan.peak_bytes < best.plan.peak_bytes:
+                choice = self._planned(variant, joint, groups, within)
+                least = None if best is None else best.plan.peak_bytes
+                if choice is not None and (least is None or choice.plan.peak_bytes < least):
                     best = choice
         return untiled if best is None else best
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A tiled graph, with the least time that any plan of it may take."""
+    """How a graph may be tiled, with the least time that any plan of it may take."""
 
-    joint: Joint
     tiling: Tiling
     seconds: float
-
-    def chosen(self, planned: tuple[Facts, Plan]) -> Choice:
-        """Return the graph with its plan."""
-        facts, plan = planned
-        return Choice(self.joint, facts, replace(plan, tiling=self.tiling))
 
 
 def named(tiling: Tiling, groups: Groups) -> Tiling:

@@ -105,6 +105,23 @@ class RowRegion:
             seed=by_name[self.seed.name],
         )
 
+    def at_planned_sizes(self) -> RowRegion:
+        """Return the same region with numbers for its sizes, those that it is planned for."""
+        first, last = self.used
+
+        def fixed(place: Place) -> Place:
+            return place.at_planned_sizes() if isinstance(place, Rows) else place
+
+        return replace(
+            self,
+            length=size_hint(self.length),
+            places={
+                node: tuple(map(fixed, place)) if isinstance(place, tuple) else fixed(place)
+                for node, place in self.places.items()
+            },
+            used=(size_hint(first), size_hint(last)),
+        )
+
     def grown_again(self) -> RowRegion | None:
         """Return the region at the same matmul in its graph as it is now, or None."""
         rows = self.places[self.seed]

@@ -29,6 +29,7 @@ from fxckpt.torch_private import (
     is_surely_at_most,
     is_surely_equal,
     plain_size,
+    size_hint,
 )
 
 aten = torch.ops.aten
@@ -85,6 +86,10 @@ class Rows:
     def size(self) -> Size:
         """Elements of the dimension."""
         return plain_size(self.outer * self.length * self.inner)
+
+    def at_planned_sizes(self) -> Rows:
+        """Return the same rows with numbers for sizes, those that they are planned for."""
+        return Rows(self.dim, *map(size_hint, self._sizes))
 
     def part(self, first: Size, last: Size) -> Rows:
         """Return the rows of a tile, those from ``first`` to before ``last`` of the region.
