@@ -98,13 +98,9 @@ def warn_of_unbounded_sizes(graph: fx.Graph, budget: budgets.Budget) -> None:
         )
 
 
-def warn_of_no_tiles(tile: int | str, reason: str) -> None:
-    """Warn of a number of tiles that was asked for, in a graph that cannot have them."""
-    warnings.warn(
-        f"tile={tile!r}: the graph has no region of independent rows that could be divided so, and "
-        f"is planned whole. {reason}".rstrip(),
-        stacklevel=2,
-    )
+def warn_of_no_tiles(tile: int | str, why: str) -> None:
+    """Warn of a number of tiles that was asked for, which the plan of a graph does not have."""
+    warnings.warn(f"tile={tile!r}: the graph is planned whole, as {why}".rstrip(), stacklevel=2)
 
 
 @contextlib.contextmanager

@@ -270,7 +270,10 @@ class TilePricer:
         is_least = isinstance(goal, budgets.LeastMemory)
         names = tilings(groups, self.tile, None if is_least else limit)
         if not names and self.tile != "auto":
-            warn_of_no_tiles(self.tile, kept_whole(joint.module.graph))
+            why = (
+                f"no region of independent rows can be divided so. {kept_whole(joint.module.graph)}"
+            )
+            warn_of_no_tiles(self.tile, why)
         if isinstance(goal, budgets.LeastMemory):
             assert untiled is not None
             return self._least_memory(joint, groups, untiled, goal, names)
@@ -281,8 +284,11 @@ class TilePricer:
         best, floors = self._fastest(best, joint, groups, bounded, limit)
         if best is not None:
             return best
-        assert error is not None
-        raise infeasible_with_tiles(error, self.tile, min([error.floor_bytes, *floors]))
+        if error is not None:
+            raise infeasible_with_tiles(error, self.tile, min([error.floor_bytes, *floors]))
+        assert untiled is not None
+        warn_of_no_tiles(self.tile, "no plan with them is within the budget.")
+        return untiled
 
     def groups(self, joint: Joint) -> Groups:
         """Return the groups of a graph that may have tiles.
@@ -334,11 +340,14 @@ class TilePricer:
         self, variant: Variant, joint: Joint, groups: Groups, budget: budgets.Budget
     ) -> Choice | None:
         """Return a variant of a graph with its plan; None where its sizes allow none."""
-        found = tiled(joint, variant.tiling, groups)
-        if found is None:
-            return None
-        facts, plan = self.plan(found[0], budget)
-        return Choice(found[0], facts, replace(plan, tiling=found[1]))
+        graph, tiling = variant.joint, variant.tiling
+        if graph is None:
+            found = tiled(joint, tiling, groups)
+            if found is None:
+                return None
+            graph, tiling = found
+        facts, plan = self.plan(graph, budget)
+        return Choice(graph, facts, replace(plan, tiling=tiling))
 
     def _screened(
         self, joint: Joint, groups: Groups, names: Sequence[Tiling], limit: int | None
@@ -347,15 +356,16 @@ class TilePricer:
 
         Sizes that vary are fixed for it.
         """
-        found: list[Variant] = []
+        fixed, left = None, names[:0]
         with self.trying():
-            fixed = at_planned_sizes(joint) if names else None
-            for name in names:
-                with self.trying(named(name, groups)):
-                    graph = tiled(fixed or joint, name, groups, is_fixed=fixed is not None)
-                    variant = None if graph is None else self._bounded(*graph, limit)
-                    if variant is not None:
-                        found.append(variant)
+            fixed, left = at_planned_sizes(joint) if names else None, names
+        found = []
+        for name in left:
+            with self.trying(named(name, groups)):
+                made = tiled(fixed or joint, name, groups, is_fixed=fixed is not None)
+                variant = None if made is None else self._bounded(*made, limit)
+                if variant is not None:
+                    found.append(variant if fixed is None else replace(variant, joint=None))
         return found
 
     def _bounded(self, graph: Joint, tiling: Tiling, limit: int | None) -> Variant | None:
@@ -365,7 +375,7 @@ class TilePricer:
         if limit is not None and bounds.peak_bytes > limit:
             return None
         extra = 0.0 if limit is None else bounds.seconds(limit).seconds
-        return Variant(tiling, program.step_seconds + extra)
+        return Variant(graph, tiling, program.step_seconds + extra)
 
     def _least_memory(
         self,
@@ -395,8 +405,10 @@ class TilePricer:
 
 @dataclass(frozen=True)
 class Variant:
-    """How a graph may be tiled, with the least time that any plan of it may take."""
+    """A tiled graph, with the least time that any plan of it may take."""
 
+    joint: Joint | None
+    """None where it is yet to be unrolled at sizes that vary."""
     tiling: Tiling
     seconds: float
 

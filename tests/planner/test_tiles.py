@@ -325,9 +325,20 @@ def test_asking_for_tiles_of_nothing_is_told() -> None:
         return logits.logsumexp(-1).sum(), logits
 
     x.requires_grad_()
-    with pytest.warns(UserWarning, match=r"tile=4: .* is planned whole\. .* by output\."):
+    with pytest.warns(UserWarning, match=r"tile=4: .* planned whole, as .* by output\."):
         plan = fxckpt.plan(scored, x, budget="min", tile=4, cost="flops")
     assert plan.tiling is None
     policy = fxckpt.policies.tile("**")
     with pytest.raises(fxckpt.PolicyMatchesNothing, match=r"is kept whole by output\."):
         fxckpt.plan(scored, x, budget="min", policy=policy, cost="flops")
+
+
+def test_tiles_over_the_budget_are_told() -> None:
+    """Sums in float32 are larger than small values in half precision: whole, it fits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).bfloat16()
+    x = torch.randn(8, 64, dtype=torch.bfloat16)
+    least = fxckpt.plan(model, x, budget="min", cost="flops").peak_bytes
+    with pytest.warns(UserWarning, match="planned whole, as no plan with them is within the budg"):
+        plan = fxckpt.plan(model, x, budget=least, tile=2, cost="flops")
+    assert plan.tiling is None and plan.peak_bytes <= least
