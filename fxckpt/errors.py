@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch.utils.checkpoint
+
+STRICT = "FXCKPT_STRICT"
+"""Environment variable that makes every defect of the planner an error when it is ``"1"``."""
 
 
 class FxckptError(Exception):
@@ -151,6 +155,17 @@ class SlowdownInfeasible(FxckptError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_slowdown_infeasible, (str(self), self.least_slowdown))
+
+
+def is_strict() -> bool:
+    """Return whether every defect of the planner is an error."""
+    return os.environ.get(STRICT) == "1"
+
+
+def is_defect(error: Exception) -> bool:
+    """Return whether an error is the planner's or torch's, and not an answer to the user."""
+    is_answer = isinstance(error, (FxckptError, Warning))
+    return not is_answer or isinstance(error, (PlanningFailed, VerifyError))
 
 
 def _of_rank(rank: int, error: FxckptError) -> str:

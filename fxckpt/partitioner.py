@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -22,11 +21,13 @@ from fxckpt import budgets, repro
 from fxckpt.costs.devices import device_named
 from fxckpt.costs.models import CostModel
 from fxckpt.errors import (
+    STRICT,
     BudgetInfeasible,
     FxckptError,
     InvalidOption,
     PlanningFailed,
-    VerifyError,
+    is_defect,
+    is_strict,
 )
 from fxckpt.inductor.plan_cache import PlanCache
 from fxckpt.inductor.planner import InductorPlanner
@@ -68,8 +69,6 @@ from fxckpt.utils.progress import searching
 log = logging.getLogger("fxckpt")
 
 OPTIONS = ("budget", "policy", "cost", "verify", "max_slowdown", "offload", "tile", "device")
-STRICT = "FXCKPT_STRICT"
-"""Environment variable that makes every defect of the planner an error when it is ``"1"``."""
 
 ALONE = (
     "planned by a Partitioner: a budget is for each graph alone. fxckpt.Backend keeps a step of "
@@ -354,7 +353,7 @@ class Partitioner(CustomPartitionerFn):
         except CaptureDone:
             raise
         except Exception as error:
-            if not _is_defect(error):
+            if not is_defect(error):
                 raise
             if ranks is not None:
                 raise _failed(error) from error  # None of the ranks has a partition of its own.
@@ -404,7 +403,7 @@ class Partitioner(CustomPartitionerFn):
         try:
             return self._planned_for_inductor(planner, joint, num_fwd_outputs, lowerings, given)
         except Exception as error:
-            if unread is None or not _is_defect(error) or os.environ.get(STRICT) == "1":
+            if unread is None or not is_defect(error) or is_strict():
                 raise
             log.warning(
                 "the plan is that of the unfused graph, as the lowering of an untested torch "
@@ -456,7 +455,7 @@ class Partitioner(CustomPartitionerFn):
         """
         cause = failed.__cause__
         has_region = any(map(region_keys, joint.graph.nodes))
-        if os.environ.get(STRICT) == "1" or self.planner.is_fixed or has_region:
+        if is_strict() or self.planner.is_fixed or has_region:
             raise failed from cause
         path = self._save_repro(joint, num_fwd_outputs, failed, inner)
         try:
@@ -575,12 +574,6 @@ def _growth(
 
 GROWTH = 2**16
 """Most times that sizes may grow without another plan."""
-
-
-def _is_defect(error: Exception) -> bool:
-    """Return whether an error is the planner's or torch's, and not an answer to the user."""
-    is_answer = isinstance(error, (FxckptError, Warning))
-    return not is_answer or isinstance(error, (PlanningFailed, VerifyError))
 
 
 def _failed(error: Exception) -> FxckptError:

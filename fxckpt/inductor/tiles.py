@@ -49,28 +49,41 @@ class TileSearch:
                 return untiled
         variant = self._variant(joint, groups)
         if variant is None:
-            if error is not None:
-                raise error
-            return self.search(joint, pricer.budget) if untiled is None else untiled
+            return self._whole(joint, untiled, error)
         graph, tiling, limit = variant
         # A fraction is one of the untiled peak as it was lowered.
         if not is_least and untiled is not None:
             limit = untiled[2].budget_bytes
         elif error is not None:
             limit = error.budget_bytes
+        halves: PlannedHalves | None = None
         try:
-            halves = self.search(graph, limit)
+            with pricer.trying(tiling):
+                halves = self.search(graph, limit)
         except SlowdownInfeasible:
-            return self.search(joint, pricer.budget) if untiled is None else untiled
+            return self._whole(joint, untiled, error)
         except BudgetInfeasible as found:
             if untiled is not None:
                 return untiled
             floors = [found.floor_bytes, *([] if error is None else [error.floor_bytes])]
             raise infeasible_with_tiles(error or found, pricer.tile, min(floors)) from found
+        if halves is None:
+            return self._whole(joint, untiled, error)
         plan = replace(halves[2], tiling=tiling)
         if untiled is not None and not _is_better(plan, untiled[2], is_least=is_least):
             return untiled
         return (*halves[:2], plan)
+
+    def _whole(
+        self, joint: Joint, untiled: PlannedHalves | None, error: BudgetInfeasible | None
+    ) -> PlannedHalves:
+        """Return the halves of the untiled graph, if it was searched, with its error or without.
+
+        Raises the error.
+        """
+        if error is not None:
+            raise error
+        return self.search(joint, self.pricer.budget) if untiled is None else untiled
 
     def _variant(self, joint: Joint, groups: Groups) -> tuple[Joint, Tiling, budgets.Budget] | None:
         """Return the tiled variant to search, and a budget of it by the model; None if none.
@@ -79,9 +92,11 @@ class TileSearch:
         """
         goal = budgets.parse(self.pricer.budget)
         try:
-            choice = self.pricer(joint)
+            choice = self.pricer.chosen(joint, groups)
         except BudgetInfeasible as found:
-            variant = finest(joint, groups, self.pricer.tile, found.budget_bytes)
+            variant = None
+            with self.pricer.trying():
+                variant = finest(joint, groups, self.pricer.tile, found.budget_bytes)
             return None if variant is None else (*variant, found.budget_bytes)
         plan = choice.plan
         if plan.tiling is None:

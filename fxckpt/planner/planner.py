@@ -38,6 +38,7 @@ from fxckpt.planner.ranks import Ranks
 from fxckpt.planner.refusals import (
     infeasible,
     infeasible_region,
+    leaving_out,
     refuse_tiles,
     too_slow,
     warn_of_unbounded_sizes,
@@ -47,6 +48,7 @@ from fxckpt.planner.tiles import (
     PlanWithin,
     Read,
     TilePricer,
+    asks_for_tiles,
     check_tile,
     offering_tiles,
     reach,
@@ -56,7 +58,7 @@ from fxckpt.planner.together import search_together
 from fxckpt.plans.log import log_frontier, log_known, log_plan
 from fxckpt.plans.types import Plan
 from fxckpt.policies import as_policy
-from fxckpt.policies.base import OFFLOAD, Policy, decide_all
+from fxckpt.policies.base import OFFLOAD, Policy, TilePattern, decide_all
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import Schedule, save_all
 from fxckpt.solver.search.candidates import Candidate, SearchResult
@@ -211,8 +213,12 @@ class Planner:
                 "this graph is one of several of a step, or one of several ranks plans it. Leave "
                 "tile out, or give scope='graph' and no group."
             )
-        patterns = () if self.policy is None else self.policy.tiles()
-        return TilePricer(self.tile, self.budget, plan, read, patterns)
+        return TilePricer(self.tile, self.budget, plan, read, self._tile_patterns)
+
+    @property
+    def _tile_patterns(self) -> tuple[TilePattern, ...]:
+        """Modules of whose regions alone there may be tiles; none allows all."""
+        return () if self.policy is None else self.policy.tiles()
 
     def _with_tile_hint(self, error: BudgetInfeasible, joint: Joint) -> BudgetInfeasible:
         """Return an error for a budget below the floor that says what tiles would reach."""
@@ -448,8 +454,15 @@ class Planner:
         """
         prepare(joint)
         begin = time.perf_counter()
-        joint, facts, plan = self.plan_with_tiles(joint)
+        chosen, facts, plan = self.plan_with_tiles(joint)
         log.debug("plan took %.1f ms", 1e3 * (time.perf_counter() - begin))
+        if chosen is joint:
+            return (*emit_halves(self.emission(joint, facts, plan)), plan)
+        is_asked = self.is_fixed or asks_for_tiles(self.tile, self._tile_patterns)
+        with leaving_out(str(plan.tiling), is_asked=is_asked):
+            return (*emit_halves(self.emission(chosen, facts, plan)), plan)
+        facts, plan = self._plan_by_search(joint)
+        log_plan(plan, time.perf_counter() - begin)
         return (*emit_halves(self.emission(joint, facts, plan)), plan)
 
     def emission(self, joint: Joint, facts: Facts, plan: Plan) -> Emission:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import warnings
+from collections.abc import Iterator
 
 from torch import fx
 
 from fxckpt import budgets
-from fxckpt.errors import BudgetInfeasible, InvalidOption, SlowdownInfeasible
+from fxckpt.errors import (
+    STRICT,
+    BudgetInfeasible,
+    InvalidOption,
+    SlowdownInfeasible,
+    is_defect,
+    is_strict,
+)
 from fxckpt.policies.base import Policy
 from fxckpt.solver.program import SavedLimit
 from fxckpt.torch_private import unbounded_sizes
+
+log = logging.getLogger("fxckpt")
 
 
 def refuse_tiles(policy: Policy | None) -> None:
@@ -83,4 +95,33 @@ def warn_of_unbounded_sizes(graph: fx.Graph, budget: budgets.Budget) -> None:
             "step runs, and were planned as 1. Give them an upper bound: torch._check(size <= n) "
             "in the model, or mark_unbacked(x, dim, max=n).",
             stacklevel=2,
+        )
+
+
+def warn_of_no_tiles(tile: int | str, why: str) -> None:
+    """Warn of a number of tiles that was asked for, which the plan of a graph does not have."""
+    warnings.warn(f"tile={tile!r}: the graph is planned whole, as {why}".rstrip(), stacklevel=2)
+
+
+@contextlib.contextmanager
+def leaving_out(tiles: str, *, is_asked: bool) -> Iterator[None]:
+    """Leave out tiles that fail within, with a warning that has the reason.
+
+    Those that were asked for fail with their own error, and so do all defects where every one is
+    an error. That nothing fits a budget is no failure.
+    """
+    try:
+        yield
+    except (BudgetInfeasible, SlowdownInfeasible, Warning):
+        raise
+    except Exception as error:
+        if is_asked or (is_defect(error) and is_strict()):
+            error.add_note(f"Tiles that were tried: {tiles}.")
+            raise
+        log.debug("tiles that failed: %s", tiles, exc_info=error)
+        remedy = f"\nThis is a defect of fxckpt; {STRICT}=1 makes it an error."
+        warnings.warn(
+            f"Tiles that failed are left out, {tiles}: {type(error).__name__}: {error}"
+            f"{remedy if is_defect(error) else ''}",
+            stacklevel=3,
         )

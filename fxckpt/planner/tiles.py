@@ -5,12 +5,14 @@ some number of tiles. It is a graph like any other, planned by the same planner.
 screened by a lower bound on the time of any plan within the budget, which is also the order in
 which they are planned; the search ends where the bound of the next one is no less than the time of
 the best plan. The untiled graph is a variant too, so that tiles are chosen only if they gain.
+A variant that fails is left out, with a warning, unless its tiles were asked for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -25,9 +27,12 @@ from fxckpt.errors import (
 from fxckpt.passes.analysis.graph_snapshot import module_path
 from fxckpt.passes.analysis.joint import Facts
 from fxckpt.passes.graphs import Joint
+from fxckpt.passes.tiles.equal_sizes import guard_gathers
+from fxckpt.passes.tiles.fixed_sizes import at_planned_sizes
 from fxckpt.passes.tiles.gradient_ahead import run_ahead
-from fxckpt.passes.tiles.row_regions import RowRegion, row_regions
+from fxckpt.passes.tiles.row_regions import RowRegion, obstacles, row_regions
 from fxckpt.passes.tiles.unroll import unroll
+from fxckpt.planner.refusals import leaving_out, warn_of_no_tiles
 from fxckpt.plans.types import Plan, Tiling
 from fxckpt.policies.base import TilePattern
 from fxckpt.policies.selectors import matched_module, nearest_modules
@@ -46,6 +51,9 @@ GROUPS = 2
 """Most groups of regions that are tiled, the widest first."""
 PLANNED = 3
 """Most variants that are planned beside the untiled graph."""
+
+ALL = "all of this graph"
+"""Text for the tiles of no one variant."""
 
 WORTH = 0.95
 """Share of the floor that tiles must reach to be offered."""
@@ -68,11 +76,17 @@ def check_tile(tile: int | str | None) -> None:
         )
 
 
+def asks_for_tiles(tile: int | str | None, patterns: Sequence[TilePattern]) -> bool:
+    """Return whether tiles were asked for, by their number or for modules, and not left open."""
+    return tile != "auto" or not all(pattern.may_miss for pattern in patterns)
+
+
 def groups_of(graph: fx.Graph) -> Groups:
     """Return the regions of a graph by group, the widest group first.
 
-    Regions of one group have as many ops and as wide values as one another.
+    Regions of one group have as many ops and as wide values as one another. Sizes may be guarded.
     """
+    guard_gathers(graph)
     groups: dict[tuple[int, int, int], list[tuple[RowRegion, ...]]] = {}
     for ways in row_regions(graph):
         first = ways[0]
@@ -81,7 +95,17 @@ def groups_of(graph: fx.Graph) -> Groups:
     return [groups[key] for key in sorted(groups, reverse=True)]
 
 
-def groups_within(groups: Groups, patterns: Sequence[TilePattern]) -> Groups:
+def kept_whole(graph: fx.Graph, pattern: str = "**") -> str:
+    """Return what keeps matmuls whose results are wide, in modules that fit, from being tiled."""
+    texts = [
+        f"The matmul of {module_path(seed) or seed.name} is kept whole by {obstacle}."
+        for seed, obstacle in obstacles(graph).items()
+        if pattern == "**" or matched_module(module_path(seed), pattern) is not None
+    ]
+    return " ".join(texts[:3])
+
+
+def groups_within(graph: fx.Graph, groups: Groups, patterns: Sequence[TilePattern]) -> Groups:
     """Return the groups with the regions that begin in modules which fit one of the patterns.
 
     Raises :class:`PolicyMatchesNothing` for a pattern without a region.
@@ -93,7 +117,7 @@ def groups_within(groups: Groups, patterns: Sequence[TilePattern]) -> Groups:
             near = nearest_modules(tile.pattern, paths) if any(paths) else "There is no region."
             raise PolicyMatchesNothing(
                 f"tile({tile.pattern!r}): no region of independent rows that could be tiled begins "
-                f"in such a module. {near}"
+                f"in such a module. {kept_whole(graph, tile.pattern) or near}"
             )
 
     def fits(ways: tuple[RowRegion, ...]) -> bool:
@@ -113,21 +137,23 @@ def _groups_named(graph: fx.Graph, names: Sequence[str]) -> Groups:
 
 
 def tiled(
-    joint: Joint, tiling: Tiling, groups: Groups | None = None
+    joint: Joint, tiling: Tiling, groups: Groups | None = None, *, is_fixed: bool = False
 ) -> tuple[Joint, Tiling] | None:
     """Return a copy of a joint graph that is tiled, and the tiling with the regions' names.
 
-    ``groups`` are those of the graph, if they are known. None where the gradients of its widest
-    region cannot be computed with its forward.
+    ``groups`` are those of the graph, if they are known, or of the one whose sizes vary where those
+    of this one are fixed. None where the gradients of its widest region cannot be computed with its
+    forward.
     """
     if groups is None:
         groups = _groups_named(joint.module.graph, tiling.regions)
     module = copied(joint.module)
     chosen = _apart(
-        way.moved_to(module.graph)
+        moved.at_planned_sizes() if is_fixed else moved
         for group in groups[: tiling.groups]
         for ways in group
         if (way := next((w for w in ways if w.divides(tiling.count)), None)) is not None
+        for moved in (way.moved_to(module.graph),)
     )
     if tiling.is_ahead:
         if not run_ahead(module.graph, chosen[0]):
@@ -225,7 +251,13 @@ class TilePricer:
 
         Raises :class:`BudgetInfeasible` where none is within the budget.
         """
-        groups = self.groups(joint)
+        return self.chosen(joint, self.groups(joint))
+
+    def chosen(self, joint: Joint, groups: Groups) -> Choice:
+        """Return the best variant and its plan, with tiles of some groups of regions.
+
+        Raises :class:`BudgetInfeasible` where none is within the budget.
+        """
         untiled: Choice | None = None
         limit: int | None = None
         error: BudgetInfeasible | None = None
@@ -237,6 +269,11 @@ class TilePricer:
         goal = budgets.parse(self.budget)
         is_least = isinstance(goal, budgets.LeastMemory)
         names = tilings(groups, self.tile, None if is_least else limit)
+        if not names and self.tile != "auto":
+            why = (
+                f"no region of independent rows can be divided so. {kept_whole(joint.module.graph)}"
+            )
+            warn_of_no_tiles(self.tile, why)
         if isinstance(goal, budgets.LeastMemory):
             assert untiled is not None
             return self._least_memory(joint, groups, untiled, goal, names)
@@ -244,55 +281,101 @@ class TilePricer:
         if best is not None and best.seconds <= best.plan.step_seconds:
             return best
         bounded = sorted(self._screened(joint, groups, names, limit), key=lambda v: v.seconds)
-        best, floors = self._fastest(best, bounded[:PLANNED], limit)
+        best, floors = self._fastest(best, joint, groups, bounded, limit)
         if best is not None:
             return best
-        assert error is not None
-        raise infeasible_with_tiles(error, self.tile, min([error.floor_bytes, *floors]))
+        if error is not None:
+            raise infeasible_with_tiles(error, self.tile, min([error.floor_bytes, *floors]))
+        assert untiled is not None
+        warn_of_no_tiles(self.tile, "no plan with them is within the budget.")
+        return untiled
 
     def groups(self, joint: Joint) -> Groups:
         """Return the groups of a graph that may have tiles.
 
         Raises :class:`PolicyMatchesNothing` for a pattern without a region.
         """
-        found = groups_of(joint.module.graph)
-        return groups_within(found, self.patterns) if self.patterns else found
+        found: Groups = []
+        with self.trying():
+            found = groups_of(joint.module.graph)
+        graph = joint.module.graph
+        return groups_within(graph, found, self.patterns) if self.patterns else found
+
+    def trying(self, tiling: Tiling | None = None) -> AbstractContextManager[None]:
+        """Return a context that leaves out tiles which fail in it, unless they were asked for.
+
+        Without a tiling they are all tiles of the graph.
+        """
+        is_asked = asks_for_tiles(self.tile, self.patterns)
+        return leaving_out(ALL if tiling is None else str(tiling), is_asked=is_asked)
 
     def _fastest(
-        self, best: Choice | None, variants: Sequence[Variant], limit: int | None
+        self,
+        best: Choice | None,
+        joint: Joint,
+        groups: Groups,
+        variants: Sequence[Variant],
+        limit: int | None,
     ) -> tuple[Choice | None, list[int]]:
         """Return the fastest of ``best`` and the plans of variants, by increasing bounds.
 
         With it come the least peaks of the variants that are not within the limit.
         """
         floors = []
+        planned = 0
         for variant in variants:
-            if best is not None and variant.seconds >= best.seconds:
+            if planned == PLANNED or (best is not None and variant.seconds >= best.seconds):
                 break
-            try:
-                facts, plan = self.plan(variant.joint, limit)
-            except BudgetInfeasible as found:
-                floors.append(found.floor_bytes)
-                continue
-            choice = Choice(variant.joint, facts, replace(plan, tiling=variant.tiling))
-            if best is None or choice.seconds < best.seconds:
-                best = choice
+            with self.trying(variant.tiling):
+                try:
+                    choice = self._planned(variant, joint, groups, limit)
+                    if choice is not None and (best is None or choice.seconds < best.seconds):
+                        best = choice
+                except BudgetInfeasible as found:
+                    floors.append(found.floor_bytes)
+                planned += 1
         return best, floors
+
+    def _planned(
+        self, variant: Variant, joint: Joint, groups: Groups, budget: budgets.Budget
+    ) -> Choice | None:
+        """Return a variant of a graph with its plan; None where its sizes allow none."""
+        graph, tiling = variant.joint, variant.tiling
+        if graph is None:
+            found = tiled(joint, tiling, groups)
+            if found is None:
+                return None
+            graph, tiling = found
+        facts, plan = self.plan(graph, budget)
+        return Choice(graph, facts, replace(plan, tiling=tiling))
 
     def _screened(
         self, joint: Joint, groups: Groups, names: Sequence[Tiling], limit: int | None
-    ) -> Iterator[Variant]:
-        """Yield the variants that the budget does not rule out, each with its bound."""
-        for name in names:
-            if (found := tiled(joint, name, groups)) is None:
-                continue
-            graph, tiling = found
-            program = self.read(graph)
-            bounds = LowerBounds(program, *price_range(program))
-            if limit is not None and bounds.peak_bytes > limit:
-                continue
-            extra = 0.0 if limit is None else bounds.seconds(limit).seconds
-            yield Variant(graph, tiling, program.step_seconds + extra)
+    ) -> list[Variant]:
+        """Return the variants that the budget does not rule out, each with its bound.
+
+        Sizes that vary are fixed for it.
+        """
+        fixed, left = None, names[:0]
+        with self.trying():
+            fixed, left = at_planned_sizes(joint) if names else None, names
+        found = []
+        for name in left:
+            with self.trying(named(name, groups)):
+                made = tiled(fixed or joint, name, groups, is_fixed=fixed is not None)
+                variant = None if made is None else self._bounded(*made, limit)
+                if variant is not None:
+                    found.append(variant if fixed is None else replace(variant, joint=None))
+        return found
+
+    def _bounded(self, graph: Joint, tiling: Tiling, limit: int | None) -> Variant | None:
+        """Return a variant with its bound, or None if it is not within the budget."""
+        program = self.read(graph)
+        bounds = LowerBounds(program, *price_range(program))
+        if limit is not None and bounds.peak_bytes > limit:
+            return None
+        extra = 0.0 if limit is None else bounds.seconds(limit).seconds
+        return Variant(graph, tiling, program.step_seconds + extra)
 
     def _least_memory(
         self,
@@ -312,13 +395,11 @@ class TilePricer:
             if slack < 0:
                 continue
             within = goal if math.isinf(slack) else budgets.LeastMemory(slack)
-            try:
-                facts, plan = self.plan(variant.joint, within)
-            except SlowdownInfeasible:
-                continue
-            choice = Choice(variant.joint, facts, replace(plan, tiling=variant.tiling))
-            if best is None or choice.plan.peak_bytes < best.plan.peak_bytes:
-                best = choice
+            with self.trying(variant.tiling), suppress(SlowdownInfeasible):
+                choice = self._planned(variant, joint, groups, within)
+                least = None if best is None else best.plan.peak_bytes
+                if choice is not None and (least is None or choice.plan.peak_bytes < least):
+                    best = choice
         return untiled if best is None else best
 
 
@@ -326,9 +407,16 @@ class TilePricer:
 class Variant:
     """A tiled graph, with the least time that any plan of it may take."""
 
-    joint: Joint
+    joint: Joint | None
+    """None where it is yet to be unrolled at sizes that vary."""
     tiling: Tiling
     seconds: float
+
+
+def named(tiling: Tiling, groups: Groups) -> Tiling:
+    """Return a tiling with the names of the regions that it is of."""
+    names = (ways[0].name for group in groups[: tiling.groups] for ways in group)
+    return replace(tiling, regions=tuple(names))
 
 
 def finest(
@@ -343,13 +431,15 @@ def finest(
 
 def reach(joint: Joint, plan: PlanWithin, error: BudgetInfeasible) -> int | None:
     """Return the least peak of a tiled graph, or None if tiles lower it by nothing much."""
-    found = finest(joint, groups_of(joint.module.graph), "auto", error.budget_bytes)
-    if found is None:
-        return None
-    try:
-        floor = plan(found[0], error.budget_bytes)[1].floor_bytes
-    except BudgetInfeasible as below:
-        floor = below.floor_bytes
+    floor = error.floor_bytes
+    with leaving_out(ALL, is_asked=False):
+        found = finest(joint, groups_of(joint.module.graph), "auto", error.budget_bytes)
+        if found is None:
+            return None
+        try:
+            floor = plan(found[0], error.budget_bytes)[1].floor_bytes
+        except BudgetInfeasible as below:
+            floor = below.floor_bytes
     return floor if floor < WORTH * error.floor_bytes else None
 
 

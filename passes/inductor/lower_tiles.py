@@ -53,7 +53,7 @@ def _give_size(node: fx.Node) -> None:
         whole = node.graph.call_function(aten.as_strided.default)
     node.replace_all_uses_with(whole)
     whole.args = (node, *sizes.in_place_of((list(value.shape), list(value.stride()), 0)))
-    whole.meta = dict(node.meta)
+    whole.meta = {k: v for k, v in node.meta.items() if k != IS_RECOMPUTE}
 
 
 def _split_product(node: fx.Node) -> None:

@@ -66,15 +66,17 @@ def is_linear(node: fx.Node, depends: AbstractSet[fx.Node]) -> bool:
         return len(given) == 2
     if name == "where":
         rest = [n for n in operands[1:] if n not in depends]
-        return operands[0] not in depends and all(map(_is_zero, rest))
+        return operands[0] not in depends and all(map(is_zero, rest))
     if name == "masked_fill":
         return given == operands[:1] and bool(node.args[2] == 0)
     if name in ("scatter", "scatter_add"):
-        return _is_zero(operands[0]) and given == operands[-1:]
+        return is_zero(operands[0]) and given == operands[-1:]
+    if name == "slice_scatter":
+        return is_zero(operands[0]) and given == operands[1:2]
     return False
 
 
-def _is_zero(node: fx.Node) -> bool:
+def is_zero(node: fx.Node) -> bool:
     """Return whether a value is all zeros."""
     filled = {"scalar_tensor": 0, "full": 1, "full_like": 1}.get(bare_name(node))
     return bare_name(node) in ZEROS or (filled is not None and bool(node.args[filled] == 0))

@@ -105,6 +105,23 @@ class RowRegion:
             seed=by_name[self.seed.name],
         )
 
+    def at_planned_sizes(self) -> RowRegion:
+        """Return the same region with numbers for its sizes, those that it is planned for."""
+        first, last = self.used
+
+        def fixed(place: Place) -> Place:
+            return place.at_planned_sizes() if isinstance(place, Rows) else place
+
+        return replace(
+            self,
+            length=size_hint(self.length),
+            places={
+                node: tuple(map(fixed, place)) if isinstance(place, tuple) else fixed(place)
+                for node, place in self.places.items()
+            },
+            used=(size_hint(first), size_hint(last)),
+        )
+
     def grown_again(self) -> RowRegion | None:
         """Return the region at the same matmul in its graph as it is now, or None."""
         rows = self.places[self.seed]
@@ -212,8 +229,27 @@ def _each(place: Place | tuple[Place, ...]) -> tuple[Place, ...]:
     return place if isinstance(place, tuple) else (place,)
 
 
+def obstacles(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Return the matmuls of wide results that are in no region, each with what keeps it whole."""
+    closure = backward_closure(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    covered = {node for ways in row_regions(graph) for node in ways[0].members}
+    found = {}
+    for seed in _seeds(graph, closure):
+        if seed not in covered:
+            growths = []
+            for rows in _numberings(seed):
+                growths.append(_Growth(order, closure, seed))
+                growths[-1].grown(rows)
+            found[seed] = max(growths, key=lambda growth: len(growth.members)).obstacle
+    return found
+
+
 class _Refused(Exception):
     """An op on a wide value is not row-wise."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(f"{node.name} ({node.target})" if node.op == "call_function" else node.op)
 
 
 @dataclass
@@ -227,6 +263,8 @@ class _Growth:
     members: set[fx.Node] = field(default_factory=set)
     waiting: dict[fx.Node, None] = field(default_factory=dict)
     """Members whose rule needs to know more."""
+    obstacle: str = "no gradient"
+    """What makes it no region."""
 
     def grown(self, rows: Rows) -> RowRegion | None:
         """Return the region for one numbering of the first matmul's rows, or None."""
@@ -240,7 +278,8 @@ class _Growth:
                     self._add(node)
                 self._spread()
             self._check_sums()
-        except _Refused:
+        except _Refused as refused:
+            self.obstacle = str(refused)
             return None
         order = sorted(self.members, key=self.order.__getitem__)
         if not any(self._is_sum(n) or (n in self.closure and self._is_wide(n)) for n in order):
@@ -273,7 +312,7 @@ class _Growth:
         is_item = node.target is operator.getitem
         is_ruled = node.op == "call_function" and (is_item or row_rule(node) is not None)
         if not is_ruled or is_symbolic(node) or not _is_known(node):
-            raise _Refused
+            raise _Refused(node)
         self.members.add(node)
         self.waiting[node] = None
         if is_item:
@@ -284,7 +323,7 @@ class _Growth:
         while self.waiting:
             solved = [node for node in list(self.waiting) if self._solve(node)]
             if not solved:
-                raise _Refused
+                raise _Refused(next(iter(self.waiting)))
             for node in solved:
                 self.waiting.pop(node, None)
 
@@ -308,7 +347,7 @@ class _Growth:
         for operand, rows in found.operands.items():
             if rows is None:
                 if operand in operands:
-                    raise _Refused
+                    raise _Refused(node)
                 continue
             self._place(operand, rows)
             if self._is_wide(operand) and operand.op == "call_function":
@@ -319,7 +358,7 @@ class _Growth:
 
     def _place(self, node: fx.Node, place: Place | tuple[Place, ...]) -> None:
         if self.places.setdefault(node, place) != place:
-            raise _Refused
+            raise _Refused(node)
 
     def _follow(self, node: fx.Node) -> None:
         """Add the readers of a member's result that is wide, or a tuple."""
@@ -353,7 +392,7 @@ class _Growth:
             for arg in _read_whole(node):
                 is_near = arg in self.members and (arg in self.closure) == (node in self.closure)
                 if is_near and self.places[arg] is SUMMED:
-                    raise _Refused
+                    raise _Refused(node)
 
 
 def _read_whole(node: fx.Node) -> Iterable[fx.Node]:

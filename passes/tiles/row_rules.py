@@ -29,6 +29,7 @@ from fxckpt.torch_private import (
     is_surely_at_most,
     is_surely_equal,
     plain_size,
+    size_hint,
 )
 
 aten = torch.ops.aten
@@ -86,6 +87,10 @@ class Rows:
         """Elements of the dimension."""
         return plain_size(self.outer * self.length * self.inner)
 
+    def at_planned_sizes(self) -> Rows:
+        """Return the same rows with numbers for sizes, those that they are planned for."""
+        return Rows(self.dim, *map(size_hint, self._sizes))
+
     def part(self, first: Size, last: Size) -> Rows:
         """Return the rows of a tile, those from ``first`` to before ``last`` of the region.
 
@@ -125,7 +130,7 @@ Rule = Callable[[RowCall], Places | None]
 """Returns None where the op does not act row by row, or where too little is known."""
 Args = tuple[Any, ...]
 Adapt = Callable[[fx.Node, "Rows | None", Rows, Args], Args]
-"""Returns the arguments of an op for a tile, given the tile's rows of first operand and result."""
+"""Returns the arguments of an op for a tile, given the tile's rows of an operand and the result."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,8 @@ class RowRule:
 
     places: Rule
     adapt: Adapt | None = None
+    position: int = 0
+    """Argument that is the operand whose rows ``adapt`` is given."""
 
 
 def _shape(node: fx.Node) -> tuple[Size, ...]:
@@ -372,13 +379,15 @@ def _squeezed(call: RowCall) -> Places | None:
 
 
 def _slice_of(node: fx.Node) -> tuple[int, Size | None, Size | None, int]:
-    """Return dimension, begin, end and step of ``slice`` and of ``slice_backward``.
+    """Return dimension, begin, end and step of ``slice``, ``slice_backward``, ``slice_scatter``.
 
     Begin and end are None where sizes that vary leave it open what they are.
     """
     is_back = node.target is aten.slice_backward.default
+    is_written = node.target is aten.slice_scatter.default
     whole, part = (node, _args(node)[0]) if is_back else (_args(node)[0], node)
-    given = [*_args(node)[2 if is_back else 1 :], *[None] * 4]
+    part = _args(node)[1] if is_written else part
+    given = [*_args(node)[2 if is_back or is_written else 1 :], *[None] * 4]
     values = [v.meta["val"] if isinstance(v, fx.Node) else v for v in given[:4]]
     dim, begin, end, step = values
     dim, step = (dim or 0) % len(_shape(whole)), 1 if step is None else step
@@ -432,6 +441,17 @@ def _padded(call: RowCall) -> Places | None:
     node = call.node
     size = _shape(node)[_slice_of(node)[0]]
     return _mapped(call, lambda r: _widened(r, node, size), lambda r: _narrowed(r, node))
+
+
+def _written(call: RowCall) -> Places | None:
+    """Rule of ``slice_scatter(whole, part)``: of the rows themselves some may be the part's."""
+    node = call.node
+    whole, part = _args(node)[:2]
+    rows = call.result or call.operands.get(whole)
+    if rows is None and (given := call.operands.get(part)) is not None:
+        rows = _widened(given, node, _shape(node)[_slice_of(node)[0]])
+    left = None if rows is None else _narrowed(rows, node)
+    return None if left is None else Places({whole: rows, part: left}, rows)
 
 
 def _split(call: RowCall) -> Places | None:
@@ -526,6 +546,16 @@ def _pad_tile(node: fx.Node, operand: Rows | None, result: Rows, args: Args) -> 
     return args[0], shape, *rest
 
 
+def _write_tile(node: fx.Node, operand: Rows | None, result: Rows, args: Args) -> Args:
+    """Adapt ``slice_scatter``; the operand is what is written."""
+    dim, begin, end, step = _slice_of(node)
+    assert operand is not None
+    if dim == result.dim:
+        begin = plain_size(operand.start - result.start)
+        end = plain_size(begin + operand.length)
+    return args if begin is None else (*args[:2], dim, begin, end, step)
+
+
 AT_ONE = {
     aten._log_softmax.default: 1,
     aten._softmax.default: 1,
@@ -572,6 +602,7 @@ RULES: dict[OpOverload, RowRule] = {
     aten.expand.default: RowRule(_elementwise, _resize(1)),
     aten.slice.Tensor: RowRule(_sliced, _slice_tile),
     aten.slice_backward.default: RowRule(_padded, _pad_tile),
+    aten.slice_scatter.default: RowRule(_written, _write_tile, position=1),
     aten.split.Tensor: RowRule(_split),
     aten.split_with_sizes.default: RowRule(_split),
     aten.cat.default: RowRule(_joined),

@@ -45,6 +45,13 @@ SMALL = (torch.float16, torch.bfloat16)
 """Types of which sums are accumulated in float32."""
 FILLED = (aten.full.default, aten.ones.default, aten.zeros.default)
 """Ops that make a value of a size, which is their first argument."""
+KEEPING = {
+    aten.clone.default: 0,
+    aten.slice.Tensor: 0,
+    aten.slice_backward.default: 0,
+    aten.slice_scatter.default: 1,
+}
+"""Ops that may change nothing of a tile, each with the position of the operand that is left."""
 WHOLE = torch.contiguous_format
 """Memory format of a copy that is contiguous whatever it is one of."""
 
@@ -106,6 +113,9 @@ class _Unroller:
             node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in members)
         for node in reversed([*self.region.forward, *self.region.backward]):
             self.graph.erase_node(node)
+        for piece in reversed(dict.fromkeys(self.pieces.values())):
+            if not piece.users:
+                self.graph.erase_node(piece)  # The zeros of rows that are not computed.
         return whole
 
     def _compute_sizes(self) -> None:
@@ -154,7 +164,8 @@ class _Unroller:
         rule = None if target is operator.getitem else row_rule(node)
         if rule is not None and rule.adapt is not None:
             assert isinstance(place, Rows)
-            given = self.region.places.get(node.args[0]) if node.args else None  # type: ignore[arg-type]
+            read = node.args[rule.position] if node.args else None
+            given = self.region.places.get(read) if isinstance(read, fx.Node) else None
             operand = given.part(first, last) if isinstance(given, Rows) else None
             args = rule.adapt(node, operand, place.part(first, last), tuple(args))
         if target is aten.nll_loss_forward.default and args[3] == MEAN:
@@ -195,15 +206,17 @@ class _Unroller:
 
         Of a slice that keeps them all, of its gradient, and of a copy of what is contiguous.
         """
-        if target not in (aten.slice.Tensor, aten.slice_backward.default, aten.clone.default):
+        if target not in KEEPING:
             return None
-        value = args[0].meta["val"]
+        at = KEEPING[target]
+        value = args[at].meta["val"]
         shape = list(node.meta["val"].shape)
         shape[place.dim] = place.part(first, last).size
         layout = node.kwargs.get("memory_format", torch.contiguous_format)
         is_laid_out = layout in (torch.contiguous_format, torch.preserve_format)
         is_kept = _has_shape(value, shape) and is_surely_contiguous(value) and is_laid_out
-        return args[0] if is_kept and node.args[0] in self.region.members else None
+        is_kept &= value.dtype == node.meta["val"].dtype
+        return args[at] if is_kept and node.args[at] in self.region.members else None
 
     def _piece(self, reader: fx.Node, arg: fx.Node, tile: int, first: Size, last: Size) -> fx.Node:
         """Return what a member reads for one tile in place of an argument."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from fxckpt.passes.tiles.linear_ops import is_linear
+from fxckpt.passes.tiles.linear_ops import is_linear, is_zero
 from fxckpt.passes.tiles.row_rules import Place, Rows
 from fxckpt.torch_private import Size, is_surely_at_most, is_surely_equal, plain_size
 
@@ -69,10 +69,11 @@ def _are_others_unused(members: Sequence[fx.Node], places: Places, used: tuple[S
     zero: set[fx.Node] = set()
     inside = set(members)
     for node in members:
-        reads_others = any(map(has_others, node.all_input_nodes))
+        padded = _padded_with_zeros(node)
+        reads_others = any(map(has_others, node.all_input_nodes if padded is None else (padded,)))
         if not reads_others and not has_others(node):
             continue
-        is_padded = node.target is aten.slice_backward.default and not reads_others
+        is_padded = padded is not None and not reads_others
         reads_zero = not zero.isdisjoint(node.all_input_nodes)
         if is_padded or (reads_zero and is_linear(node, zero)):
             zero.add(node)
@@ -81,3 +82,12 @@ def _are_others_unused(members: Sequence[fx.Node], places: Places, used: tuple[S
         ):
             return False
     return True
+
+
+def _padded_with_zeros(node: fx.Node) -> fx.Node | None:
+    """Return the operand that the gradient of a slice pads with zeros; None for other ops."""
+    operands = [n for n in node.args if isinstance(n, fx.Node)]
+    if node.target is aten.slice_backward.default:
+        return operands[0]
+    is_written = node.target is aten.slice_scatter.default and is_zero(operands[0])
+    return operands[1] if is_written else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxckpt
+from fxckpt.inductor.planner import InductorPlanner
+from fxckpt.passes.graphs import Joint
 
 X = torch.randint(0, 2000, (512,))
 
@@ -107,6 +110,38 @@ def test_one_graph_for_sizes_that_vary() -> None:
     assert peak == plan.compiled_peak_bytes
 
 
+class ShiftedHead(Head):
+    """A head whose loss leaves out the last position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(self.up(self.table(x)).sin())[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_shifted_heads_are_tiled(dynamic: bool) -> None:
+    """Loss and gradients are those in float64, and the peak is the compiled one."""
+    model = ShiftedHead()
+    backend = fxckpt.Backend("min", inner="inductor", cost="flops", scope="graph", tile=3)
+    step = torch.compile(model, backend=backend, dynamic=dynamic)
+    exact = copy.deepcopy(model).double()
+    for shape in ((8, 64), (5, 41), (3, 7)) if dynamic else ((8, 64),):
+        found, given = [], X[: shape[0] * shape[1]].clone().view(shape)
+        for each, run in ((model, step), (exact, exact)):
+            each.zero_grad()
+            run(given).backward()
+            found.append([p.grad.float() for p in each.parameters() if p.grad is not None])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
+    (plan,) = backend.plans
+    assert plan.tiling is not None and plan.tiling.count == 3
+    assert any("head" in name for name in plan.tiling.regions)
+    model.zero_grad()
+    given = X.view(8, 64)
+    peak = fxckpt.measure_peak(lambda: step(given).backward())
+    assert peak == plan.compiled_peak_bytes
+    assert peak < given.numel() * 2000 * 4  # The logits.
+
+
 @pytest.mark.sweep
 def test_a_kept_plan_has_its_tiles() -> None:
     """A second compile takes the plan of the first, tiles included, without a search."""
@@ -141,3 +176,29 @@ def test_sums_in_half_precision_are_kept_apart() -> None:
     (plan,) = backend.plans
     assert plan.tiling is not None and plan.tiling.count == 4
     assert measured(model, backend) == plan.compiled_peak_bytes
+
+
+@pytest.mark.parametrize("error", [fxckpt.PlanningFailed("no kernel"), ValueError("no kernel")])
+def test_variant_that_is_not_lowered_is_left_out(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning has its name and the reason, and the untiled graph is compiled."""
+    monkeypatch.setenv("FXCKPT_STRICT", "0")
+    search = InductorPlanner._halves_by_search
+
+    def broken(planner: InductorPlanner, joint: Joint, *given: Any) -> Any:
+        if any("_tile_" in node.name for node in joint.module.graph.nodes):
+            raise error
+        return search(planner, joint, *given)
+
+    monkeypatch.setattr(InductorPlanner, "_halves_by_search", broken)
+    model = Head()
+    backend = fxckpt.Backend("min", inner="inductor", cost="flops", scope="graph", tile="auto")
+    with pytest.warns(UserWarning, match="left out, .*head.*no kernel"):
+        found = gradients(model, backend)
+    torch.testing.assert_close(found, gradients(model, "inductor"), rtol=1e-4, atol=1e-7)
+    assert backend.plans[0].tiling is None
+    asked = fxckpt.Backend("min", inner="inductor", cost="flops", scope="graph", tile=4)
+    monkeypatch.setenv("FXCKPT_STRICT", "1")
+    with pytest.raises(fxckpt.PlanningFailed, match="no kernel"):
+        gradients(model, asked)

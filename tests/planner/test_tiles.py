@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxckpt
 from fxckpt.errors import BudgetInfeasible, InvalidOption
+from fxckpt.planner import planner, tiles
 from fxckpt.planner.capture import capture_joint
 from fxckpt.planner.pipeline import prepare
 from fxckpt.planner.tiles import COUNTS, groups_of
@@ -212,3 +214,131 @@ def test_a_tower_without_matmul_is_no_region() -> None:
     assert groups_of(joint.module.graph) == []
     plan = fxckpt.plan(tower, x, scale, budget="min", tile="auto", cost="flops")
     assert plan.tiling is None and plan.peak_bytes < plan.baseline_peak_bytes
+
+
+class Broken(Exception):
+    """A defect."""
+
+
+def break_tiles(monkeypatch: pytest.MonkeyPatch, counts: Sequence[int]) -> None:
+    """Let the unrolling into these numbers of tiles fail, as it does for a user."""
+    monkeypatch.setenv("FXCKPT_STRICT", "0")
+    unroll = tiles.unroll
+
+    def broken(graph: fx.Graph, regions: Any, count: int) -> None:
+        if count in counts:
+            raise Broken("no rows")
+        unroll(graph, regions, count)
+
+    monkeypatch.setattr(tiles, "unroll", broken)
+
+
+def test_variant_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning has its name and the reason, and the others are planned."""
+    model, x, target = made()
+    tiling = fxckpt.plan(model, x, target, budget="5MB", tile="auto", cost="flops").tiling
+    assert tiling is not None
+    break_tiles(monkeypatch, [tiling.count])
+    with pytest.warns(UserWarning, match=rf"left out, {tiling.count} in .*head.*: Broken: no rows"):
+        plan = fxckpt.plan(model, x, target, budget="5MB", tile="auto", cost="flops")
+    assert plan.tiling is not None and plan.tiling.count != tiling.count
+    assert plan.peak_bytes <= 5_000_000
+
+
+def test_graph_is_planned_without_any_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all variants fail, the untiled graph is planned, or is what the error is about."""
+    model, x, target = made()
+    floor = fxckpt.plan(model, x, target, budget="min", cost="flops")
+    break_tiles(monkeypatch, range(64))
+    with pytest.warns(UserWarning, match="left out"):
+        plan = fxckpt.plan(model, x, target, budget="min", tile="auto", cost="flops")
+    assert plan.tiling is None and plan.peak_bytes == floor.peak_bytes
+    for tile in ("auto", None):
+        with (
+            pytest.warns(UserWarning, match="left out"),
+            pytest.raises(BudgetInfeasible) as refused,
+        ):
+            fxckpt.plan(model, x, target, budget="5MB", tile=tile, cost="flops")
+        assert refused.value.floor_bytes == floor.peak_bytes
+
+
+def test_regions_that_fail_leave_the_graph_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph whose regions cannot be found is planned without tiles."""
+    model, x, target = made()
+    monkeypatch.setenv("FXCKPT_STRICT", "0")
+
+    def broken(graph: fx.Graph) -> None:
+        raise Broken("no regions")
+
+    monkeypatch.setattr(tiles, "row_regions", broken)
+    with pytest.warns(UserWarning, match="left out, all of this graph: Broken: no regions"):
+        plan = fxckpt.plan(model, x, target, budget=0.98, tile="auto", cost="flops")
+    assert plan.tiling is None
+
+
+def test_variant_that_cannot_be_emitted_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is that of the untiled graph."""
+    model, x, target = made()
+    monkeypatch.setenv("FXCKPT_STRICT", "0")
+    emit_halves = planner.emit_halves
+
+    def broken(emission: Any) -> Any:
+        if emission.plan.tiling is not None:
+            raise fxckpt.VerifyError("wrong halves")
+        return emit_halves(emission)
+
+    monkeypatch.setattr(planner, "emit_halves", broken)
+    backend = fxckpt.Backend(
+        budget="min", inner="aot_eager", cost="flops", tile="auto", scope="graph"
+    )
+    step = torch.compile(model, backend=backend)
+    with pytest.warns(UserWarning, match="left out, .* VerifyError: wrong halves"):
+        step(x, target).backward()
+    assert backend.plans[0].tiling is None
+    found = gradients(model)
+    model(x, target).backward()
+    for gradient, expected in zip(found, gradients(model), strict=True):
+        assert gradient.equal(expected)
+
+
+def test_tiles_that_were_asked_for_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of tiles, modules, and a check of every defect leave nothing out."""
+    model, x, target = made()
+    break_tiles(monkeypatch, range(64))
+    policy = fxckpt.policies.tile("head")
+    asked: list[dict[str, Any]] = [{"tile": 8}, {"policy": policy}]
+    for options in asked:
+        with pytest.raises(Broken, match="no rows") as failed:
+            fxckpt.plan(model, x, target, budget="min", cost="flops", **options)
+        assert "head" in failed.value.__notes__[0]
+    monkeypatch.setenv("FXCKPT_STRICT", "1")
+    with pytest.raises(Broken):
+        fxckpt.plan(model, x, target, budget="min", cost="flops", tile="auto")
+
+
+def test_asking_for_tiles_of_nothing_is_told() -> None:
+    """A number of tiles without a region is a warning, and so is what keeps a head whole."""
+    model, x, _ = made()
+
+    def scored(x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model.head(x)
+        return logits.logsumexp(-1).sum(), logits
+
+    x.requires_grad_()
+    with pytest.warns(UserWarning, match=r"tile=4: .* planned whole, as .* by output\."):
+        plan = fxckpt.plan(scored, x, budget="min", tile=4, cost="flops")
+    assert plan.tiling is None
+    policy = fxckpt.policies.tile("**")
+    with pytest.raises(fxckpt.PolicyMatchesNothing, match=r"is kept whole by output\."):
+        fxckpt.plan(scored, x, budget="min", policy=policy, cost="flops")
+
+
+def test_tiles_over_the_budget_are_told() -> None:
+    """Sums in float32 are larger than small values in half precision: whole, it fits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).bfloat16()
+    x = torch.randn(8, 64, dtype=torch.bfloat16)
+    least = fxckpt.plan(model, x, budget="min", cost="flops").peak_bytes
+    with pytest.warns(UserWarning, match="planned whole, as no plan with them is within the budg"):
+        plan = fxckpt.plan(model, x, budget=least, tile=2, cost="flops")
+    assert plan.tiling is None and plan.peak_bytes <= least

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import fxckpt
+from fxckpt.passes.tiles.row_regions import RowRegion
+from fxckpt.planner import tiles
 from fxckpt.planner.capture import capture_joint
 from fxckpt.planner.pipeline import prepare
 from fxckpt.planner.tiles import groups_of, tiled
@@ -213,6 +215,36 @@ def test_values_of_some_rows_are_joined(loss: Callable[[Tensor, Tensor], Tensor]
     assert tile_nodes(backend) == 4
 
 
+class Apart(Scored):
+    """A head whose tokens and targets have sizes of their own."""
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        return self.loss(self.head(self.table(tokens)), target)
+
+
+def of_chosen(logits: Tensor, target: Tensor) -> Tensor:
+    return -chosen(logits, target).mean()
+
+
+@pytest.mark.parametrize("loss", [of_chosen, without_last, without_either])
+def test_sizes_of_two_inputs_are_guarded(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A gather of as many rows as there are is in a region, and other sizes are compiled anew."""
+    model = Apart(loss)
+    step, backend, _ = compiled(model, dynamic=True)
+    for sizes in (LARGEST, (5, 17), (3, 6)):
+        assert_right(step, model, batch(*sizes))
+        assert len(backend.plans) == 1
+    assert tile_nodes(backend) == 4
+    if loss is of_chosen:
+        tokens, target = batch(5, 17)
+        given = tokens, target[:, :9].clone()
+        for dim in (0, 1):
+            torch._dynamo.mark_dynamic(given[1], dim)
+        with pytest.warns(UserWarning, match="head is kept whole by gather"):
+            assert_right(step, model, given)
+        assert [plan.tiling is None for plan in backend.plans] == [False, True]
+
+
 def test_sizes_after_a_slice_are_computed() -> None:
     """A size that the backward reads from what follows the head waits for no tile."""
 
@@ -270,3 +302,29 @@ def test_sizes_that_depend_on_data_are_no_rows() -> None:
         joint = capture_joint(selected, (x, target), {})
         prepare(joint)
     assert groups_of(joint.module.graph) == []
+
+
+def test_variants_are_screened_at_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few are unrolled at sizes that vary, and the plan is as fast as if all were."""
+    unroll, fix = tiles.unroll, tiles.at_planned_sizes
+    varied: list[bool] = []
+
+    def counted(graph: fx.Graph, regions: Sequence[RowRegion], count: int) -> None:
+        varied.append(any(not isinstance(region.length, int) for region in regions))
+        unroll(graph, regions, count)
+
+    monkeypatch.setattr(tiles, "unroll", counted)
+    plans = []
+    for way in (fix, lambda joint: None):
+        monkeypatch.setattr(tiles, "at_planned_sizes", way)
+        torch._dynamo.reset()
+        varied.clear()
+        model = Model(shift=True)
+        step, backend, _ = compiled(model, budget="500KB", scope="graph", tile="auto")
+        assert_right(step, model, batch(*LARGEST))
+        plans.append((backend.plans[0], sum(varied), len(varied)))
+    (plan, few, both), (expected, many, every) = plans
+    assert plan.tiling is not None and plan.peak_bytes <= 500_000
+    times = [p.step_seconds + p.recompute_seconds for p in (plan, expected)]
+    assert times[0] == pytest.approx(times[1])
+    assert few <= tiles.PLANNED < both - few and many == every

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
+from fxckpt.errors import PlanningFailed
 from fxckpt.torch_private.capture.sizes import has_hint, is_surely_equal, size_key
 
 Size = int | torch.SymInt
@@ -118,6 +119,14 @@ def without_guards(value: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if env is None else env.suppress_guards()
 
 
+def _linear(size: Any, symbol: Any) -> tuple[int, int] | None:
+    """Return factor and offset of a size that is a multiple of a symbol and a number, or None."""
+    factor = size.coeff(symbol)
+    offset = sympy.expand(size - factor * symbol)
+    is_linear = factor.is_Integer and offset.is_Integer and factor > 0
+    return (int(factor), int(offset)) if is_linear else None
+
+
 class SizeNodes:
     """Nodes of a graph that compute sizes from those of its inputs, in front of all other ops."""
 
@@ -166,12 +175,28 @@ class SizeNodes:
         return made
 
     def _read(self, symbol: Any) -> fx.Node:
-        """Return a node that reads a symbol from the shape of an input."""
+        """Return a node that reads a symbol from the shape of an input, or of one linear in it.
+
+        Raises :class:`PlanningFailed` where no input tells it.
+        """
+        linear = []
         for node in self._inputs:
             for dim, size in enumerate(node.meta["val"].shape):
-                if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                if not isinstance(size, torch.SymInt):
+                    continue
+                if size.node.expr == symbol:
                     return self._call(torch.ops.aten.sym_size.int, (node, dim), size)
-        raise AssertionError(f"no input has the size {symbol}")
+                if (found := _linear(size_key(size), symbol)) is not None:
+                    linear.append((node, dim, size, *found))
+        if not linear:
+            raise PlanningFailed(
+                f"no input of the graph has the size {symbol}, or a multiple of it, which an op "
+                "needs to be given. Pass a tensor of that size to the model, or leave tiles out."
+            )
+        node, dim, size, factor, offset = linear[0]
+        read = self._call(torch.ops.aten.sym_size.int, (node, dim), size)
+        rest = self._call(operator.sub, (read, offset)) if offset else read
+        return self._call(operator.floordiv, (rest, factor)) if factor != 1 else rest
 
     def _call(self, target: Any, args: tuple[Any, ...], value: Size | None = None) -> fx.Node:
         assert self._last is not None

@@ -263,3 +263,8 @@ def guard_sizes(sizes: Sequence[torch.SymInt], factor: int = 1, *, spare: int = 
         least = int(lower) + spare if lower.is_Integer else 0
         # Evaluating a symbolic comparison records it as a guard.
         bool(size <= max(factor * node.hint, least))
+
+
+def guard_equal(one: Any, other: Any) -> None:
+    """Guard two sizes, which were equal when they were traced, so that Dynamo recompiles if not."""
+    bool(one == other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxckpt.ops.kernels import accumulate_mm
 from fxckpt.passes.inductor.lower_tiles import lower_tiles
@@ -59,3 +60,22 @@ def test_values_joined_with_nothing_stay() -> None:
     before = text_of(module.graph)
     lower_tiles(module.graph)
     assert text_of(module.graph) == before and "cat(" in before
+
+
+def joined(primals_x: Tensor) -> Tensor:
+    """Rows of two tiles whose number varies."""
+    rows = primals_x.shape[0]
+    return torch.cat([primals_x.new_ones(rows // 2, 2), primals_x.new_ones((rows + 1) // 2, 2)])
+
+
+def test_size_of_joined_rows_is_no_recompute() -> None:
+    """Joined tiles are given the size of all rows, and are counted as recomputed once."""
+    module = make_fx(joined, tracing_mode="symbolic")(torch.ones(7, 2))
+    (given,) = module.graph.find_nodes(op="placeholder")
+    (node,) = module.graph.find_nodes(op="call_function", target=aten.cat.default)
+    node.meta.update({RECOMPUTE_OF: "other", IS_RECOMPUTE: True, "val": given.meta["val"]})
+    lower_tiles(module.graph)
+    (whole,) = module.graph.find_nodes(op="call_function", target=aten.as_strided.default)
+    assert IS_RECOMPUTE in node.meta and IS_RECOMPUTE not in whole.meta
+    module.recompile()
+    assert module(torch.ones(9, 2)).equal(torch.ones(9, 2))

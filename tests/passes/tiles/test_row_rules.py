@@ -73,6 +73,19 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int, int]] = {
     "slice of others": (lambda a: aten.slice(a, 1, 1, 3), (x(R, D),), 0, 0),
     "slice of rows": (lambda a: aten.slice(a, 0, 1, -1), (x(R, D),), 0, 0),
     "slice_backward": (lambda a: aten.slice_backward(a, [R, 8], 1, 1, 6, 1), (x(R, D),), 0, 0),
+    "slice_scatter": (lambda a, b: aten.slice_scatter(a, b, 1, 1, 4), (x(R, D), x(R, 3)), 0, 0),
+    "slice_scatter of rows": (
+        lambda a, b: aten.slice_scatter(a, b, 0, 1, -1),
+        (x(R, D), x(R - 2, D).cos()),
+        0,
+        0,
+    ),
+    "slice_scatter of a part": (
+        lambda a, b: aten.slice_scatter(a, b, 1, 0, -1),
+        (x(R, D), x(R, D - 1).cos()),
+        1,
+        0,
+    ),
     "split": (lambda a: a.split(2, 1), (x(R, 4),), 0, 0),
     "cat": (lambda a, b: torch.cat([a, b], 1), (x(R, D), x(R, 2)), 0, 0),
     "nll_loss": (lambda a, i: aten.nll_loss_forward(a, i, None, 2, 3), (x(R, D), INDEX), 0, 0),
@@ -108,9 +121,10 @@ def op_of(graph: fx.Graph) -> fx.Node:
     return [n for n in graph.nodes if n.op == "call_function" and row_rule(n) is not None][-1]
 
 
-def rows_of(value: Tensor, rows: Rows) -> Tensor:
-    """The rows of a value, of the region's rows from ``start``."""
-    return value.narrow(rows.dim, rows.start * rows.inner, rows.size)
+def rows_of(value: Tensor, rows: Rows, first: int, last: int) -> Tensor:
+    """The rows of a tile, of a value that has rows."""
+    part = rows.part(first, last)
+    return value.narrow(rows.dim, (part.start - rows.start) * rows.inner, part.size)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -133,12 +147,12 @@ def test_tiles_compute_rows_of_the_whole(name: str) -> None:
         def piece(arg: fx.Node, first: int = first, last: int = last) -> Tensor:
             rows = found.operands.get(arg)
             value = known[arg]
-            return value if rows is None else rows_of(value, rows.part(first, last))
+            return value if rows is None else rows_of(value, rows, first, last)
 
         args = fx.map_arg(node.args, piece)
         place = found.result
         if rule.adapt is not None and isinstance(place, Rows):
-            operand = found.operands.get(node.args[0])  # type: ignore[arg-type]
+            operand = found.operands.get(node.args[rule.position])  # type: ignore[arg-type]
             part = None if operand is None else operand.part(first, last)
             args = rule.adapt(node, part, place.part(first, last), tuple(args))
         results.append(target(*args, **node.kwargs))
@@ -158,6 +172,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], Tensor, int]] = {
     "view across rows": (lambda a: a.view(4, -1), x(R, 2 * D), 0),
     "split of rows": (lambda a: a.split(2, 0), x(R, D), 0),
     "cat of rows": (lambda a: torch.cat([a, a], 0), x(R, D), 0),
+    "strided slice_scatter of rows": (
+        lambda a: aten.slice_scatter(a, x(3, D), 0, 0, 6, 2),
+        x(R, D),
+        0,
+    ),
     "strided slice of rows": (lambda a: aten.slice(a, 0, 0, 6, 2), x(R, D), 0),
 }
 

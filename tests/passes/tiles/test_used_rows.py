@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fxckpt.passes.tiles.gradient_ahead import run_ahead
 from fxckpt.passes.tiles.row_regions import RowRegion, row_regions
 from fxckpt.passes.tiles.unroll import unroll
+from tests.joints import inductor_joint, normalize
 from tests.passes.tiles.heads import (
     CLASSES,
     ROWS,
@@ -126,3 +127,51 @@ def test_one_tile_copies_nothing() -> None:
     ]
     removed = {aten.slice.Tensor, aten.clone.default, aten.slice_backward.default}
     assert removed.isdisjoint(wide)
+
+
+def inductors_joint(function: Callable[..., Tensor]) -> fx.GraphModule:
+    """The joint graph as Inductor decomposes it, which writes a gradient into zeros."""
+    module, _ = inductor_joint(function, *GIVEN)
+    normalize(module, for_inductor=True)
+    assert module.graph.find_nodes(op="call_function", target=aten.slice_scatter.default)
+    return module
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("function", [shifted, copied, capped, from_the_second])
+def test_gradients_written_into_zeros_are_not_padded(
+    function: Callable[..., Tensor], count: int
+) -> None:
+    """Rows that Inductor's decomposition fills with zeros are unused too."""
+    module = inductors_joint(function)
+    region = region_of(module.graph)
+    assert region.has_unused and region.used[1] - region.used[0] == LENGTH - 1
+    unroll(module.graph, [region], count)
+    module.graph.lint()
+    rows = 4 * -(-(LENGTH - 1) // count)
+    assert most_elements(module.graph) == max(rows, WIDTH) * CLASSES
+    assert not module.graph.find_nodes(op="call_function", target=aten.slice_scatter.default)
+    assert_near(outputs(module, GIVEN), exact(function, GIVEN), 2e-6)
+
+
+def test_zeros_are_not_written_into_ahead() -> None:
+    """Writing a gradient into zeros is linear in it."""
+    module = inductors_joint(shifted)
+    assert run_ahead(module.graph, region_of(module.graph))
+    region = region_of(module.graph).grown_again()
+    assert region is not None and region.has_unused and not region.backward
+    unroll(module.graph, [region], 2)
+    assert_near(outputs(module, GIVEN), exact(shifted, GIVEN), 2e-6)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("function", [with_z_loss, in_two_parts])
+def test_rows_are_written_in_tiles(function: Callable[..., Tensor], count: int) -> None:
+    """Where each row is used, a tile writes those of its rows that the gradient has."""
+    module = inductors_joint(function)
+    region = next(way for (way, *_) in row_regions(module.graph) if way.divides(count))
+    assert not region.has_unused
+    unroll(module.graph, [region], count)
+    module.graph.lint()
+    given = GIVEN[: len(module.graph.find_nodes(op="placeholder")) - 1]
+    assert_near(outputs(module, given), exact(function, GIVEN), 2e-6)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxckpt.errors import PlanningFailed
 from fxckpt.torch_private import (
     SizeNodes,
     exact_quotient,
@@ -47,6 +49,29 @@ def test_sizes_are_computed_from_inputs() -> None:
     assert module(torch.ones(5, 4)) == (5 * 4 + 2) // 3 - 5
     env = rows.node.shape_env
     assert not env.guards
+
+
+@pytest.mark.parametrize(("factor", "offset"), [(2, 0), (1, 3), (4, -1)])
+def test_sizes_are_read_from_linear_ones(factor: int, offset: int) -> None:
+    """An input with a multiple of a size tells it, where none has the size itself."""
+    module, rows, _ = traced()
+    (given,) = module.graph.find_nodes(op="placeholder")
+    value = given.meta["val"]
+    given.meta["val"] = value.new_empty(factor * rows + offset)
+    (output,) = module.graph.find_nodes(op="output")
+    output.args = (SizeNodes(module.graph).node_of(plain_size(rows * rows)),)
+    module.graph.lint()
+    module.recompile()
+    assert module(torch.ones(factor * 7 + offset)) == 49
+
+
+def test_size_of_no_input_is_an_error() -> None:
+    """It names the size, and says what to do."""
+    module, rows, _ = traced()
+    (given,) = module.graph.find_nodes(op="placeholder")
+    given.meta["val"] = given.meta["val"].new_empty(rows * rows)
+    with pytest.raises(PlanningFailed, match=f"no input of the graph has the size {rows}, or"):
+        SizeNodes(module.graph).node_of(plain_size(rows + 1))
 
 
 def test_contiguous_at_any_size() -> None:
