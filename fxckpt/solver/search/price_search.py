@@ -8,13 +8,13 @@ the budget or under it, are then repaired by single moves: :mod:`~fxckpt.solver.
 the peak until it fits, :mod:`~fxckpt.solver.moves.retain` removes recomputes that the slack pays
 for. The best schedule is perturbed a few times: evicted to less than the budget and repaired. Far
 from the bound, schedules that run blocks several times are repaired too
-(:mod:`~fxckpt.solver.blocks.chain_program`), and a single budget is approached from above. Small programs have random restarts too, and the
-smallest are solved exactly, by a dynamic program over sets of live values or by an integer program.
-The simulator evaluates every schedule. A program with limits on saved values is searched in parts,
-one for each choice of values within the limits (:mod:`~fxckpt.solver.search.limited`), and one with
-a link by values sent away as well (:mod:`~fxckpt.solver.search.offload_search`). The search ends
-after a fixed number of steps and reads neither a clock nor true randomness, so that the same graph
-always has the same plan.
+(:mod:`~fxckpt.solver.blocks.chain_program`), and a single budget is approached from above. Small
+programs have random restarts too, and the smallest are solved exactly, by a dynamic program over
+sets of live values or by an integer program. The simulator evaluates every schedule. A program with
+limits on saved values is searched in parts, one for each choice of values within the limits
+(:mod:`~fxckpt.solver.search.limited`), and one with a link by values sent away as well
+(:mod:`~fxckpt.solver.search.offload_search`). The search ends after a fixed number of steps and
+reads neither a clock nor true randomness, so that the same graph always has the same plan.
 """
 
 from __future__ import annotations
