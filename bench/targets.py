@@ -142,6 +142,7 @@ def capture(name: str) -> Joint:
 
 def main() -> None:
     """Print one table for each target."""
+    tight = PriceSearch(path_rounds=2000, path_moments=32)
     targets = (
         Target(
             "Llama-style, 32 layers, d 256, 2048 tokens, FLOPs, without parameter gradients",
@@ -154,7 +155,7 @@ def main() -> None:
                 ("save attention", 181.4, 11.5),
                 ("checkpoint every block", 125.9, 26.9),
             ),
-            PriceSearch(path_rounds=2000, path_moments=32),
+            tight=tight,
             with_gradients=False,
         ),
         Target(
@@ -162,6 +163,7 @@ def main() -> None:
             capture("llama"),
             FlopCost(),
             (125.9, 100.0, 79.9, 60.0, 50.4, 45.0, 40.0, 36.0),
+            tight=tight,
             with_gradients=False,
             in_place=True,
         ),
