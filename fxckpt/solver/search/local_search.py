@@ -393,7 +393,9 @@ class LocalSearch:
 
     def repair_chains(self, limit: int) -> None:
         """Repair the schedules of the chain of blocks for about ``limit`` bytes."""
-        limits = [int(limit * factor) for factor in self.options.chain_limits]
+        options = self.options
+        factors = options.small_chain_limits if self.is_small else options.chain_limits
+        limits = [int(limit * factor) for factor in factors]
         for holds_inputs in self.chain_forms:
             chain = self.chain_program(max(limits), holds_inputs=holds_inputs)
             found = (

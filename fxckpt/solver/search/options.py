@@ -44,6 +44,8 @@ class SearchOptions:
     bytes."""
     chain_limits: tuple[float, ...] = (0.97, 1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.25, 1.5)
     """Limits of a chain's schedules, in multiples of the budget that they are then repaired for."""
+    small_chain_limits: tuple[float, ...] = (1.0, 1.1, 1.25)
+    """``chain_limits`` for small programs, which have restarts too."""
     chain_prices: int = 4
     """Number of limits at which each kind of block is searched; fewer where there are many."""
     chain_descent: float = 0.7
