@@ -125,12 +125,15 @@ def _replace_tangent(
     """Let a region's backward read 1 in place of the incoming gradient."""
     value = tangent.meta["val"]
     known: dict[fx.Node, fx.Node] = {}
-    with graph.inserting_before(region.backward[0]):
+    first = min(region.backward[0], *between[:1])
+    with graph.inserting_before(first):
         options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
         one = graph.create_node("call_function", aten.full.default, ([], 1), options)
         one.meta["val"] = fake_like(value, (), value.dtype)
         known[tangent] = one
-        for node in between:
+    for node in between:
+        # There it has what it reads beside the gradient, as of another loss of the region.
+        with graph.inserting_before(node):
             known[node] = graph.node_copy(node, lambda arg: known.get(arg, arg))
             known[node].meta = copy.copy(node.meta)
             known[node].meta["val"] = value_of(known[node])

@@ -12,16 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import fxckpt
-from tests.reports.html.pages import COST
+from tests.reports.html.pages import COST, blocks
 
 
 @pytest.fixture(scope="package")
 def curve() -> fxckpt.Frontier:
-    blocks = (
-        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
-        for _ in range(4)
-    )
-    return fxckpt.frontier(nn.Sequential(*blocks), torch.randn(2048, 64), points=5, cost=COST)
+    return fxckpt.frontier(blocks(4), torch.randn(2048, 64), points=5, cost=COST)
 
 
 @pytest.fixture(scope="package")

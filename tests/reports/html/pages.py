@@ -31,6 +31,16 @@ def embedded(text: str) -> dict[str, Any]:
     return found
 
 
+def blocks(count: int) -> nn.Module:
+    """Return a stack of blocks with dropout."""
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
+            for _ in range(count)
+        )
+    )
+
+
 def planned(offload: fxckpt.tiers.Host | None) -> fxckpt.Plan:
     """A plan within half the bytes."""
     layers = (m for _ in range(4) for m in (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)))
