@@ -57,6 +57,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "in float32": lambda x, w, t: F.cross_entropy((x @ w).float(), t),
     "shifted": shifted,
     "z-loss": with_z_loss,
+    "z-loss before": lambda x, w, t: (
+        (x @ w).logsumexp(1).square().mean() + F.cross_entropy(x @ w, t, label_smoothing=0.1)
+    ),
     "soft capping": capped,
     "log-probabilities": of_log_probabilities,
 }
