@@ -125,7 +125,7 @@ def _replace_tangent(
     """Let a region's backward read 1 in place of the incoming gradient."""
     value = tangent.meta["val"]
     known: dict[fx.Node, fx.Node] = {}
-    first = min(region.backward[0], *between[:1])
+    first = min([region.backward[0], *between[:1]])
     with graph.inserting_before(first):
         options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
         one = graph.create_node("call_function", aten.full.default, ([], 1), options)
