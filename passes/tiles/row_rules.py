@@ -523,13 +523,18 @@ def _resize(position: int) -> Adapt:
     return adapt
 
 
+def _span(part: Rows, whole: Rows) -> tuple[Size, Size]:
+    """Return where rows begin and end within those that they are a part of."""
+    begin = plain_size(part.start - whole.start)
+    return begin, plain_size(begin + part.length)
+
+
 def _slice_tile(node: fx.Node, operand: Rows | None, result: Rows, args: Args) -> Args:
     """Adapt ``slice``: a tile leaves out those of its rows that are left out of all."""
     dim, begin, end, step = _slice_of(node)
     assert operand is not None
     if dim == result.dim:
-        begin = plain_size(result.start - operand.start)
-        end = plain_size(begin + result.length)
+        begin, end = _span(result, operand)
     return args if begin is None else (args[0], dim, begin, end, step)
 
 
@@ -540,8 +545,7 @@ def _pad_tile(node: fx.Node, operand: Rows | None, result: Rows, args: Args) -> 
     shape = list(_shape(node))
     shape[result.dim] = result.size
     if dim == result.dim:
-        begin = plain_size(operand.start - result.start)
-        end = plain_size(begin + operand.length)
+        begin, end = _span(operand, result)
     rest = args[2:] if begin is None else (dim, begin, end, step)
     return args[0], shape, *rest
 
@@ -551,8 +555,7 @@ def _write_tile(node: fx.Node, operand: Rows | None, result: Rows, args: Args) -
     dim, begin, end, step = _slice_of(node)
     assert operand is not None
     if dim == result.dim:
-        begin = plain_size(operand.start - result.start)
-        end = plain_size(begin + operand.length)
+        begin, end = _span(operand, result)
     return args if begin is None else (*args[:2], dim, begin, end, step)
 
 

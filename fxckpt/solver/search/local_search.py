@@ -106,7 +106,7 @@ class LocalSearch:
 
     @cached_property
     def _most_evicted_seconds(self) -> float:
-        """Most extra time of a candidate; of a small program's there is none."""
+        """Most extra time of a candidate, infinite for small programs."""
         most = self.options.evicted_recomputes * self._most_seconds
         return math.inf if self.is_small else most
 
