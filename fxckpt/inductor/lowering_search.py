@@ -87,9 +87,8 @@ class LoweringSearch:
     def _until_fit(self, found: SearchResult, limit: int | None) -> Attempts:
         """Return attempts, of which one fits if any can.
 
-        The plans near the least peak do not depend on the budget, so that a budget of the least
-        peak that an error names is feasible. They and the default choice are lowered in full, as
-        their peaks may become that number.
+        The plans near the least peak and the default choice are lowered in full, as their peaks may
+        become the number that an error names.
         """
         default = self.lowerer.default
         if limit is None:
@@ -98,7 +97,7 @@ class LoweringSearch:
         phases = (
             self._default_if_promising,
             self._descend,
-            self._near_least_peak,
+            self._near_least_peak_of_all,
             self._default_otherwise,
         )
         for phase in phases:
@@ -169,6 +168,16 @@ class LoweringSearch:
             aim = min(aim, latest.planned_bytes) - int(1.1 * latest.overshoot_bytes(limit))
             best = self._search(latest.program, aim).best
         return attempts
+
+    def _near_least_peak_of_all(
+        self, attempts: Attempts, found: SearchResult, limit: int
+    ) -> Attempts:
+        """Add plans of about the least peak that the model finds for any budget.
+
+        They do not depend on the budget, so that a budget of the least peak that an error names is
+        feasible.
+        """
+        return self._near_least_peak(attempts, self._search(self.lowerer.facts.program, 0), limit)
 
     def _near_least_peak(self, attempts: Attempts, found: SearchResult, limit: int) -> Attempts:
         """Add plans of about the least peak; only the last may fit.

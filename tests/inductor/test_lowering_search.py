@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from fxckpt.planner.planner import Planner
 from fxckpt.solver.program import Program
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.search.candidates import Candidate, SearchResult
+from fxckpt.solver.search.price_search import PriceSearch
 from fxckpt.solver.simulate import simulate
 from tests.passes.graphs import chain as chain_of_ops
 from tests.passes.graphs import traced
@@ -123,6 +125,30 @@ def test_infeasible_budget_names_a_whole_lowering() -> None:
     whole = [each.compiled_bytes for each in lowerer.made if each.is_whole]
     assert caught.value.floor_bytes == min(whole)
     assert len(whole) < len(lowerer.made)
+
+
+@dataclass(frozen=True)
+class Hurried(PriceSearch):
+    """Searches for the least peak only where no plan can be within the limit."""
+
+    def __call__(self, program: Program, budget: Callable[[int], int | None]) -> SearchResult:
+        found = QUICK_SEARCH(program, budget)
+        return replace(found, least_peak=found.baseline) if found.limit else found
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
+def test_named_least_peak_is_accepted(share: float) -> None:
+    """It is of a plan that is tried whatever the budget is."""
+    planner = Planner(budget=int(share * BASELINE), search=Hurried())
+    with pytest.raises(fxckpt.BudgetInfeasible) as caught:
+        lowerer = ScaledLowerer(3.0, planner)
+        LoweringSearch(cast(CandidateLowerer, lowerer)).finalists(is_timed=False)
+    lowerer = ScaledLowerer(3.0, replace(planner, budget=caught.value.floor_bytes))
+    (found,) = LoweringSearch(cast(CandidateLowerer, lowerer)).finalists(is_timed=False)
+    assert found.fits(caught.value.floor_bytes)
+    assert (
+        found.planned_bytes == QUICK_SEARCH(PROGRAM, lambda _: 0).least_peak.simulation.peak_bytes
+    )
 
 
 def test_infeasible_fraction_is_not_named_again() -> None:
