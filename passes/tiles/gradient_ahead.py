@@ -22,7 +22,7 @@ from fxckpt.passes.analysis.placement import backward_closure
 from fxckpt.passes.tiles.linear_ops import ZEROS, bare_name, is_linear
 from fxckpt.passes.tiles.row_regions import RowRegion
 from fxckpt.passes.tiles.row_rules import MEAN
-from fxckpt.passes.tiles.unroll import emit_call, value_of
+from fxckpt.passes.tiles.unroll import emit_call, replace_uses, value_of
 from fxckpt.torch_private import fake_like, is_surely_equal
 
 aten = torch.ops.aten
@@ -114,9 +114,7 @@ def _count_targets(graph: fx.Graph, region: RowRegion) -> None:
             total = emit_call(graph, aten._to_copy.default, (total,), dtype, target)
         for item in list(loss.users):
             if item.args[1] == 1:
-                item.replace_all_uses_with(
-                    total, delete_user_cb=lambda user: user in region.backward
-                )
+                replace_uses(item, total, apart_from=set(item.users).difference(region.backward))
 
 
 def _replace_tangent(
@@ -161,9 +159,7 @@ def _scale(
             return
     with graph.inserting_before(min(readers, key=lambda user: order[user])):
         scaled = emit_call(graph, aten.mul.Tensor, (node, tangent), {}, node)
-    node.replace_all_uses_with(
-        scaled, delete_user_cb=lambda user: user is not scaled and user not in members
-    )
+    replace_uses(node, scaled, apart_from=members)
 
 
 def _add_scaled(graph: fx.Graph, node: fx.Node, tangent: fx.Node, total: fx.Node) -> fx.Node | None:
@@ -182,6 +178,6 @@ def _add_scaled(graph: fx.Graph, node: fx.Node, tangent: fx.Node, total: fx.Node
             return None
     with graph.inserting_before(total):
         new = emit_call(graph, aten.addcmul.default, (others[0], node, tangent), {}, total)
-    total.replace_all_uses_with(new)
+    replace_uses(total, new)
     graph.erase_node(total)
     return new

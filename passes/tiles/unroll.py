@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -110,7 +110,7 @@ class _Unroller:
                     elif any(user not in members for user in node.users):
                         whole[node] = self._joined(node)
         for node, new in whole.items():
-            node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in members)
+            replace_uses(node, new, apart_from=members)
         for node in reversed([*self.region.forward, *self.region.backward]):
             self.graph.erase_node(node)
         for piece in reversed(dict.fromkeys(self.pieces.values())):
@@ -418,11 +418,32 @@ def emit_call(
         args = (emit_call(graph, aten.clone.default, args[:1], whole, like), *args[1:])
     node = graph.create_node("call_function", target, args, dict(kwargs), name)
     node.meta = copy.copy(like.meta)
-    if value is None:
-        with without_guards(next(tensors(like.meta.get("val")), None)):
-            value = _known_value(node)
-    node.meta["val"] = value_of(node) if value is None else value
+    node.meta["val"] = _computed(node) if value is None else value
     return node
+
+
+def replace_uses(node: fx.Node, new: fx.Node, apart_from: Container[fx.Node] = ()) -> None:
+    """Let the readers of a node, but for some, read another one.
+
+    Views of the node become views of that: their values share its storage.
+    """
+    old = {storage_id(t) for t in tensors(node.meta.get("val"))}
+    node.replace_all_uses_with(
+        new, delete_user_cb=lambda user: user is not new and user not in apart_from
+    )
+    viewed = [new]
+    while viewed:
+        for user in viewed.pop().users:
+            if not old.isdisjoint(storage_id(t) for t in tensors(user.meta.get("val"))):
+                user.meta["val"] = _computed(user)
+                viewed.append(user)
+
+
+def _computed(node: fx.Node) -> Any:
+    """Return the value of a node, of the metadata that it has or that of one like it."""
+    with without_guards(next(tensors(node.meta.get("val")), None)):
+        value = _known_value(node)
+    return value_of(node) if value is None else value
 
 
 def _known_value(node: fx.Node) -> Any:

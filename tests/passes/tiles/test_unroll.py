@@ -10,9 +10,11 @@ from expecttest import assert_expected_inline
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 
+from fxckpt.passes.tiles.gradient_ahead import run_ahead
 from fxckpt.passes.tiles.row_regions import row_regions
 from fxckpt.passes.tiles.row_rules import Rows
 from fxckpt.passes.tiles.unroll import emit_call, unroll
+from fxckpt.torch_private import storage_id
 from tests.passes.graphs import text_of, traced
 
 aten = torch.ops.aten
@@ -150,6 +152,28 @@ def test_last_tile_may_be_smaller() -> None:
     assert shapes == [(2, 9), (2, 9), (2, 9)]
     loss, *_ = module(*inputs())
     torch.testing.assert_close(loss, head(*inputs())[0])
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_views_of_what_leaves_share_its_storage(is_ahead: bool) -> None:
+    """Neither of joined rows nor of sums is there a copy, and views of views are views too."""
+
+    def viewed(primals_x: Tensor, primals_w: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:
+        loss, rows, gradient = small(primals_x, primals_w, tangents)
+        columns = gradient.t()
+        return loss, rows.view(3, 4), rows.sin(), columns, columns[1:], columns.cos()
+
+    module = traced(viewed, torch.ones(6, 2), torch.ones(2, 9), torch.tensor(0.5))
+    ((region,),) = row_regions(module.graph)
+    if is_ahead:
+        assert run_ahead(module.graph, region)
+        ((region,),) = row_regions(module.graph)
+    unroll(module.graph, [region], 2)
+    views = [n for n in module.graph.nodes if n.target in (aten.view.default, aten.slice.Tensor)]
+    views += module.graph.find_nodes(op="call_function", target=aten.t.default)
+    assert len(views) > 4
+    for view in views:
+        assert storage_id(view.meta["val"]) == storage_id(view.args[0].meta["val"])
 
 
 def test_rows_that_do_not_add_up_are_refused() -> None:
