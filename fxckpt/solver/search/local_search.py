@@ -34,7 +34,9 @@ from fxckpt.utils.progress import tick
 
 PRICE_STEP = 1.1
 """Ratio of neighboring prices in the grid of prices tried."""
-MOST_CHAINS = 4
+Stages = tuple[range, ...]
+"""Stages of a chain of blocks (:class:`~fxckpt.solver.blocks.partition.Blocks`)."""
+MOST_CHAINS = 8
 """Most dynamic programs over blocks that are held at once: each may take 50 MB."""
 
 
@@ -46,11 +48,10 @@ class LocalSearch:
         self.program = program
         self.boundaries = StageBoundaries(program)
         self.layouts: dict[int, Layout] = {}
-        self.ways: dict[bool, tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]] = {}
-        """Programs of the blocks, and the ways of each, by whether stages hold their inputs."""
-        self.chains: dict[tuple[int, bool], ChainProgram] = {}
-        """Dynamic programs over blocks by their greatest budgets, powers of two, and by whether
-        stages hold their inputs."""
+        self.ways: dict[Stages, tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]] = {}
+        """Programs of the blocks of each chain, and the ways of each block."""
+        self.chains: dict[tuple[int, Stages], ChainProgram] = {}
+        """Dynamic programs over blocks by their greatest budgets, powers of two, and by chain."""
         self.seen: dict[Schedule, Candidate] = {}
         self.legal: list[Candidate] = []
         """Candidates that save what may be saved, and recompute no more than may be; the
@@ -71,12 +72,6 @@ class LocalSearch:
     def is_small(self) -> bool:
         """Whether there are so few ops that a search may take random restarts."""
         return len(self.program.ops) <= self.options.small_ops
-
-    @cached_property
-    def has_chain(self) -> bool:
-        """Whether schedules of a chain of blocks are tried."""
-        has_blocks = self.options.chain_blocks and self.program.ops and self.program.backward
-        return bool(has_blocks and self.heuristics.block_starts(self.options.chain_blocks))
 
     @cached_property
     def exact(self) -> DynamicProgram:
@@ -215,15 +210,15 @@ class LocalSearch:
     def _lowest_of_chains(self) -> list[Candidate]:
         """Return the candidates of least peak by chains of blocks, if any are in question.
 
-        Which form of blocks has the lower one depends on the program, and a peak may be above what
-        the chain counts: only the simulator tells.
+        Which chain has the lowest one depends on the program, and a peak may be above what the
+        chain counts: only the simulator tells.
         """
         most = self.lowest_peak().simulation.peak_bytes
         found: list[Candidate] = []
-        for holds_inputs in self.chain_forms:
+        for form in self.chain_forms:
             if self.is_near_bound:
                 break
-            chain = self.chain_program(most, holds_inputs=holds_inputs)
+            chain = self.chain_program(most, form)
             limit = chain.least_limit(self._most_seconds)
             schedule = None if limit is None else chain.schedule(limit)
             if schedule is not None:
@@ -282,22 +277,30 @@ class LocalSearch:
             candidate = evicted
 
     @cached_property
-    def chain_forms(self) -> tuple[bool, ...]:
-        """Whether stages hold their inputs, in each form of blocks that differs."""
-        if not self.has_chain:
+    def chain_forms(self) -> tuple[Blocks, ...]:
+        """Chains of blocks that differ: of each number of blocks, stages hold inputs or do not."""
+        if not (self.program.ops and self.program.backward):
             return ()
-        starts = self.heuristics.block_starts(self.options.chain_blocks)
-        forms = {Blocks.of(self.program, starts, holds_inputs=h).stages: h for h in (True, False)}
-        return tuple(sorted(forms.values()))
+        options = self.options
+        counts = options.small_chain_blocks if self.is_small else options.chain_blocks
+        forms = (
+            Blocks.of(self.program, starts, holds_inputs=holds_inputs)
+            for starts in map(self.heuristics.block_starts, counts)
+            if starts
+            for holds_inputs in (False, True)
+        )
+        found: dict[Stages, Blocks] = {}
+        for form in forms:
+            found.setdefault(form.stages, form)
+        return tuple(found.values())
 
-    def _chain(self, *, holds_inputs: bool) -> tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]:
-        """Return the programs of the blocks, and the ways of each."""
-        if holds_inputs not in self.ways:
-            starts = self.heuristics.block_starts(self.options.chain_blocks)
-            programs = BlockPrograms(Blocks.of(self.program, starts, holds_inputs=holds_inputs))
+    def _ways(self, form: Blocks) -> tuple[BlockPrograms, tuple[tuple[Way, ...], ...]]:
+        """Return the programs of the blocks of a chain, and the ways of each."""
+        if form.stages not in self.ways:
+            programs = BlockPrograms(form)
             ways = ways_of_blocks(programs, partial(_search_block, self.options))
-            self.ways[holds_inputs] = programs, ways
-        return self.ways[holds_inputs]
+            self.ways[form.stages] = programs, ways
+        return self.ways[form.stages]
 
     @cached_property
     def _most_seconds(self) -> float:
@@ -305,14 +308,13 @@ class LocalSearch:
         forward = self.program.tables.seconds[: len(self.program.ops)].sum()
         return self.options.chain_recomputes * float(forward)
 
-    def chain_program(self, limit: int, *, holds_inputs: bool = False) -> ChainProgram:
-        """Return the dynamic program over blocks for up to ``limit`` bytes."""
-        key = 1 << max(limit, 1).bit_length(), holds_inputs
+    def chain_program(self, limit: int, form: Blocks) -> ChainProgram:
+        """Return the dynamic program over a chain of blocks for up to ``limit`` bytes."""
+        key = 1 << max(limit, 1).bit_length(), form.stages
         if key not in self.chains:
             if len(self.chains) == MOST_CHAINS:
                 del self.chains[next(iter(self.chains))]
-            chain = self._chain(holds_inputs=holds_inputs)
-            self.chains[key] = ChainProgram(*chain, key[0], self.options.chain_parts)
+            self.chains[key] = ChainProgram(*self._ways(form), key[0], self.options.chain_parts)
         return self.chains[key]
 
     def lowest_peak(self) -> Candidate:
@@ -392,12 +394,10 @@ class LocalSearch:
         return self.least_seconds(limit) - self.bound(limit).seconds > wide
 
     def repair_chains(self, limit: int) -> None:
-        """Repair the schedules of the chain of blocks for about ``limit`` bytes."""
-        options = self.options
-        factors = options.small_chain_limits if self.is_small else options.chain_limits
-        limits = [int(limit * factor) for factor in factors]
-        for holds_inputs in self.chain_forms:
-            chain = self.chain_program(max(limits), holds_inputs=holds_inputs)
+        """Repair the schedules of chains of blocks for about ``limit`` bytes."""
+        limits = [int(limit * factor) for factor in self.options.chain_limits]
+        for form in self.chain_forms:
+            chain = self.chain_program(max(limits), form)
             found = (
                 chain.schedule(each) for each in limits if chain.seconds(each) <= self._most_seconds
             )
@@ -408,10 +408,10 @@ class LocalSearch:
     def approach(self, limit: int) -> None:
         """Search within more than the limit, and repair what is found for the limit itself.
 
-        Only where the gap to the bound is still wide, of programs that are not small.
+        Only where the gap to the bound is still wide.
         """
         options = self.options
-        if self.is_small or not self.is_gap_wide(limit):
+        if not self.is_gap_wide(limit):
             return
         above = int(limit * options.approached)
         self.fit(above, options.factors_along)
@@ -551,10 +551,8 @@ def _search_block(
 
     There are fewer where many kinds of blocks are searched.
     """
-    search = LocalSearch(
-        replace(options, restarts=0, exact_states=0, exact_size=0, path_rounds=0, chain_blocks=0),
-        program,
-    )
+    options = replace(options, restarts=0, exact_states=0, exact_size=0, path_rounds=0)
+    search = LocalSearch(replace(options, chain_blocks=(), small_chain_blocks=()), program)
     search.least_time()
     low = search.least_peak().simulation.peak_bytes
     high = search.baseline.simulation.peak_bytes

@@ -36,16 +36,16 @@ class SearchOptions:
     """Share of the peak that each of them aims at."""
     near_peak: float = 0.02
     """Distance of the least peak to its lower bound at which no chain is searched for it."""
-    chain_blocks: int = 64
-    """Number of blocks of a chain (:mod:`~fxckpt.solver.blocks.chain_program`); 0 leaves out its
-    schedules."""
+    chain_blocks: tuple[int, ...] = (64,)
+    """Numbers of blocks of chains (:mod:`~fxckpt.solver.blocks.chain_program`) whose schedules are
+    tried."""
+    small_chain_blocks: tuple[int, ...] = (64, 16, 8)
+    """``chain_blocks`` for small programs, of which 64 blocks are single ops."""
     chain_parts: int = 512
     """Number of equal parts of a budget, rounded up to a power of two, in which a chain counts
     bytes."""
     chain_limits: tuple[float, ...] = (0.97, 1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.25, 1.5)
     """Limits of a chain's schedules, in multiples of the budget that they are then repaired for."""
-    small_chain_limits: tuple[float, ...] = (1.0, 1.1, 1.25)
-    """``chain_limits`` for small programs, which have restarts too."""
     chain_prices: int = 4
     """Number of limits at which each kind of block is searched; fewer where there are many."""
     chain_descent: float = 0.7
@@ -59,7 +59,7 @@ class SearchOptions:
     wide_gap: float = 0.03
     """Distance to the lower bound, as a share of the step's time, at which a chain's schedules are
     repaired."""
-    refined: int = 6
+    refined: int = 12
     """Number of schedules repaired for one budget."""
     refined_along: int = 2
     """``refined`` for each budget of a frontier of more than ``short_frontier`` points."""

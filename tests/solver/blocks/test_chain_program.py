@@ -97,11 +97,8 @@ def test_stacks_are_as_fast_as_the_optimum(limit: int) -> None:
     So it is where none needs to hold a value by turns: at 60 bytes the optimum does.
     """
     program = blocks(5, crossing=10, inner=20)
-    search = LocalSearch(SearchOptions(chain_blocks=8), program)
-    schedules = [
-        search.chain_program(limit, holds_inputs=holds_inputs).schedule(limit)
-        for holds_inputs in (False, True)
-    ]
+    search = LocalSearch(SearchOptions(small_chain_blocks=(8,)), program)
+    schedules = [search.chain_program(limit, form).schedule(limit) for form in search.chain_forms]
     exact = optimum(program, limit)
     assert exact.is_proven
     fitting = [simulate(program, schedule) for schedule in schedules if schedule is not None]
@@ -110,9 +107,15 @@ def test_stacks_are_as_fast_as_the_optimum(limit: int) -> None:
     assert seconds == (exact.seconds and pytest.approx(exact.seconds))
 
 
+def chain_of(program: Program, limit: int) -> ChainProgram:
+    """The dynamic program over the finest chain of blocks."""
+    search = LocalSearch(SearchOptions(), program)
+    return search.chain_program(limit, search.chain_forms[0])
+
+
 def test_no_schedule_below_the_least() -> None:
     """A limit below the widest op has none; more memory never takes more time."""
-    found = LocalSearch(SearchOptions(), chain(64)).chain_program(1300)
+    found = chain_of(chain(64), 1300)
     assert found.schedule(19) is None
     assert found.least_limit(-1.0) is None
     least = found.least_limit(1000.0)
@@ -124,7 +127,7 @@ def test_no_schedule_below_the_least() -> None:
 
 def test_no_schedule_without_a_way() -> None:
     """Where a block's stage can not be run there is no schedule, however great the limit."""
-    found = LocalSearch(SearchOptions(), chain(64)).chain_program(1300)
+    found = chain_of(chain(64), 1300)
     assert found.schedule(1300) is not None
     assert replace(found, ways=(*found.ways[:-1], ())).schedule(1300) is None
 
@@ -135,9 +138,9 @@ def test_any_program_follows_its_chain(program: Program, data: st.DataObject) ->
     search = LocalSearch(QUICK_SEARCH, program)
     peak = search.baseline.simulation.peak_bytes
     limit = data.draw(st.integers(0, 2 * peak + 1))
-    if not search.has_chain:
+    if not search.chain_forms:
         return
-    found = search.chain_program(limit, holds_inputs=data.draw(st.booleans()))
+    found = search.chain_program(limit, data.draw(st.sampled_from(search.chain_forms)))
     schedule = found.schedule(limit)
     if schedule is None:
         return
