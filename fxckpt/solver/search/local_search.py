@@ -314,7 +314,8 @@ class LocalSearch:
     def _most_repaired_seconds(self) -> float:
         """Most extra time of a schedule of the chain that is repaired for a limit."""
         options = self.options
-        return max(options.chain_recomputes, options.repaired_recomputes) * self.forward_seconds
+        more = 0.0 if self.is_small else options.repaired_recomputes
+        return max(options.chain_recomputes, more) * self.forward_seconds
 
     @cached_property
     def forward_seconds(self) -> float:

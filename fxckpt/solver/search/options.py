@@ -54,7 +54,8 @@ class SearchOptions:
     """Most extra time of a chain's schedule of least peak, in multiples of the time of the
     forward."""
     repaired_recomputes: float = 10.0
-    """``chain_recomputes`` of schedules for one limit, and where that lowers the least peak."""
+    """``chain_recomputes`` of schedules for one limit, and where that lowers the least peak, of
+    programs that are not small."""
     evicted_recomputes: float = 2.0
     """Most extra time of any schedule of a program that is not small, in multiples of
     ``chain_recomputes``."""
