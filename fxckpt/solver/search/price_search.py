@@ -152,7 +152,7 @@ class PriceSearch(SearchOptions):
         That is where ``most_seconds`` are more than any schedule of a chain takes otherwise.
         """
         most = self.repaired_recomputes * search.forward_seconds
-        if search.is_small or most_seconds <= most or self._is_near_bound(least):
+        if search.is_small or not 0 < most < most_seconds or self._is_near_bound(least):
             return least
         recomputes = min(most_seconds / search.forward_seconds, self.further_recomputes)
         options = replace(self, chain_recomputes=recomputes, evicted_recomputes=1.0)
