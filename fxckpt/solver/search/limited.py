@@ -113,6 +113,12 @@ class LimitedSearch(LocalSearch):
             part.repair_chains(limit)
         self._gather()
 
+    def recompute_more(self) -> None:
+        """Lower the least peak of each part by schedules of chains that recompute more."""
+        for part in self.parts.values():
+            part.recompute_more()
+        self._gather()
+
     def _solve_if_small(self, limit: int) -> None:
         """Evaluate the schedule of an exact solver; both know the limits."""
         options, target = self.options, (1 + self.options.tolerance) * self.bound(limit).seconds

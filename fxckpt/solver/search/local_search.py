@@ -102,8 +102,8 @@ class LocalSearch:
     @cached_property
     def _most_evicted_seconds(self) -> float:
         """Most extra time of a candidate, infinite for small programs."""
-        most = self.options.evicted_recomputes * self._most_seconds
-        return math.inf if self.is_small else most
+        most = self.options.evicted_recomputes * self.options.chain_recomputes
+        return math.inf if self.is_small else most * self.forward_seconds
 
     def within(self, limit: int) -> Iterator[Candidate]:
         """Yield the legal candidates within ``limit`` bytes."""
@@ -203,11 +203,17 @@ class LocalSearch:
                 self.cut(count, list(product(prices, self.options.least_peak_shares)), sweeps=1)
             )
         self._descend(self.lowest_peak(), self.options.descent)
-        for lowest in self._lowest_of_chains():
-            self._descend(lowest, self.options.chain_descent)
+        self._descend_from_chains(self.options.chain_recomputes * self.forward_seconds)
         return self.lowest_peak()
 
-    def _lowest_of_chains(self) -> list[Candidate]:
+    def _descend_from_chains(self, seconds: float) -> None:
+        """Evict further from the schedules of least peak by chains, of at most ``seconds``."""
+        known = {*self.seen}
+        for lowest in self._lowest_of_chains(seconds):
+            if lowest.schedule not in known:
+                self._descend(lowest, self.options.chain_descent)
+
+    def _lowest_of_chains(self, seconds: float) -> list[Candidate]:
         """Return the candidates of least peak by chains of blocks, if any are in question.
 
         Which chain has the lowest one depends on the program, and a peak may be above what the
@@ -219,7 +225,7 @@ class LocalSearch:
             if self.is_near_bound:
                 break
             chain = self.chain_program(most, form)
-            limit = chain.least_limit(self._most_seconds)
+            limit = chain.least_limit(seconds)
             schedule = None if limit is None else chain.schedule(limit)
             if schedule is not None:
                 found.append(self.evaluate(schedule))
@@ -255,8 +261,13 @@ class LocalSearch:
             limit = max(limit + 1, (limit + lowest.simulation.peak_bytes) // 2)
         return lowest
 
+    def recompute_more(self) -> None:
+        """Lower the least peak by schedules of chains that recompute more."""
+        self._descend_from_chains(self._most_repaired_seconds)
+
     def _probed(self) -> Candidate:
         """Return the candidate of least peak after repairs for a few limits below it."""
+        self.recompute_more()
         low = self.bounds.proven_peak_bytes  # a bound, or the greatest limit that nothing fitted
         for _ in range(self.options.probes):
             limit = (low + self.lowest_peak().simulation.peak_bytes) // 2
@@ -302,11 +313,17 @@ class LocalSearch:
             self.ways[form.stages] = programs, ways
         return self.ways[form.stages]
 
+    @property
+    def _most_repaired_seconds(self) -> float:
+        """Most extra time of a schedule of the chain that is repaired for a limit."""
+        options = self.options
+        more = 0.0 if self.is_small else options.repaired_recomputes
+        return max(options.chain_recomputes, more) * self.forward_seconds
+
     @cached_property
-    def _most_seconds(self) -> float:
-        """Most extra time of a schedule of the chain."""
-        forward = self.program.tables.seconds[: len(self.program.ops)].sum()
-        return self.options.chain_recomputes * float(forward)
+    def forward_seconds(self) -> float:
+        """Time of the forward."""
+        return float(self.program.tables.seconds[: len(self.program.ops)].sum())
 
     def chain_program(self, limit: int, form: Blocks) -> ChainProgram:
         """Return the dynamic program over a chain of blocks for up to ``limit`` bytes."""
@@ -399,7 +416,9 @@ class LocalSearch:
         for form in self.chain_forms:
             chain = self.chain_program(max(limits), form)
             found = (
-                chain.schedule(each) for each in limits if chain.seconds(each) <= self._most_seconds
+                chain.schedule(each)
+                for each in limits
+                if chain.seconds(each) <= self._most_repaired_seconds
             )
             for schedule in dict.fromkeys(found):
                 if schedule is not None:

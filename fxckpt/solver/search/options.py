@@ -51,9 +51,14 @@ class SearchOptions:
     chain_descent: float = 0.7
     """``descent`` from a chain's schedule, whose peak evictions lower by more."""
     chain_recomputes: float = 5.0
-    """Most extra time of a chain's schedule, in multiples of the time of the forward."""
+    """Most extra time of a chain's schedule of least peak, in multiples of the time of the
+    forward."""
+    repaired_recomputes: float = 10.0
+    """``chain_recomputes`` of schedules for one limit, and where that lowers the least peak, of
+    programs that are not small."""
     evicted_recomputes: float = 2.0
-    """Most extra time of any schedule of a program that is not small, in multiples of that."""
+    """Most extra time of any schedule of a program that is not small, in multiples of
+    ``chain_recomputes``."""
     further_recomputes: float = 32.0
     """``chain_recomputes`` where nothing else fits a budget."""
     wide_gap: float = 0.03

@@ -62,12 +62,7 @@ class PriceSearch(SearchOptions):
         There more of the forward is recomputed than any plan above the floor does; where kernels
         fuse, such plans may take more memory than planned.
         """
-        near = (1 + self.near_peak) * found.peak_bound_bytes
-        if (
-            found.limit is None
-            or found.best is not None
-            or found.least_peak.simulation.peak_bytes <= near
-        ):
+        if found.limit is None or found.best is not None or self._is_near_bound(found):
             return found
         options = replace(self, chain_recomputes=self.further_recomputes)
         away = OffloadSearch(search_of(options, program))
@@ -78,6 +73,11 @@ class PriceSearch(SearchOptions):
         if least_peak.simulation.peak_bytes <= found.limit:
             options._search_for(away, found.limit)
         return away.result(found.limit, least_peak)
+
+    def _is_near_bound(self, found: SearchResult) -> bool:
+        """Return whether the least peak found is near its lower bound."""
+        near = (1 + self.near_peak) * found.peak_bound_bytes
+        return _peak(found) <= near
 
     def _least(self, away: OffloadSearch, least_peak: Candidate, limit: int | None) -> SearchResult:
         """Return the best schedule within ``limit`` bytes after a search for the least peak.
@@ -114,16 +114,17 @@ class PriceSearch(SearchOptions):
         least_peak = search.least_peak()
         if math.isinf(most_seconds):
             return self._least(away, least_peak, None)
-        low = search.bounds.peak_bytes - 1  # the greatest limit known, or found, to take too long
         limit = away.least_peak(least_peak).simulation.peak_bytes
-        for _ in range(self.bisections):
-            if search.bound_away(limit).seconds <= most_seconds:
-                search.fit(limit, self.factors_along)
-                search.refine(limit, self.refined, self.perturbations, self.exact_states_along)
-                away.fit(limit)
-            found = search.least_within(most_seconds)
-            if found is None:
-                return away.result(fastest.simulation.peak_bytes, least_peak)
+        found = self._least_at(away, limit, most_seconds)
+        if found is None:
+            return away.result(fastest.simulation.peak_bytes, least_peak)
+        low = search.bounds.peak_bytes - 1  # the greatest limit known, or found, to take too long
+        if found.simulation.peak_bytes <= limit:
+            # There time does not bind, and perhaps nowhere.
+            least = self.least_memory(program, math.inf)
+            if _seconds(least) <= most_seconds:
+                return self._least_further(search, least, most_seconds)
+        for _ in range(self.bisections - 1):
             peak = found.simulation.peak_bytes
             if peak > limit:
                 low = limit
@@ -131,9 +132,33 @@ class PriceSearch(SearchOptions):
             limit = min(round((max(low, 1) * peak) ** 0.5), peak - 1)
             if limit <= low or peak <= (1 + self.tolerance) * low:
                 break
-        found = search.least_within(most_seconds)
-        assert found is not None
+            found = self._least_at(away, limit, most_seconds) or found
         return away.result(found.simulation.peak_bytes, least_peak)
+
+    def _least_at(self, away: OffloadSearch, limit: int, most_seconds: float) -> Candidate | None:
+        """Return the candidate of least peak in time, after a search within ``limit`` bytes."""
+        search = away.search
+        if search.bound_away(limit).seconds <= most_seconds:
+            search.fit(limit, self.factors_along)
+            search.refine(limit, self.refined, self.perturbations, self.exact_states_along)
+            away.fit(limit)
+        return search.least_within(most_seconds)
+
+    def _least_further(
+        self, search: LocalSearch, least: SearchResult, most_seconds: float
+    ) -> SearchResult:
+        """Return ``least``, or the result of recomputing more where there is time for more.
+
+        That is where ``most_seconds`` are more than any schedule of a chain takes otherwise.
+        """
+        most = self.repaired_recomputes * search.forward_seconds
+        if search.is_small or not 0 < most < most_seconds or self._is_near_bound(least):
+            return least
+        recomputes = min(most_seconds / search.forward_seconds, self.further_recomputes)
+        options = replace(self, chain_recomputes=recomputes, evicted_recomputes=1.0)
+        lower = options.least_memory(search.program, math.inf)
+        is_in_time = _seconds(lower) <= most_seconds
+        return min(least, lower, key=_peak) if is_in_time else least
 
     def frontier(
         self,
@@ -172,6 +197,16 @@ def search_of(options: SearchOptions, program: Program) -> LocalSearch:
     nbytes = program.tables.bytes
     can_exceed = any(nbytes[list(limit.storages)].sum() > limit.bytes for limit in program.limits)
     return (LimitedSearch if can_exceed else LocalSearch)(options, program)
+
+
+def _peak(found: SearchResult) -> int:
+    """Return the least peak found."""
+    return found.least_peak.simulation.peak_bytes
+
+
+def _seconds(found: SearchResult) -> float:
+    """Return the extra time of the best schedule, infinite if there is none."""
+    return math.inf if found.best is None else found.best.simulation.extra_seconds
 
 
 def never_slower(results: Iterable[SearchResult]) -> tuple[SearchResult, ...]:

@@ -20,7 +20,7 @@ from fxckpt.solver.moves.heuristics import Heuristics
 from fxckpt.solver.program import IN_BACKWARD, Op, Program, Side, Storage
 from fxckpt.solver.schedule import save_all
 from fxckpt.solver.search.price_search import PriceSearch, evenly_spaced, never_slower
-from tests.solver.programs import QUICK_SEARCH, blocks, interpret, programs
+from tests.solver.programs import QUICK_SEARCH, blocks, chain, interpret, programs
 
 
 @given(program=programs(), share=st.floats(0.0, 1.0))
@@ -137,6 +137,31 @@ def test_budgets_below_the_floor_are_searched_further() -> None:
     assert ran.seconds > 5 * len(program.ops)
     (along,) = search.frontier(program, lambda least, baseline: [60])
     assert along.best is not None and along.best.simulation.peak_bytes <= 60
+
+
+def test_the_least_peak_recomputes_ten_forwards() -> None:
+    """Chains of 5 to 10 forwards lower the least peak, and no plan of it takes more."""
+    program, search = chain(300), PriceSearch()
+    found = search.least_memory(program, math.inf)
+    assert found.limit == 50 and found.best is not None
+    assert 5 < interpret(program, found.best.schedule).seconds / len(program.ops) <= 10
+    first = replace(search, repaired_recomputes=0.0).least_memory(program, math.inf)
+    assert first.limit == 60
+    best = search(program, lambda baseline: 50).best
+    assert best is not None and best.simulation.peak_bytes <= 50
+
+
+def test_enough_time_reaches_the_least_peak() -> None:
+    """Time that does not bind gives the plan of the least peak, and far more a lower one."""
+    program, search = blocks(100, crossing=10, inner=20), PriceSearch()
+    least = search.least_memory(program, math.inf)
+    forward = len(program.ops)
+    assert least.best is not None and least.limit == 70
+    same = search.least_memory(program, least.best.simulation.extra_seconds)
+    assert same.best is not None and same.best.schedule == least.best.schedule
+    lower = search.least_memory(program, 16 * forward)
+    assert lower.best is not None and lower.limit == 60
+    assert 10 < interpret(program, lower.best.schedule).seconds / forward <= 16
 
 
 @given(program=programs(), points=st.integers(2, 6))
