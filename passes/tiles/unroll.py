@@ -21,12 +21,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxckpt.errors import InvalidOption
 from fxckpt.ops.kernels import accumulate_mm
 from fxckpt.ops.properties import tensors
 from fxckpt.passes.meta import ACCUMULATES
 from fxckpt.passes.tiles.row_regions import RowRegion, is_size
 from fxckpt.passes.tiles.row_rules import MEAN, SUM, SUMMED, Rows, row_rule
 from fxckpt.torch_private import (
+    OpOverload,
     Size,
     SizeNodes,
     fake_like,
@@ -35,6 +37,7 @@ from fxckpt.torch_private import (
     is_surely_contiguous,
     is_surely_equal,
     plain_size,
+    size_hint,
     storage_id,
     without_guards,
 )
@@ -349,10 +352,7 @@ class _Unroller:
         if len(pieces) == 1:
             return pieces[0]
         if is_surely_equal(rows.outer, 1):
-            joined = self._call(
-                aten.cat.default, (pieces, rows.dim), {}, node, f"{node.name}_whole"
-            )
-            return self._all_of(joined, rows.dim, rows.size, rows.inner)
+            return self._joined_in_order(node, pieces, rows)
         shape = tuple(node.meta["val"].shape)
         apart = []
         for piece, part in zip(pieces, parts, strict=True):
@@ -363,6 +363,26 @@ class _Unroller:
         size = plain_size(rows.length * rows.inner)
         joined = self._all_of(joined, rows.dim + 1, size, rows.inner)
         return self._viewed(joined, shape, node, f"{node.name}_whole")
+
+    def _joined_in_order(self, node: fx.Node, pieces: list[fx.Node], rows: Rows) -> fx.Node:
+        """Return pieces in one value whose dimensions have the order in memory of a member's.
+
+        What reads it is then laid out as it was.
+        """
+        order, dim = _order_in_memory(node.meta["val"]), rows.dim
+        is_permuted = order != sorted(order)
+        if is_permuted:
+            dim = order.index(dim)
+            pieces = [self._call(aten.permute.default, (p, order), {}, node) for p in pieces]
+        name = f"{node.name}_whole"
+        joined = self._call(
+            aten.cat.default, (pieces, dim), {}, node, None if is_permuted else name
+        )
+        joined = self._all_of(joined, dim, rows.size, rows.inner)
+        if is_permuted:
+            back = [order.index(d) for d in range(len(order))]
+            joined = self._call(aten.permute.default, (joined, back), {}, node, name)
+        return joined
 
     def _all_of(self, joined: fx.Node, dim: int, size: Size, inner: Size) -> fx.Node:
         """Return joined rows, of a value that has as many as the tiles have together."""
@@ -425,18 +445,47 @@ def emit_call(
 def replace_uses(node: fx.Node, new: fx.Node, apart_from: Container[fx.Node] = ()) -> None:
     """Let the readers of a node, but for some, read another one.
 
-    Views of the node become views of that: their values share its storage.
+    Views of the node become views of that: their values share its storage. Raises
+    :class:`InvalidOption` where a reader would be laid out in another way than it was.
     """
     old = {storage_id(t) for t in tensors(node.meta.get("val"))}
+    is_laid_out = _is_laid_out_as(new.meta["val"], node.meta["val"])
     node.replace_all_uses_with(
         new, delete_user_cb=lambda user: user is not new and user not in apart_from
     )
     viewed = [new]
     while viewed:
         for user in viewed.pop().users:
-            if not old.isdisjoint(storage_id(t) for t in tensors(user.meta.get("val"))):
+            known = user.meta.get("val")
+            is_view = not old.isdisjoint(storage_id(t) for t in tensors(known))
+            if not is_laid_out and isinstance(user.target, OpOverload):
+                reads_storage = user.target.name().startswith("aten::as_strided")
+                if reads_storage or not (is_view or _is_laid_out_as(_computed(user), known)):
+                    raise InvalidOption(
+                        f"no tiles: {user.name} reads how {node.name} lies in memory, which tiles "
+                        "that are joined do not keep. Leave out tile= for this model."
+                    )
+            if is_view:
                 user.meta["val"] = _computed(user)
                 viewed.append(user)
+
+
+def _order_in_memory(value: torch.Tensor) -> list[int]:
+    """Return the dimensions of a value from the one of greatest stride on."""
+    dims = range(value.dim())
+    if is_surely_contiguous(value):
+        return list(dims)
+    return sorted(dims, key=lambda d: -size_hint(value.stride(d)))
+
+
+def _is_laid_out_as(value: Any, other: Any) -> bool:
+    """Return whether the strides of values are surely equal, but for dimensions of size 1."""
+    return all(
+        is_surely_equal(one, two)
+        for v, o in zip(tensors(value), tensors(other), strict=True)
+        for size, one, two in zip(v.shape, v.stride(), o.stride(), strict=True)
+        if not is_surely_equal(size, 1)
+    )
 
 
 def _computed(node: fx.Node) -> Any:

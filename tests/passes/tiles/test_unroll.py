@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 
+import fxckpt
 from fxckpt.passes.tiles.gradient_ahead import run_ahead
 from fxckpt.passes.tiles.row_regions import row_regions
 from fxckpt.passes.tiles.row_rules import Rows
@@ -174,6 +176,48 @@ def test_views_of_what_leaves_share_its_storage(is_ahead: bool) -> None:
     assert len(views) > 4
     for view in views:
         assert storage_id(view.meta["val"]) == storage_id(view.args[0].meta["val"])
+
+
+def lying(last: Callable[[Tensor], Tensor]) -> tuple[fx.GraphModule, tuple[Tensor, ...], Tensor]:
+    """A tiled layer of which some columns leave transposed, its inputs, and what is read of them.
+
+    ``last`` reads them.
+    """
+
+    def f(primals_x: Tensor, primals_w: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:
+        hidden = (primals_x @ primals_w).tanh()
+        back = aten.tanh_backward(tangents.expand(6, 40), hidden)
+        columns = hidden.t() * 3
+        return last(columns[:3]), columns.sum(0), back @ primals_w.t(), primals_x.t() @ back
+
+    given = (*inputs(classes=40)[:2], torch.tensor(0.5))
+    module = traced(f, *given)
+    ((region,),) = row_regions(module.graph)
+    unroll(module.graph, [region], 2)
+    module.graph.lint()
+    module.recompile()
+    assert any(node.name == "slice_1_whole" for node in module.graph.nodes)
+    return module, given, f(*given)[0]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda columns: columns.exp().as_strided((2, 3), (1, 3)),
+        lambda columns: columns.exp().t().view(-1),
+        lambda columns: columns.t().exp().view(-1),
+    ],
+)
+def test_readers_of_joined_rows_lie_as_before(last: Callable[[Tensor], Tensor]) -> None:
+    """What is computed of rows that were transposed is as in the whole, also by place in memory."""
+    module, given, expected = lying(last)
+    torch.testing.assert_close(module(*given)[0], expected)
+
+
+def test_readers_of_memory_refuse_tiles() -> None:
+    """Rows that were a part of a storage are read by their place in it."""
+    with pytest.raises(fxckpt.InvalidOption, match="as_strided reads how slice_1 lies in memory"):
+        lying(lambda columns: columns.as_strided((2, 3), (1, 40)).cos())
 
 
 def test_rows_that_do_not_add_up_are_refused() -> None:
