@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -65,9 +66,14 @@ def gradient_size(tensor: torch.Tensor) -> int | torch.SymInt:
     """Return the bytes of an incoming gradient.
 
     AOTAutograd traces the gradients of views of one tensor as views of one tensor, the model's
-    input included; the autograd engine hands over a tensor for each.
+    input included; the autograd engine hands over a tensor for each. One of fixed sizes is copied
+    to the strides of its output, gaps included, and any other is dense.
     """
     own, whole = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+    dims = [*zip(tensor.shape, tensor.stride(), strict=True)]
+    if all(isinstance(n, int) for n in (own, *itertools.chain(*dims))) and own:
+        reached = (1 + sum((size - 1) * stride for size, stride in dims)) * tensor.element_size()
+        own = max(own, reached)
     return own if size_hint(own) < size_hint(whole) else whole
 
 
